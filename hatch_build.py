@@ -1,8 +1,9 @@
-"""Builds the native code of ``fp8manifold/_native`` where there is a C compiler;
-everything works without it, slower.
+"""Build the native code of ``fp8manifold/_native`` where there is a C compiler.
 
-ctypes loads the library, which uses none of Python's headers: one wheel per platform
-serves every version of Python.
+Everything works without it, slower. ctypes loads the library, which uses none of
+Python's headers: one wheel per platform serves every version of Python.
+
+``python hatch_build.py`` builds it in a checkout, after a change of the C code.
 """
 
 import hashlib
@@ -12,13 +13,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = "fp8manifold/_native"
-#: no fused multiplications, no fast arithmetic: the bits are those of the eager stages
+# No fused multiplications, no fast arithmetic: the bits are those of PyTorch's own
+# operations.
 FLAGS = (
     "-std=c11",
     "-O3",
@@ -27,98 +30,106 @@ FLAGS = (
     "-fno-trapping-math",
     "-fvisibility=hidden",
 )
+# Not every compiler knows it; faster where one does.
+WIDE_VECTORS = "-mprefer-vector-width=512"
 
 
 class NativeBuildHook(BuildHookInterface):
-    """Compiles the library into the package's folder, and tags the wheel with this
-    platform.
+    """The hook that compiles the library into the package's folder.
+
+    It tags the wheel with this platform.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build before the files of a wheel are collected; a source distribution has
-        the sources alone.
+        """Build before the files of a wheel are collected.
+
+        A source distribution has the sources alone.
         """
         if self.target_name != "wheel":
             return
-        built = build(Path(self.root) / FOLDER, self.app.display_warning)
-        if built is None:
+        library = build(Path(self.root) / FOLDER, self.app.display_warning)
+        if library is None:
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
-        build_data["artifacts"].append(f"{FOLDER}/{built.name}")
+        build_data["artifacts"].append(f"{FOLDER}/{library.name}")
 
 
-def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path | None:
-    """Path of the library, built from a folder's sources; None, after a message, where
-    that is not possible.
+def build(
+    folder: Path, report: Callable[[str], object] = print, flags: tuple[str, ...] = ()
+) -> Path | None:
+    """Build the library from a folder's sources; return its path.
+
+    Return None, after a message, if that is not possible.
 
     Args:
         folder: where the sources are and the library goes.
-        say: called with the message.
+        report: called with the message.
         flags: the compiler gets them after its usual ones.
     """
     target = folder / "_kernels.so"
     compiler = compiler_of(os.environ)
     if compiler is None:
         target.unlink(missing_ok=True)
-        say(
+        report(
             "fp8manifold: no C compiler was found, so that steps and rounding run without native "
             "code"
         )
         return None
-    # replaced in one move: programs that start meanwhile find a whole library, those
-    # that run still have the old one
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as beside:
-        built = Path(beside) / target.name
-        done = subprocess.run(
-            _command(compiler, folder, built, flags), capture_output=True, text=True, check=False
-        )
-        if done.returncode:
+    # Replaced in one move: programs that start meanwhile find a whole library, and those
+    # that run still have the old one.
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as build_folder:
+        library = Path(build_folder) / target.name
+        command = _command(compiler, folder, library, flags)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
             target.unlink(missing_ok=True)
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
             reason = f"{compiler[0]}: {lines[0]}"
-            say(
+            report(
                 f"fp8manifold: the native code could not be built ({reason}); everything runs "
-                f"without it"
+                "without it"
             )
             return None
-        built.replace(target)
+        library.replace(target)
     return target
 
 
-def _command(compiler: list[str], folder: Path, built: Path, flags: tuple[str, ...]) -> list[str]:
-    """The compiler's command line for the sources of a folder."""
+def _command(compiler: list[str], folder: Path, library: Path, flags: tuple[str, ...]) -> list[str]:
+    """Return the compiler's command line for the sources of a folder."""
+    options = [*FLAGS]
+    if _takes(compiler, WIDE_VECTORS):
+        options.append(WIDE_VECTORS)
+    options += ["-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags]
     sources = sorted(str(path) for path in folder.glob("*.c"))
-    wide = ("-mprefer-vector-width=512",) if _takes(compiler, "-mprefer-vector-width=512") else ()
-    options = (*FLAGS, *wide, "-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags)
-    return [
-        *compiler,
-        *options,
-        "-o",
-        str(built),
-        *sources,
-        "-lm",
-        *(() if sys.platform == "win32" else ("-lpthread",)),
-    ]
+    libraries = ["-lm"] if sys.platform == "win32" else ["-lm", "-lpthread"]
+    return [*compiler, *options, "-o", str(library), *sources, *libraries]
 
 
-def compiler_of(environment: Any) -> list[str] | None:
-    """The C compiler as a command: the one that CC names, or the first of cc, gcc and
-    clang that is installed.
+def compiler_of(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the C compiler as a command, or None if there is none.
+
+    It is the one that CC names, or the first of cc, gcc and clang that is installed.
     """
-    asked = environment.get("CC", "").split()
-    if asked:
-        return asked if shutil.which(asked[0]) else None
-    return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    named = environment.get("CC", "").split()
+    if named:
+        return named if shutil.which(named[0]) else None
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    return None
 
 
 def digest(folder: Path) -> str:
-    """Digest of the sources: compiled into the library, and compared when it is loaded."""
-    found = hashlib.sha256()
+    """Return the digest of the sources.
+
+    It is compiled into the library, and compared when the library is loaded.
+    """
+    sources = hashlib.sha256()
     for path in sorted(folder.glob("*.[ch]")):
-        found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
-    return found.hexdigest()[:16]
+        sources.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
+    return sources.hexdigest()[:16]
 
 
 def _takes(compiler: list[str], flag: str) -> bool:

@@ -1,8 +1,13 @@
-"""The step and the codec in plain C, built when the package is installed: the bits of
-the eager stages, in one pass.
+"""The step and the codec in plain C: the bits of PyTorch's operations, in one pass.
 
-If the library was not built, :func:`library` is None, everything runs eagerly, and one
-:class:`NativeUnavailableWarning` says so.
+The C code is built when the package is installed (``hatch_build.py``) and loaded by
+ctypes::
+
+    *.c, *.h  --hatch_build.py-->  _kernels.so, with the digest of its sources
+    library()                      the loaded file, if the digest is that of the sources
+                                   beside it; else None, and everything runs in PyTorch
+
+If there is none, one :class:`NativeUnavailableWarning` says so.
 """
 
 import ctypes
@@ -10,36 +15,42 @@ import hashlib
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 _WORTH_A_THREAD: Final = 65_536
+"""Elements for which starting a thread pays."""
 
 
 class NativeUnavailableWarning(UserWarning):
-    """Steps, decoding and rounding run without native code: the same results, several
-    times slower.
+    """A warning that steps, decoding and rounding run without native code.
+
+    The results are the same, several times slower.
     """
+
+
+class _Loaded(NamedTuple):
+    """The library, or None, and the warnings that are still to be given (one at most)."""
+
+    kernels: ctypes.CDLL | None
+    pending_warnings: list[str]
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, with the types of its functions; None, with one warning, if there is
-    none.
-    """
-    kernels, unsaid = _found()
-    if (
-        unsaid
-    ):  # popped before warning: where warnings are errors, the next call does not raise again
-        warnings.warn(unsaid.pop(), NativeUnavailableWarning, stacklevel=2)
-    return kernels
+    """Return the library, with the types of its functions, or None, with one warning."""
+    loaded = _load()
+    if loaded.pending_warnings:
+        # Popped before it is given: where warnings are errors, the next call does not
+        # raise again.
+        message = loaded.pending_warnings.pop()
+        warnings.warn(message, NativeUnavailableWarning, stacklevel=2)
+    return loaded.kernels
 
 
 @cache
-def _found() -> tuple[ctypes.CDLL | None, list[str]]:
-    """The library as first loaded, whatever becomes of the file, and the warning that
-    is still to be given.
-    """
+def _load() -> _Loaded:
+    """Load the library, once: it stays as it is, whatever becomes of the file."""
     path = Path(__file__).with_name("_kernels.so")
     reason = "it was built from other sources"
     try:
@@ -49,22 +60,24 @@ def _found() -> tuple[ctypes.CDLL | None, list[str]]:
             kernels = ctypes.CDLL(str(path))
             kernels.fp8manifold_sources.restype = ctypes.c_char_p
             if kernels.fp8manifold_sources().decode() == _digest(path.parent):
-                return _with_types(kernels), []
+                return _Loaded(_with_types(kernels), [])
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
-    return None, [
+    message = (
         f"fp8manifold's native code is not available ({reason}): steps and rounding run without "
-        f"it, with the same "
-        "results, several times slower; install the package again where there is a C compiler"
-    ]
+        "it, with the same results, several times slower; install the package again where there "
+        "is a C compiler"
+    )
+    return _Loaded(None, [message])
 
 
 def threads_for(elements: int) -> int:
-    """The number of torch's threads that are worth starting for so many elements."""
+    """Return how many of torch's threads are worth starting for so many elements."""
     return min(torch.get_num_threads(), elements // _WORTH_A_THREAD + 1)
 
 
 def is_available() -> bool:
+    """Return whether the library could be loaded."""
     return library() is not None
 
 
@@ -87,8 +100,8 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _digest(folder: Path) -> str:
-    """The digest that a library of the sources in a folder has; see ``hatch_build.py``."""
-    found = hashlib.sha256()
+    """Return the digest of the sources in a folder, as ``hatch_build.py`` computes it."""
+    sources = hashlib.sha256()
     for path in sorted(folder.glob("*.[ch]")):
-        found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
-    return found.hexdigest()[:16]
+        sources.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
+    return sources.hexdigest()[:16]

@@ -1,13 +1,22 @@
-"""Decoding, rounding and encoding whole arrays in native code or on a GPU; None where
-neither can.
+"""Decode, round and encode whole arrays, in native code or on a GPU.
 
-Codes are uint8, and values float32 where nothing else is said. There is one scale, or
-one for each of equal runs. Rounding is stochastic with a key, by draws from the
-position ``offset`` on, and otherwise to nearest.
+::
+
+    decoded, spacings, rounded, encoded    is the dtype one that a kernel takes?
+      -> _run_kernel                       is there memory that may be read?
+           -> _run_in_c                    an array of the CPU, if native code was built
+           -> array_on_gpu                 an array of a GPU, if Triton is there
+
+All of them return None where a kernel can't serve: callers then do the same with
+PyTorch's operations (:mod:`fp8manifold._numerics.codec`), to the same bits.
+
+Codes are uint8, and values float32 if nothing else is said. There is one scale, or one
+for each of equal runs. Rounding is stochastic with a key, by draws from the position
+``offset`` on, and otherwise to nearest.
 """
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,24 +34,33 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import DrawKey, draw_range, round_keys, signed_word
 from fp8manifold.scaling import BLOCK_SIZE
 
-_OUT: Final = (torch.float32, torch.bfloat16)
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
+Kernel = Literal["decode", "round", "encode"]
+
+_VALUE_DTYPES: Final = (torch.float32, torch.bfloat16)
+_PLAIN_CLASSES: Final = (Tensor, torch.nn.Parameter)
+_LARGEST_FLOAT16: Final = 65504.0
+
+
+class _Draws(NamedTuple):
+    """The draws of stochastic rounding: keys of their words, and the first position."""
+
+    round_keys: tuple[int, int, int]
+    phase: int
+    start: int
 
 
 def decoded(
     codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32, scale: Tensor | None = None
 ) -> Tensor | None:
-    """``scale * decode(codes)``."""
-    return (
-        _made("decode", codes, fmt, dtype, scale)
-        if dtype in _OUT and codes.dtype is torch.uint8
-        else None
-    )
+    """Return ``scale * decode(codes)``."""
+    if dtype not in _VALUE_DTYPES or codes.dtype is not torch.uint8:
+        return None
+    return _run_kernel("decode", codes, fmt, dtype, scale)
 
 
 def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
-    """``scale * ulp(decode(codes))``, float32."""
-    return _made("decode", codes, fmt, torch.float32, scale, spacing=True)
+    """Return ``scale * ulp(decode(codes))``, float32."""
+    return _run_kernel("decode", codes, fmt, torch.float32, scale, spacing=True)
 
 
 def rounded(
@@ -54,44 +72,41 @@ def rounded(
     *,
     rescale: bool = True,
 ) -> Tensor | None:
-    """``scale * round(x / scale)``, or in units of the scale unless ``rescale``,
-    saturating.
-    """
-    fits = x.dtype is torch.float32
-    return (
-        _made("round", x, fmt, torch.float32, scale, key, offset, rescale=rescale) if fits else None
-    )
+    """Return ``scale * round(x / scale)``, saturating; without ``rescale`` in its units."""
+    if x.dtype is not torch.float32:
+        return None
+    return _run_kernel("round", x, fmt, torch.float32, scale, key, offset, rescale=rescale)
 
 
 def encoded(
     x: Tensor, fmt: FloatFormat, key: DrawKey | None = None, offset: int = 0
 ) -> Tensor | None:
-    """The codes of ``x``, saturating; NaN gives the format's code for it, or the code
-    of zero if it has none.
+    """Return the codes of ``x``, saturating.
+
+    NaN gives the format's code for it, or the code of zero if it has none.
     """
-    return (
-        _made("encode", x, fmt, torch.uint8, None, key, offset)
-        if x.dtype is torch.float32
-        else None
-    )
+    if x.dtype is not torch.float32:
+        return None
+    return _run_kernel("encode", x, fmt, torch.uint8, None, key, offset)
 
 
 def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
-    """The codes of ``x / scale``, to nearest and saturating, on a GPU only."""
-    return _made("encode", x, fmt, torch.uint8, scale) if x.dtype in _OUT and not x.is_cpu else None
+    """Return the codes of ``x / scale``, to nearest and saturating, on a GPU only."""
+    if x.dtype not in _VALUE_DTYPES or x.is_cpu:
+        return None
+    return _run_kernel("encode", x, fmt, torch.uint8, scale)
 
 
 def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
-    """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words
-    drawn by position.
+    """Return ``sum(bits_i r_i) mod 2^64`` over float32 elements.
+
+    ``r`` are the random words drawn by position.
     """
-    kernels, (high, low) = library(), divmod(offset, 2**32)
-    if (
-        kernels is None
-        or x.dtype is not torch.float32
-        or low + x.numel() >= 2**32
-        or not is_plain(x)
-    ):
+    kernels = library()
+    high, low = divmod(offset, 2**32)
+    if kernels is None or x.dtype is not torch.float32:
+        return None
+    if low + x.numel() >= 2**32 or not is_plain(x):
         return None
     flat = x.detach().contiguous().resolve_neg()
     first, second, third = round_keys(key, high)
@@ -99,9 +114,9 @@ def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
     return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), words.ctypes.data))
 
 
-def _made(
-    made: str,
-    given: Tensor,
+def _run_kernel(
+    kernel: Kernel,
+    x: Tensor,
     fmt: FloatFormat,
     dtype: torch.dtype,
     scale: Tensor | None,
@@ -111,68 +126,103 @@ def _made(
     rescale: bool = False,
     spacing: bool = False,
 ) -> Tensor | None:
-    """An array through ``decode``, ``round`` or ``encode``, in C or on a GPU."""
-    (high, low), numel = divmod(offset, 2**32), given.numel()
-    if not 0 < numel <= 2**32 - low or not (
-        has_memory(given) if scale is None else has_memory(given, scale)
-    ):
+    """Run a kernel over an array; its result has ``dtype``."""
+    # Positions of draws count up to 2^32 under one set of round keys.
+    high, low = divmod(offset, 2**32)
+    if not 0 < x.numel() <= 2**32 - low:
         return None
-    if given.is_neg() or not given.is_contiguous():
-        given = given.detach().resolve_neg().contiguous()
-    rows, at = 1, 0
+    if not (has_memory(x) if scale is None else has_memory(x, scale)):
+        return None
+    if x.is_neg() or not x.is_contiguous():
+        x = x.detach().resolve_neg().contiguous()
     if scale is not None:
-        if scale.dtype is not torch.float32 or scale.is_cpu is not given.is_cpu:
+        if scale.dtype is not torch.float32 or scale.is_cpu is not x.is_cpu:
             return None
         scale = scale.detach().contiguous()
-        rows, at = scale.numel(), scale.data_ptr()
-    first, second, third = (0, 0, 0) if key is None else round_keys(key.words, high)
-    phase = 0 if key is None else key.phase
-    if not given.is_cpu:
-        keys = None if key is None else (signed_word(first + low), second, third, phase)
-        on_card = given.is_cuda and _triton.is_available()
-        return (
-            array_on_gpu(made, given, fmt, dtype, scale, keys, rescale=rescale, spacing=spacing)
-            if on_card
-            else None
-        )
-    out, kernels = torch.empty_like(given, dtype=dtype), library()
-    if type(out) is not Tensor or kernels is None or numel % rows:
+    draws = None
+    if key is not None:
+        draws = _Draws(round_keys(key.words, high), key.phase, low)
+    if x.is_cpu:
+        return _run_in_c(kernel, x, fmt, dtype, scale, draws, rescale=rescale, spacing=spacing)
+    if not x.is_cuda or not _triton.is_available():
         return None
-    known, nan_code = _known(fmt)
-    places = given.data_ptr(), out.data_ptr(), at, rows, numel // rows
-    how = rows == 1, key is not None, rescale, dtype is torch.bfloat16
+    keys = None
+    if draws is not None:
+        first, second, third = draws.round_keys
+        keys = (signed_word(first + draws.start), second, third, draws.phase)
+    return array_on_gpu(kernel, x, fmt, dtype, scale, keys, rescale=rescale, spacing=spacing)
+
+
+def _run_in_c(
+    kernel: Kernel,
+    x: Tensor,
+    fmt: FloatFormat,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    draws: _Draws | None,
+    *,
+    rescale: bool,
+    spacing: bool,
+) -> Tensor | None:
+    """Run a kernel over a contiguous array of the CPU."""
+    kernels = library()
+    out = torch.empty_like(x, dtype=dtype)
+    rows = 1 if scale is None else scale.numel()
+    # In a mode of torch's, such as that of fake tensors, the new tensor has no memory.
+    if type(out) is not Tensor or kernels is None or x.numel() % rows:
+        return None
+    format_bytes, nan_code = _format_facts(fmt)
+    first, second, third = (0, 0, 0) if draws is None else draws.round_keys
     record = ARRAY.pack(
-        known, *places, *how, nan_code, spacing, first, second, third, phase, signed_word(low)
+        format_bytes,
+        x.data_ptr(),
+        out.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        rows,
+        x.numel() // rows,
+        rows == 1,
+        draws is not None,
+        rescale,
+        dtype is torch.bfloat16,
+        nan_code,
+        spacing,
+        first,
+        second,
+        third,
+        0 if draws is None else draws.phase,
+        0 if draws is None else signed_word(draws.start),
     )
-    getattr(kernels, f"fp8manifold_{made}")(record, threads_for(numel))
+    run = getattr(kernels, f"fp8manifold_{kernel}")
+    run(record, threads_for(x.numel()))
     return out
 
 
 @lru_cache(maxsize=256)
-def _known(fmt: FloatFormat) -> tuple[bytes, int]:
-    """A format as C has it, and the code that a NaN gets."""
+def _format_facts(fmt: FloatFormat) -> tuple[bytes, int]:
+    """Return a format as C has it, and the code that a NaN gets."""
     return format_record(fmt).tobytes(), fmt.nan_code or 0
 
 
 def is_plain(x: Tensor) -> bool:
-    """True if ``x`` has memory of the CPU that may be read now: no subclass, outside of
-    tracers and transforms.
-    """
+    """Return whether ``x`` is on the CPU and :func:`has_memory`."""
     return x.device.type == "cpu" and has_memory(x)
 
 
-def has_memory(*parts: Tensor) -> bool:
-    """True if all parts have memory that may be read now, on the CPU or elsewhere."""
-    if (
-        torch.compiler.is_compiling() or torch._C._is_tracing()
-    ):  # what is read now would be a constant
+def has_memory(*tensors: Tensor) -> bool:
+    """Return whether all tensors have memory that may be read now, on any device.
+
+    Subclasses have none of their own, nor have tensors within tracers and transforms.
+    """
+    # What is read now would be a constant of the compiled program.
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     try:
-        for x in parts:
-            if type(x) not in _PLAIN:
+        for x in tensors:
+            if type(x) not in _PLAIN_CLASSES:
                 return False
             x.data_ptr()
-    except RuntimeError:  # of vmap and the other transforms
+    except RuntimeError:
+        # raised in vmap and the other transforms
         return False
     return True
 
@@ -187,52 +237,63 @@ def rounded_at(
     blocks: bool = False,
     rescale: bool = True,
 ) -> Tensor:
-    """``s round(x / s)`` in ``x``'s dtype, detached, saturating; with ``blocks`` a
-    scale is for 32 values of a row.
+    """Return ``s round(x / s)``, detached, saturating, by the fastest way that there is.
 
-    Without ``rescale`` it is in units of the scale, and in the dtype that ``x`` is
-    computed in.
+    Args:
+        x: any float dtype, which the result has.
+        scale: one in all, or one per index of leading dimensions.
+        fmt: the format.
+        rounding: any of the roundings.
+        key: of the draws, for ``stochastic``.
+        blocks: whether each scale is for 32 values of a row.
+        rescale: if False, the result is in units of the scale, and in the dtype that
+            ``x`` is computed in.
     """
     refuse_trace()
-    work, shape = working_dtype(x), x.shape
-    dtype = x.dtype if rescale else work
-    check_holds(work, fmt)
-    x, scale = x.detach(), scale.to(work)
+    work_dtype = working_dtype(x)
+    shape = x.shape
+    out_dtype = x.dtype if rescale else work_dtype
+    check_holds(work_dtype, fmt)
+    x = x.detach()
+    scale = scale.to(work_dtype)
     if blocks:
-        x, scale = x.reshape(-1, BLOCK_SIZE), scale.reshape(-1, 1)
-    if (
-        work is torch.float32
-        and rounding in ("nearest", "stochastic")
-        and has_memory(x)
-        and _is_of_rows(scale, x)
-    ):
-        native = rounded(
-            x.float(), fmt, key if rounding == "stochastic" else None, scale=scale, rescale=rescale
-        )
-        if native is not None:
-            return _in_dtype(native.view(shape), dtype)
+        x = x.reshape(-1, BLOCK_SIZE)
+        scale = scale.reshape(-1, 1)
+    is_for_kernel = work_dtype is torch.float32 and rounding in ("nearest", "stochastic")
+    if is_for_kernel and has_memory(x) and _is_of_rows(scale, x):
+        draw_key = key if rounding == "stochastic" else None
+        values = rounded(x.float(), fmt, draw_key, scale=scale, rescale=rescale)
+        if values is not None:
+            return _in_dtype(values.view(shape), out_dtype)
 
-    def block(part: Tensor, start: int, out: Tensor | None) -> Tensor:
+    def round_part(part: Tensor, start: int, out: Tensor | None) -> Tensor:
         draws = None
         if rounding == "stochastic":
             assert key is not None
             draws = draw_range(start, part.numel(), key, x.device)
         return round_block(part, fmt, rounding, "saturate", draws, out)
 
-    values = blockwise(block, x.to(work) / scale, work)
-    return _in_dtype((values * scale if rescale else values).view(shape), dtype)
+    values = blockwise(round_part, x.to(work_dtype) / scale, work_dtype)
+    if rescale:
+        values = values * scale
+    return _in_dtype(values.view(shape), out_dtype)
 
 
 def _in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in their dtype; float16, whose largest number a grid may exceed,
-    saturates.
+    """Return values in their dtype.
+
+    float16, whose largest number a grid may exceed, saturates.
     """
-    return (values.clamp(-65504.0, 65504.0) if dtype is torch.float16 else values).to(dtype)
+    if dtype is torch.float16:
+        values = values.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+    return values.to(dtype)
 
 
 def _is_of_rows(scale: Tensor, x: Tensor) -> bool:
-    """True if there is one scale in all, or one for each index of the leading
-    dimensions.
-    """
-    shapes = ((*x.shape[:n], *(1,) * (x.dim() - n)) for n in range(1, x.dim() + 1))
-    return scale.numel() == 1 or any(scale.shape == shape for shape in shapes)
+    """Return whether there is one scale, or one per index of the leading dimensions."""
+    if scale.numel() == 1:
+        return True
+    for leading in range(1, x.dim() + 1):
+        if scale.shape == (*x.shape[:leading], *(1,) * (x.dim() - leading)):
+            return True
+    return False

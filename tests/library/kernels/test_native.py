@@ -280,10 +280,10 @@ def look_in(monkeypatch):
 
     def look(folder):
         monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
-        _native._found.cache_clear()
+        _native._load.cache_clear()
 
     yield look
-    _native._found.cache_clear()
+    _native._load.cache_clear()
 
 
 def run_steps(look_in, folder):
