@@ -1,8 +1,15 @@
-"""The step and the codec as Triton kernels for NVIDIA GPUs: the bits of native code,
-one launch for many tensors.
+"""The step and the codec as Triton kernels for NVIDIA GPUs, with the bits of native code.
 
-Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton, and are imported
-when there is something to launch: an installed Triton without a driver fails late.
+One launch serves many tensors::
+
+    kinds    facts that a kernel is compiled for
+    launch   launches of steps, from a table of records     whole   launches over one array
+    step     kernels of the step                            arrays  kernels over one array
+    stages   the stages of a step
+    format   codes, values, rounding, random words
+
+Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton. They are imported when
+there is something to launch: an installed Triton without a driver fails late.
 """
 
 import importlib
@@ -16,17 +23,19 @@ from typing import Final
 import torch
 
 _KEEPS_SUBNORMALS: Final = (3, 6)
+"""The first version of Triton with an option not to flush subnormals."""
 
 
 @cache
 def is_installed() -> bool:
-    """True if Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_available() -> bool:
-    """True if kernels run on this machine's GPU: only CUDA, as no other compiler's code
-    has been checked.
+    """Return whether kernels run on this machine's GPU.
+
+    Only CUDA counts: no other compiler's code has been checked.
     """
     return (
         torch.version.cuda is not None
@@ -38,22 +47,23 @@ def is_available() -> bool:
 
 @cache
 def is_interpreted() -> bool:
-    """True if kernels run in Triton's interpreter, on the CPU."""
+    """Return whether kernels run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @cache
 def _keeps_subnormals() -> bool:
-    """True if this Triton can compile without flushing subnormals to zero; the process
-    is warned once if not.
+    """Return whether this Triton can compile without flushing subnormals to zero.
+
+    If not, warn; the answer is cached, so that a process is warned once.
     """
-    version = importlib.import_module("triton").__version__  # under whatever name it was installed
+    # Triton may be installed under another distribution's name.
+    version = importlib.import_module("triton").__version__
     if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _KEEPS_SUBNORMALS:
         return True
     warnings.warn(
         f"Triton {version} flushes subnormals to zero: GPU kernels need Triton 3.6, which PyTorch "
-        f"2.10 brings; "
-        "PyTorch's own operations run instead, slower",
+        "2.10 brings; PyTorch's own operations run instead, slower",
         UserWarning,
         stacklevel=2,
     )
@@ -62,8 +72,9 @@ def _keeps_subnormals() -> bool:
 
 @cache
 def options() -> dict[str, bool | int]:
-    """Options of a compilation, as far as this Triton knows them: no contraction, and
-    subnormals.
+    """Return the options of a compilation, as far as this Triton knows them.
+
+    Products and sums are not contracted, and subnormals are not flushed.
     """
     from triton.backends.nvidia.compiler import CUDAOptions
 
@@ -72,6 +83,5 @@ def options() -> dict[str, bool | int]:
         "enable_fp_fusion": False,
         "enable_reflect_ftz": False,
     }
-    return {
-        name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__
-    }
+    known = CUDAOptions.__dataclass_fields__
+    return {name: value for name, value in wanted.items() if name in known}

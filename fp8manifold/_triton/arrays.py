@@ -1,36 +1,61 @@
-"""Whole arrays to the grid, to codes and back, the verdict on gradients, and operands
-of products in 8 bits.
+"""Kernels over whole arrays.
+
+::
+
+    decode, round, encode      elements to elements, at one scale or a scale for each row
+    finite                     the verdict on gradients, before a step
+    rows, amax and columns     operands of products in 8 bits: codes, and a scale for each
+                               row, or for each column of a matrix that is read by rows
+    copy                       codes, transposed or not
+
+Programs take R x W elements (R rows) or R x C. A scale of an operand is the least power of
+two that takes the largest magnitude of its row or column into the range of the codes.
+
+``FORMAT``, in kernels ``F`` for short, is a ``Format`` of ``kinds.py``. bfloat16 is passed
+as uint16 bits. Arguments in capitals are constants that a kernel is compiled for.
 """
 
 import triton
 import triton.language as tl
 
 from fp8manifold._triton import format as floats
-from fp8manifold._triton.kinds import SAID as _SAID
-from fp8manifold._triton.stages import ROWS, WORDS, load_float
+from fp8manifold._triton.kinds import NOT_FINITE_WORD
+from fp8manifold._triton.kinds import REPORT_WORDS as _REPORT_WORDS
+from fp8manifold._triton.stages import (
+    GRADIENT,
+    LENGTH,
+    RECORD_WORDS,
+    ROWS,
+    load_float,
+    load_size,
+)
 
-SAID: tl.constexpr = tl.constexpr(_SAID)
+REPORT_WORDS: tl.constexpr = tl.constexpr(_REPORT_WORDS)
+NOT_FINITE: tl.constexpr = tl.constexpr(NOT_FINITE_WORD)
 LARGEST_INT8: tl.constexpr = tl.constexpr(0x42FE0000)  # float32 bits of 127
 
 
+# ---------------------------------------------------------------------------------------
+# Decode, round, encode
+
+
 @triton.jit
-def _scaled_places(scale, rows, length, in_row, R: tl.constexpr, W: tl.constexpr):
-    """Positions in a matrix with a scale for each row, a mask of those that exist, and
-    the scales.
+def _scaled_offsets(scale, rows, length, in_row, R: tl.constexpr, W: tl.constexpr):
+    """Return offsets in a matrix with a scale for each row, their mask, and the scales.
+
+    ``in_row`` programs share a row.
     """
     program = tl.program_id(0).to(tl.int64)
     row = (program // in_row) * R + tl.arange(0, R)
     column = (program % in_row) * W + tl.arange(0, W)[None, :]
-    inside = (row < rows)[:, None] & (column < length)
-    return (
-        (row * length)[:, None] + column,
-        inside,
-        tl.load(scale + row, mask=row < rows, other=1.0)[:, None],
-    )
+    mask = (row < rows)[:, None] & (column < length)
+    offsets = (row * length)[:, None] + column
+    row_scale = tl.load(scale + row, mask=row < rows, other=1.0)[:, None]
+    return offsets, mask, row_scale
 
 
 @triton.jit
-def _units(
+def _load_units(
     x,
     scale,
     keys,
@@ -42,19 +67,17 @@ def _units(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Positions, mask, scales, the values (float32 or bfloat16 as uint16 bits) over
-    their scales, and the draws.
-    """
-    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
-    value = tl.load(x + at, mask=inside, other=0)
+    """Return offsets, mask, scales, the values in units of them, and the draws."""
+    offsets, mask, row_scale = _scaled_offsets(scale, rows, length, in_row, R, W)
+    value = tl.load(x + offsets, mask=mask, other=0)
     if x.dtype.element_ty == tl.uint16:
         value = floats.of_bfloat16(value)
     if SCALED:
-        value = tl.math.div_rn(value, s)
+        value = tl.math.div_rn(value, row_scale)
     draw = 0
     if STOCHASTIC:
-        draw = floats.draw_of(floats.random_word(keys, at.to(tl.uint32)))
-    return at, inside, s, value, draw
+        draw = floats.draw_of(floats.random_word(keys, offsets.to(tl.uint32)))
+    return offsets, mask, row_scale, value, draw
 
 
 @triton.jit(do_not_specialize=["rows", "in_row"])
@@ -70,19 +93,16 @@ def decode_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """``scale * decode(codes)``, to float32 or bfloat16 (uint16 bits), or
-    ``scale * ulp``.
-    """
-    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
-    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32) & (2 * F.SIGN - 1)
+    """Store ``scale * decode(codes)``, float32 or bfloat16, or with SPACING ``scale * ulp``."""
+    offsets, mask, row_scale = _scaled_offsets(scale, rows, length, in_row, R, W)
+    code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * F.SIGN_BIT - 1)
     if SPACING:
-        value = floats.magnitude_ulp(code & (F.SIGN - 1), F, 0) * s
+        value = floats.magnitude_ulp(code & (F.SIGN_BIT - 1), F, 0) * row_scale
     else:
-        value = floats.any_value(code, F) * s
+        value = floats.any_value(code, F) * row_scale
     if out.dtype.element_ty == tl.uint16:
-        tl.store(out + at, floats.nearest_bfloat16(value), mask=inside)
-    else:
-        tl.store(out + at, value, mask=inside)
+        value = floats.nearest_bfloat16(value)
+    tl.store(out + offsets, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "in_row"])
@@ -101,14 +121,17 @@ def round_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """``scale * round(x / scale)``; ``keys`` begin at the first element's position."""
-    at, inside, s, value, draw = _units(
+    """Store ``scale * round(x / scale)``; without RESCALE ``round(x / scale)``.
+
+    ``keys`` begin at the first element's position.
+    """
+    offsets, mask, row_scale, value, draw = _load_units(
         x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
     )
     value = floats.round_value(value, draw, F, STOCHASTIC)
     if SCALED and RESCALE:
-        value = value * s
-    tl.store(out + at, value, mask=inside)
+        value = value * row_scale
+    tl.store(out + offsets, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "in_row"])
@@ -127,105 +150,116 @@ def encode_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the
-    format's code for it.
+    """Store the codes of ``x / scale``, of float32 or bfloat16.
+
+    NaN gives the format's code for it.
     """
-    at, inside, _, value, draw = _units(
+    offsets, mask, _, value, draw = _load_units(
         x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
     )
     code = floats.encode_finite(value, draw, F, STOCHASTIC, FIXED)
-    tl.store(out + at, tl.where(value != value, F.NAN_CODE, code).to(tl.uint8), mask=inside)
+    code = tl.where(value != value, F.NAN_CODE, code).to(tl.uint8)
+    tl.store(out + offsets, code, mask=mask)
+
+
+# ---------------------------------------------------------------------------------------
+# The verdict on gradients
 
 
 @triton.jit
 def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
-    """Set the first word of ``refused``, and the parameter's, if a gradient's square is
-    not finite in float32.
+    """Set two words of the report if a gradient's square is not finite in float32.
+
+    They are the first of all, ``refused``, and the parameter's own. ``table`` and
+    ``chunks`` are those of :mod:`fp8manifold._triton.step`; KIND is the gradient's dtype.
     """
     chunk = chunks + 2 * tl.program_id(0)
-    index = tl.load(chunk)
-    words = table + index.to(tl.int64) * WORDS
-    places = words.to(tl.pointer_type(tl.int64))
-    numel = tl.load(places + ROWS // 2) * tl.load(places + ROWS // 2 + 1)
-    at = tl.load(chunk + 1).to(tl.int64) * W + tl.arange(0, W)
-    g = load_float(words, 2, KIND, at, at < numel, False)
-    largest = tl.max(floats.bits_of(g) & 0x7FFFFFFF, axis=0)
-    if largest > 0x5F7FFFFF:  # the square of the next one is Inf
+    parameter = tl.load(chunk)
+    record = table + parameter.to(tl.int64) * RECORD_WORDS
+    numel = load_size(record, ROWS) * load_size(record, LENGTH)
+    offsets = tl.load(chunk + 1).to(tl.int64) * W + tl.arange(0, W)
+    gradient = load_float(record, GRADIENT, KIND, offsets, offsets < numel, False)
+    largest = tl.max(floats.bits_of(gradient) & 0x7FFFFFFF, axis=0)
+    # The square of the next larger float is Inf.
+    if largest > 0x5F7FFFFF:
         tl.store(refused, 1)
-        tl.store(refused + (index + 1) * SAID + 2, 1)
+        # A row of words for all parameters comes first.
+        tl.store(refused + (parameter + 1) * REPORT_WORDS + NOT_FINITE, 1)
+
+
+# ---------------------------------------------------------------------------------------
+# Operands of products in 8 bits
 
 
 @triton.jit
 def _scales_of(amax, LARGEST: tl.constexpr):
-    """The least power of two that takes a magnitude (float32 bits) to at most LARGEST,
-    and its reciprocal.
+    """Return the least powers of two that take magnitudes to at most LARGEST.
 
-    At least 2^-126; 1 for zero; NaN for what is not finite, whose reciprocal is 0.
+    Both are float32 bits. Return (scales, reciprocals): 1 for zero, at least 2^-126, and
+    NaN, whose reciprocal is 0, for what is not finite.
     """
-    field = (
-        (amax >> 23)
-        - ((LARGEST >> 23) - 127)
-        + ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
-    )
+    exceeds_mantissa = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
+    field = (amax >> 23) - ((LARGEST >> 23) - 127) + exceeds_mantissa
     field = tl.where(amax == 0, 127, tl.maximum(field, 1))
-    finite = amax < 0x7F800000
-    scale = floats.float_of(tl.where(finite, field << 23, 0x7FC00000))
-    return scale, floats.float_of(tl.where(finite, (254 - field) << 23, 0))
+    is_finite = amax < 0x7F800000
+    scale = floats.float_of(tl.where(is_finite, field << 23, 0x7FC00000))
+    return scale, floats.float_of(tl.where(is_finite, (254 - field) << 23, 0))
 
 
 @triton.jit
-def _code(x, reciprocal, LARGEST: tl.constexpr, F: tl.constexpr):
-    """The int8 or the E4M3 code of ``x`` over its scale, rounded once; 0 where the
-    reciprocal is 0.
+def _code(x, reciprocal, LARGEST: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the int8 or the E4M3 code of ``x`` over its scale, rounded once.
 
-    Without F by the instruction of compute capability 8.9 and later: Triton's own
-    conversion passes through a float16 that is cut off on 8.9, and its interpreter
-    rounds wrongly.
+    It is 0 where the reciprocal is 0. If FORMAT is None, the instruction of compute
+    capability 8.9 and later converts to E4M3. Triton's own conversion passes through a
+    float16 that is cut off on 8.9, and its interpreter rounds wrongly.
     """
-    x = tl.where(reciprocal == 0.0, 0.0, x) * reciprocal
+    units = tl.where(reciprocal == 0.0, 0.0, x) * reciprocal
     if LARGEST == LARGEST_INT8:
-        code = floats.round_even(x).to(tl.uint8)
-    elif F is None:
+        code = floats.round_even(units).to(tl.uint8)
+    elif FORMAT is None:
         code = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
             "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
             "=r,r,r,r,r",
-            [x],
+            [units],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
         )
     else:
-        code = floats.encode_finite(x, 0, F, False, False).to(tl.uint8)
+        code = floats.encode_finite(units, 0, FORMAT, False, False).to(tl.uint8)
     return code
 
 
 @triton.jit
-def _values(x, row, column, stride, inside):
-    """In float32, of float32, float16 or bfloat16 (uint16 bits)."""
-    value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0)
+def _load_values(x, row, column, stride, mask):
+    """Load float32, float16 or bfloat16 as float32."""
+    value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0)
     if x.dtype.element_ty == tl.uint16:
         value = floats.of_bfloat16(value)
     return value.to(tl.float32)
 
 
 @triton.jit
-def _row_values(x, fold, row, column, height, width, stride, FOLDS: tl.constexpr):
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    value = _values(x, row, column, stride, inside)
+def _largest_bits(value, axis: tl.constexpr):
+    """Return the float32 bits of the largest magnitude.
+
+    Those of Inf are larger than any number's, and those of NaN larger still.
+    """
+    return tl.max(floats.bits_of(value) & 0x7FFFFFFF, axis=axis)
+
+
+@triton.jit
+def _load_rows(x, fold, row, column, height, width, stride, FOLDS: tl.constexpr):
+    """Load ``x * fold``, where each column may have its factor, and the mask of it."""
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    value = _load_values(x, row, column, stride, mask)
     if FOLDS == 1:
         value = value * tl.load(fold)
     elif FOLDS == 2:
         value = value * tl.load(fold + column, mask=column < width, other=0.0)[None, :]
-    return value, inside
-
-
-@triton.jit
-def _largest(value, axis: tl.constexpr):
-    """Float32 bits of the largest magnitude: those of Inf are larger than a number's,
-    and NaN's larger still.
-    """
-    return tl.max(floats.bits_of(value) & 0x7FFFFFFF, axis=axis)
+    return value, mask
 
 
 @triton.jit(do_not_specialize=["height"])
@@ -244,37 +278,43 @@ def rows_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x * fold`` at a scale for each row, read twice if LONG; ``fold``: 2
-    one per column, 1 one, 0 none.
+    """Store the codes of ``x * fold`` at a scale for each row, and the scales.
+
+    ``fold`` has a factor for each column (FOLDS 2), one in all (1), or none (0). LONG rows
+    are read twice, for their largest magnitude and for their codes.
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     if LONG:
         amax = tl.zeros((R,), tl.int32)
         for start in range(0, width, W):
-            value, _ = _row_values(x, fold, row, start + column, height, width, stride, FOLDS)
-            amax = tl.maximum(amax, _largest(value, 1))
+            value, _ = _load_rows(x, fold, row, start + column, height, width, stride, FOLDS)
+            amax = tl.maximum(amax, _largest_bits(value, 1))
         scale, reciprocal = _scales_of(amax, LARGEST)
         for start in range(0, width, W):
-            value, inside = _row_values(x, fold, row, start + column, height, width, stride, FOLDS)
-            at = row[:, None] * width + (start + column)[None, :]
-            tl.store(codes + at, _code(value, reciprocal[:, None], LARGEST, F), mask=inside)
+            value, mask = _load_rows(x, fold, row, start + column, height, width, stride, FOLDS)
+            offsets = row[:, None] * width + (start + column)[None, :]
+            tl.store(codes + offsets, _code(value, reciprocal[:, None], LARGEST, F), mask=mask)
     else:
-        value, inside = _row_values(x, fold, row, column, height, width, stride, FOLDS)
-        scale, reciprocal = _scales_of(_largest(value, 1), LARGEST)
-        at = row[:, None] * width + column[None, :]
-        tl.store(codes + at, _code(value, reciprocal[:, None], LARGEST, F), mask=inside)
+        value, mask = _load_rows(x, fold, row, column, height, width, stride, FOLDS)
+        scale, reciprocal = _scales_of(_largest_bits(value, 1), LARGEST)
+        offsets = row[:, None] * width + column[None, :]
+        tl.store(codes + offsets, _code(value, reciprocal[:, None], LARGEST, F), mask=mask)
     tl.store(scales + row, scale, mask=row < height)
 
 
 @triton.jit
-def _tile(x, fold, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Values of ``fold * x`` (FOLDS: 2 a factor for each row, 1 one in all, 0 none),
-    and their rows and columns.
+def _load_tile(
+    x, fold, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Load ``fold * x``, where each row may have its factor; return rows and columns too.
+
+    ``fold`` has a factor for each row (FOLDS 2), one in all (1), or none (0).
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
-    value = _values(x, row, column, stride, (row < height)[:, None] & (column < width)[None, :])
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    value = _load_values(x, row, column, stride, mask)
     if FOLDS == 1:
         value = value * tl.load(fold)
     elif FOLDS == 2:
@@ -284,19 +324,20 @@ def _tile(x, fold, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, 
 
 @triton.jit
 def _store_transposed(out, code, row, column, height, width):
-    inside = (column < width)[:, None] & (row < height)[None, :]
-    tl.store(out + column[:, None] * height + row[None, :], tl.trans(code), mask=inside)
+    mask = (column < width)[:, None] & (row < height)[None, :]
+    tl.store(out + column[:, None] * height + row[None, :], tl.trans(code), mask=mask)
 
 
 @triton.jit
 def amax_kernel(
     x, fold, amax, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """The largest magnitude of each column of ``fold * x`` (float32 bits), into zeros;
-    the same in any order.
+    """Store the largest magnitude of each column of ``fold * x``, as float32 bits.
+
+    ``amax`` is zeros before. The result is the same in any order of the programs.
     """
-    value, _, column = _tile(x, fold, height, width, stride, FOLDS, R, C)
-    tl.atomic_max(amax + column, _largest(value, 0), mask=column < width, sem="relaxed")
+    value, _, column = _load_tile(x, fold, height, width, stride, FOLDS, R, C)
+    tl.atomic_max(amax + column, _largest_bits(value, 0), mask=column < width, sem="relaxed")
 
 
 @triton.jit
@@ -315,12 +356,14 @@ def columns_kernel(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Codes of ``fold * x`` at a scale for each column, transposed."""
-    value, row, column = _tile(x, fold, height, width, stride, FOLDS, R, C)
+    """Store the codes of ``fold * x`` at a scale for each column, transposed.
+
+    ``amax`` is what :func:`amax_kernel` has stored.
+    """
+    value, row, column = _load_tile(x, fold, height, width, stride, FOLDS, R, C)
     scale, reciprocal = _scales_of(tl.load(amax + column, mask=column < width, other=0), LARGEST)
-    _store_transposed(
-        codes, _code(value, reciprocal[None, :], LARGEST, F), row, column, height, width
-    )
+    code = _code(value, reciprocal[None, :], LARGEST, F)
+    _store_transposed(codes, code, row, column, height, width)
     if tl.program_id(0) == 0:
         tl.store(scales + column, scale, mask=column < width)
 
@@ -336,18 +379,20 @@ def copy_kernel(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Codes by columns or by rows; of E1M6 as INTEGERS, whose sign and magnitude become
-    two's complement.
+    """Copy codes, transposed or not.
+
+    Codes of E1M6 become int8 with INTEGERS: sign and magnitude in two's complement.
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1).to(tl.int64) * C + tl.arange(0, C)
-    at = row[:, None] * width + column[None, :]
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    code = tl.load(codes + at, mask=inside, other=0)
+    offsets = row[:, None] * width + column[None, :]
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    code = tl.load(codes + offsets, mask=mask, other=0)
     if INTEGERS:
+        # 255 for a negative number
         negative = (code.to(tl.int8, bitcast=True) >> 7).to(tl.uint8, bitcast=True)
         code = ((code & 127) ^ negative) - negative
     if TRANSPOSED:
         _store_transposed(out, code, row, column, height, width)
     else:
-        tl.store(out + at, code, mask=inside)
+        tl.store(out + offsets, code, mask=mask)

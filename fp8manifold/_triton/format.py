@@ -1,9 +1,26 @@
-"""Codes to values and back, rounding and random words, as in ``format.h`` and
-``draws.h`` of native code.
+"""Codes to values and back, rounding and random words, for the elements of a tile.
+
+The arithmetic is that of ``format.h``, ``chart.h`` and ``draws.h`` of native code, which
+explain it, to the same bits. A code counts the values from zero up; a float32 whose
+exponent field is ``2 * 127 + M`` minus that of ``2^e`` is the exact reciprocal of an ulp.
+Where a GPU is faster another way, it is taken here:
+
+- Decoding moves the fields of a code to those of a float32. One product then corrects the
+  bias.
+- Rounding to a whole number adds ``1.5 * 2^23`` and subtracts it again. A GPU converts at
+  an eighth of the rate at which it adds.
+
+``FORMAT`` is a ``Format`` of ``kinds.py``. Arguments in capitals are constants that a kernel
+is compiled for.
 """
 
 import triton
 import triton.language as tl
+
+#: 1.5 * 2^23: a float32 below 2^22 that is added to it is rounded to a whole number.
+TO_WHOLE: tl.constexpr = tl.constexpr(12582912.0)
+#: 2^-24: draws are whole numbers of it.
+DRAW_UNIT: tl.constexpr = tl.constexpr(5.9604644775390625e-08)
 
 
 @triton.jit
@@ -23,19 +40,26 @@ def power_of_two(exponent):
 
 @triton.jit
 def reciprocal(power):
-    """The reciprocal of a power of two."""
+    """Return the reciprocal of a power of two."""
     return float_of((254 << 23) - bits_of(power))
 
 
 @triton.jit
-def bounded(x, low, high):
-    """``x`` within two bounds; NaN stays."""
+def clamp(x, low, high):
+    """Return ``x`` between two bounds; NaN stays NaN."""
     return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+# ---------------------------------------------------------------------------------------
+# Random words
 
 
 @triton.jit
 def random_word(keys, position):
-    """Random words from a row of three round keys and a phase, and positions (uint32)."""
+    """Return the random words of positions (uint32).
+
+    ``keys`` points to three round keys and a phase.
+    """
     x = position + tl.load(keys)
     x = (x ^ (x >> 17)) * 0xED5AD4BB + tl.load(keys + 1)
     x = (x ^ (x >> 11)) * 0xAC4C1B51 + tl.load(keys + 2)
@@ -44,215 +68,255 @@ def random_word(keys, position):
 
 @triton.jit
 def draw_of(word):
-    """The 24 bits of a word that decide a rounding."""
+    """Return the 24 bits of a word that decide a rounding."""
     return (word >> 8).to(tl.int32)
 
 
 @triton.jit
+def mirror_draw(draw, bits):
+    """Return the draw for a number with these bits, whose magnitude is rounded.
+
+    That is ``2^24 - 1 - r`` for a negative number: one draw moves both signs in one
+    direction.
+    """
+    return draw ^ ((bits >> 31) & 0xFFFFFF)
+
+
+# ---------------------------------------------------------------------------------------
+# Codes to values
+
+
+@triton.jit
 def _unbiased(x, BIAS: tl.constexpr):
-    """x 2^(127 - bias), in two steps where that is no float32."""
-    FIRST: tl.constexpr = 254 - (BIAS if BIAS > 0 else 0)
-    x = x * float_of(tl.full((), FIRST << 23, tl.int32))
+    """Return ``x 2^(127 - bias)``, in two steps where that is no float32."""
+    FIRST_FIELD: tl.constexpr = 254 - (BIAS if BIAS > 0 else 0)
+    x = x * float_of(tl.full((), FIRST_FIELD << 23, tl.int32))
     if BIAS < 0:
         x = x * float_of(tl.full((), (127 - BIAS) << 23, tl.int32))
     return x
 
 
 @triton.jit
-def magnitude_value(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The value of a code without sign: its fields are moved to those of float32, and a
-    power corrects the bias.
-    """
-    return _unbiased(float_of(magnitude << (23 - F.M - EXTRA)), F.BIAS)
+def magnitude_value(magnitude, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr):
+    """Return the value of a code without its sign."""
+    fields = magnitude << (23 - FORMAT.MANTISSA_BITS - EXTRA_BITS)
+    return _unbiased(float_of(fields), FORMAT.BIAS)
 
 
 @triton.jit
-def code_value(code, F: tl.constexpr):
-    """The value of a finite code with its sign, which an arithmetic shift carries
-    along.
-    """
-    E: tl.constexpr = F.BITS - 1 - F.M
-    MASK: tl.constexpr = ((1 << (23 + E)) - 1) - 2147483648
-    return _unbiased(float_of(((code << (32 - F.BITS)) >> (8 - E)) & MASK), F.BIAS)
+def code_value(code, FORMAT: tl.constexpr):
+    """Return the value of a finite code, whose sign an arithmetic shift carries along."""
+    EXPONENT_BITS: tl.constexpr = FORMAT.BITS - 1 - FORMAT.MANTISSA_BITS
+    # The sign, and as many bits below it as code and mantissa have: the copies of the
+    # sign between them go.
+    MASK: tl.constexpr = ((1 << (23 + EXPONENT_BITS)) - 1) - 2147483648
+    fields = ((code << (32 - FORMAT.BITS)) >> (8 - EXPONENT_BITS)) & MASK
+    return _unbiased(float_of(fields), FORMAT.BIAS)
 
 
 @triton.jit
-def magnitude_ulp(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The spacing at a code without sign, in units of the scale: that of the format,
-    EXTRA bits finer or not.
-    """
-    field = tl.maximum(magnitude >> (F.M + EXTRA), 1)
-    return power_of_two(field - (F.BIAS + F.M))
+def magnitude_ulp(magnitude, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr):
+    """Return the format's ulp at a code without its sign, which may have extra bits."""
+    field = tl.maximum(magnitude >> (FORMAT.MANTISSA_BITS + EXTRA_BITS), 1)
+    return power_of_two(field - (FORMAT.BIAS + FORMAT.MANTISSA_BITS))
 
 
 @triton.jit
-def any_value(code, F: tl.constexpr):
-    """The value of any code, NaN and Inf included."""
-    magnitude = code & (F.SIGN - 1)
-    sign = (code << (32 - F.BITS)) & -2147483648
-    value = bits_of(magnitude_value(magnitude, F, 0)) | sign
-    if F.MANY_NANS:
-        value = tl.where(magnitude > F.MAX_CODE, 0x7FC00000, value)
-    if F.INF_CODE >= 0:
-        value = tl.where(magnitude == F.INF_CODE, 0x7F800000 | sign, value)
-    if F.ONE_NAN >= 0:
-        value = tl.where(code == F.ONE_NAN, 0x7FC00000, value)
+def any_value(code, FORMAT: tl.constexpr):
+    """Return the value of any code, NaN and Inf included."""
+    magnitude = code & (FORMAT.SIGN_BIT - 1)
+    sign = (code << (32 - FORMAT.BITS)) & -2147483648
+    value = bits_of(magnitude_value(magnitude, FORMAT, 0)) | sign
+    if FORMAT.MANY_NANS:
+        value = tl.where(magnitude > FORMAT.MAX_CODE, 0x7FC00000, value)
+    if FORMAT.INF_CODE >= 0:
+        value = tl.where(magnitude == FORMAT.INF_CODE, 0x7F800000 | sign, value)
+    if FORMAT.ONE_NAN >= 0:
+        value = tl.where(code == FORMAT.ONE_NAN, 0x7FC00000, value)
     return float_of(value)
 
 
 @triton.jit
-def is_special(code, F: tl.constexpr):
-    """True if a code is not a finite number's: steps leave such codes as they are."""
-    if F.MANY_NANS:
-        special = (code & (F.SIGN - 1)) > F.MAX_CODE
+def is_special(code, FORMAT: tl.constexpr):
+    """Return whether a code is NaN or Inf: steps leave such codes as they are."""
+    if FORMAT.MANY_NANS:
+        special = (code & (FORMAT.SIGN_BIT - 1)) > FORMAT.MAX_CODE
     else:
-        special = code == F.ONE_NAN
+        special = code == FORMAT.ONE_NAN
     return special
+
+
+# ---------------------------------------------------------------------------------------
+# Values to codes
 
 
 @triton.jit
 def round_even(steps):
-    """int32 of a float32 below 2^22, without a conversion, which a GPU does at an
-    eighth of the rate of sums.
-    """
-    return bits_of(steps + 12582912.0) - 0x4B400000
+    """Return a float32 below 2^22 as a whole number, ties to even, int32."""
+    return bits_of(steps + TO_WHOLE) - 0x4B400000
 
 
 @triton.jit
-def encoding_steps(bits, F: tl.constexpr, EXTRA: tl.constexpr, PARTS: tl.constexpr):
-    """The spacings in float32 bits without sign, in parts of 2^-PARTS, and what is
-    added to them for a code.
+def encoding_steps(bits, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr, PART_BITS: tl.constexpr):
+    """Return the steps in float32 bits without a sign, and the number of codes below.
+
+    Steps are whole numbers of an ulp, in parts of ``2^-PART_BITS``.
     """
-    M: tl.constexpr = F.M + EXTRA
-    E: tl.constexpr = 254 + M + PARTS
-    FACTOR: tl.constexpr = E * (1 << 23) - ((1 << 32) if E >= 256 else 0)
-    magnitude = tl.minimum(bits, F.TOP)
-    power = tl.maximum(magnitude & 0x7F800000, (127 + F.EMIN) << 23)
-    steps = float_of(magnitude) * float_of(FACTOR - power)
-    if (
-        F.COARSE
-    ):  # the quotient of the smallest floats underflows, where a draw of 0 must still see it
-        steps = tl.maximum(steps, float_of(tl.minimum(magnitude, 27 << 23)))  # 2^-100
-    return steps, (power >> (23 - M)) - ((127 + F.EMIN) << M)
+    MANTISSA_BITS: tl.constexpr = FORMAT.MANTISSA_BITS + EXTRA_BITS
+    FIELD: tl.constexpr = 254 + MANTISSA_BITS + PART_BITS
+    # As an int32, of which the exponent field may have overflowed into the sign.
+    FIELD_BITS: tl.constexpr = FIELD * (1 << 23) - ((1 << 32) if FIELD >= 256 else 0)
+    magnitude = tl.minimum(bits, FORMAT.TOP)
+    power = tl.maximum(magnitude & 0x7F800000, (127 + FORMAT.EMIN) << 23)
+    steps = float_of(magnitude) * float_of(FIELD_BITS - power)
+    if FORMAT.COARSE:
+        # The quotient of the smallest floats underflows, but is not 0 to a draw of 0.
+        # The bound is 2^-100.
+        steps = tl.maximum(steps, float_of(tl.minimum(magnitude, 27 << 23)))
+    below = (power >> (23 - MANTISSA_BITS)) - ((127 + FORMAT.EMIN) << MANTISSA_BITS)
+    return steps, below
 
 
 @triton.jit
 def encode_magnitude(
-    bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr
+    bits,
+    draw,
+    FORMAT: tl.constexpr,
+    EXTRA_BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FIXED_POINT: tl.constexpr,
 ):
-    """The code of float32 bits without sign, rounded."""
-    steps, below = encoding_steps(bits, F, EXTRA, 24 if STOCHASTIC and FIXED else 0)
+    """Return the code of float32 bits without a sign, rounded."""
+    PART_BITS: tl.constexpr = 24 if STOCHASTIC and FIXED_POINT else 0
+    steps, below = encoding_steps(bits, FORMAT, EXTRA_BITS, PART_BITS)
     if not STOCHASTIC:
         whole = round_even(steps)
-        if (
-            F.M + EXTRA == 0
-        ):  # one value per binade: even is the code of an even field, and below counts from EMIN
+        if FORMAT.MANTISSA_BITS + EXTRA_BITS == 0:
+            # One value per binade: 1.5 steps were rounded to the even number of steps, 2.
+            # The even code may be the lower one, after an odd number of codes below.
             whole = whole - ((steps == 1.5).to(tl.int32) & below & 1)
-    elif FIXED:
+    elif FIXED_POINT:
+        # A fraction exceeds the draw r exactly where its sum with 2^24 - 1 - r carries.
         whole = (tl.ceil(steps).to(tl.int32) + (0xFFFFFF - draw)) >> 24
     else:
         whole = steps.to(tl.int32)
         fraction = steps - whole.to(tl.float32)
-        whole = whole - (bits_of(draw.to(tl.float32) * 5.9604644775390625e-08 - fraction) >> 31)
+        # -1, the sign spread over a word, where the fraction exceeds the draw
+        whole = whole - (bits_of(draw.to(tl.float32) * DRAW_UNIT - fraction) >> 31)
     return whole + below
 
 
 @triton.jit
-def mirrored(draw, bits):
-    """A draw by which a negative number, whose magnitude is rounded, moves in a
-    positive one's direction.
-    """
-    return draw ^ ((bits >> 31) & 0xFFFFFF)
-
-
-@triton.jit
-def encode_finite(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr):
+def encode_finite(
+    x, draw, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED_POINT: tl.constexpr
+):
+    """Return the code of a number; Inf saturates."""
     bits = bits_of(x)
     if STOCHASTIC:
-        draw = mirrored(draw, bits)
-    code = encode_magnitude(bits & 0x7FFFFFFF, draw, F, 0, STOCHASTIC, FIXED)
-    sign = (bits >> (32 - F.BITS)) & F.SIGN
-    if F.SIGNED_ZERO:
+        draw = mirror_draw(draw, bits)
+    code = encode_magnitude(bits & 0x7FFFFFFF, draw, FORMAT, 0, STOCHASTIC, FIXED_POINT)
+    sign = (bits >> (32 - FORMAT.BITS)) & FORMAT.SIGN_BIT
+    if FORMAT.SIGNED_ZERO:
         code = code | sign
     else:
-        code = code + ((code + (F.SIGN - 1)) & sign)
+        # The sum has the sign bit set unless the code is 0, which stays +0.
+        code = code + ((code + (FORMAT.SIGN_BIT - 1)) & sign)
     return code
 
 
 @triton.jit
-def encode_signed(x, draw, F: tl.constexpr, EXTRA: tl.constexpr, FIXED: tl.constexpr):
-    """A stochastic code of the format with EXTRA more bits, which counts up from the
-    lowest value.
-    """
+def encode_signed(
+    x, draw, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr, FIXED_POINT: tl.constexpr
+):
+    """Return a stochastic code with extra bits, which counts up from the lowest value."""
     bits = bits_of(x)
-    code = encode_magnitude(bits & 0x7FFFFFFF, mirrored(draw, bits), F, EXTRA, True, FIXED)
+    draw = mirror_draw(draw, bits)
+    code = encode_magnitude(bits & 0x7FFFFFFF, draw, FORMAT, EXTRA_BITS, True, FIXED_POINT)
+    # -1 for a negative number: the code is negated in two's complement
     negative = bits >> 31
     return (code ^ negative) - negative
 
 
 @triton.jit
-def split_code(signed, old, F: tl.constexpr, EXTRA: tl.constexpr):
-    """The nearest code of a finer one and what is left; of the two zeros -0 where the
-    old code was.
+def split_code(signed_code, old_code, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr):
+    """Return the nearest code of one with extra bits, and the residual.
+
+    A zero is -0 where the old code was -0.
     """
-    nearest = (signed + (1 << (EXTRA - 1))) >> EXTRA
-    code = tl.where(
-        nearest == 0, tl.where(old == F.SIGN, F.SIGN, 0), tl.abs(nearest) | (nearest & F.SIGN)
-    )
-    return code, (signed - (nearest << EXTRA)).to(tl.int8)
+    nearest = (signed_code + (1 << (EXTRA_BITS - 1))) >> EXTRA_BITS
+    zero = tl.where(old_code == FORMAT.SIGN_BIT, FORMAT.SIGN_BIT, 0)
+    code = tl.where(nearest == 0, zero, tl.abs(nearest) | (nearest & FORMAT.SIGN_BIT))
+    return code, (signed_code - (nearest << EXTRA_BITS)).to(tl.int8)
+
+
+# ---------------------------------------------------------------------------------------
+# Values to values
 
 
 @triton.jit
 def binade_of(x, lowest):
-    """2^max(floor(log2|x|), lowest)."""
+    """Return ``2^max(floor(log2|x|), lowest)``."""
     return float_of(tl.maximum(bits_of(x) & 0x7F800000, (lowest + 127) << 23))
 
 
 @triton.jit
-def _nearest_value(y, F: tl.constexpr):
-    CONSTANT: tl.constexpr = 12582912.0 * 2.0**-F.M
-    power = binade_of(y, F.EMIN)
-    if F.M == 0:
-        odd = (bits_of(power) >> 23) & 1
-        magic = float_of(bits_of(power * (CONSTANT + (1 ^ ((127 - F.BIAS) & 1)))) ^ odd)
+def _nearest_value(x, FORMAT: tl.constexpr):
+    """Return a number of the format's range rounded, ties to the even code."""
+    CONSTANT: tl.constexpr = TO_WHOLE * 2.0**-FORMAT.MANTISSA_BITS
+    power = binade_of(x, FORMAT.EMIN)
+    if FORMAT.MANTISSA_BITS == 0:
+        # One value per binade: the even code is that of an even exponent field. An odd
+        # multiple of the power of two in the constant turns the tie the other way.
+        ODD_MULTIPLE: tl.constexpr = CONSTANT + (1 ^ ((127 - FORMAT.BIAS) & 1))
+        odd_field = (bits_of(power) >> 23) & 1
+        magic = float_of(bits_of(power * ODD_MULTIPLE) ^ odd_field)
     else:
         magic = power * CONSTANT
-    return (y + magic) - magic
+    return (x + magic) - magic
 
 
 @triton.jit
-def _stochastic_value(y, draw, F: tl.constexpr):
-    FINER: tl.constexpr = 16777216.0 if F.COARSE else 1.0
-    y = tl.abs(y)
-    unit = binade_of(y, F.EMIN) * (2.0**-F.M / FINER)
-    y = tl.math.div_rn(y, unit)
-    steps = tl.floor(y * 5.9604644775390625e-08) if F.COARSE else tl.floor(y)
-    y = y - steps * FINER
-    y = tl.ceil(bounded(y - draw.to(tl.float32) * (FINER * 5.9604644775390625e-08), 0.0, 1.0))
-    y = (y + steps) * unit
-    if F.COARSE:
-        y = y * FINER
-    return y
+def _drawn_value(x, draw, FORMAT: tl.constexpr):
+    """Return the magnitude of a number of the format's range, rounded by a draw."""
+    # If the smallest ulp exceeds 1, the quotient of the smallest float by it would
+    # underflow: finer units are counted.
+    UNITS_PER_ULP: tl.constexpr = 16777216.0 if FORMAT.COARSE else 1.0
+    x = tl.abs(x)
+    unit = binade_of(x, FORMAT.EMIN) * (2.0**-FORMAT.MANTISSA_BITS / UNITS_PER_ULP)
+    units = tl.math.div_rn(x, unit)
+    steps = tl.floor(units * DRAW_UNIT) if FORMAT.COARSE else tl.floor(units)
+    fraction = units - steps * UNITS_PER_ULP
+    excess = fraction - draw.to(tl.float32) * (UNITS_PER_ULP * DRAW_UNIT)
+    goes_on = tl.ceil(clamp(excess, 0.0, 1.0))
+    rounded = (goes_on + steps) * unit
+    if FORMAT.COARSE:
+        rounded = rounded * UNITS_PER_ULP
+    return rounded
 
 
 @triton.jit
-def round_value(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The nearest or a drawn value of the grid, saturating; NaN stays."""
-    y = bounded(x, -F.LARGEST, F.LARGEST)
+def round_value(x, draw, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return the nearest or a drawn value of the grid, saturating; NaN stays."""
+    in_range = clamp(x, -FORMAT.LARGEST, FORMAT.LARGEST)
     if STOCHASTIC:
-        y = _stochastic_value(y, mirrored(draw, bits_of(x)), F)
+        rounded = _drawn_value(in_range, mirror_draw(draw, bits_of(x)), FORMAT)
     else:
-        y = _nearest_value(y, F)
-    if F.SIGNED_ZERO or STOCHASTIC:
-        y = float_of((bits_of(y) & 0x7FFFFFFF) | (bits_of(x) & -2147483648))
-    if not F.SIGNED_ZERO:
-        y = y + 0.0
-    return y
+        rounded = _nearest_value(in_range, FORMAT)
+    if FORMAT.SIGNED_ZERO or STOCHASTIC:
+        rounded = float_of((bits_of(rounded) & 0x7FFFFFFF) | (bits_of(x) & -2147483648))
+    if not FORMAT.SIGNED_ZERO:
+        # -0 becomes +0.
+        rounded = rounded + 0.0
+    return rounded
+
+
+# ---------------------------------------------------------------------------------------
+# 16-bit floats
 
 
 @triton.jit
 def nearest_bfloat16(x):
-    """uint16 bits."""
+    """Return the nearest bfloat16, as uint16 bits."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
 
@@ -263,27 +327,34 @@ def of_bfloat16(bits):
 
 
 @triton.jit
-def _float16_magnitude(magnitude, draw):
+def _drawn_float16(magnitude, draw):
+    """Return the float32 bits of a float16 neighbour of float32 bits without a sign."""
     power = tl.maximum(magnitude & 0x7F800000, (127 - 14) << 23)
     steps = float_of(magnitude) * float_of(((2 * 127 + 10) << 23) - 4294967296 - power)
     whole = steps.to(tl.int32)
-    away = draw.to(tl.float32) * 5.9604644775390625e-08 < steps - whole.to(tl.float32)
-    value = (whole + away.to(tl.int32)).to(tl.float32) * float_of(power - (10 << 23))
+    goes_on = draw.to(tl.float32) * DRAW_UNIT < steps - whole.to(tl.float32)
+    value = (whole + goes_on.to(tl.int32)).to(tl.float32) * float_of(power - (10 << 23))
     return bits_of(tl.minimum(value, 65504.0))
 
 
 @triton.jit
 def random_half(x, draw, FLOAT16: tl.constexpr):
-    """The float32 of a 16-bit neighbour: the one away from zero with the odds of what
-    is cut off.
+    """Return a 16-bit neighbour as a float32.
+
+    It is the one away from zero with the odds of what is cut off.
     """
     bits = bits_of(x)
     magnitude = bits & 0x7FFFFFFF
     if FLOAT16:
-        rounded = _float16_magnitude(magnitude, draw)
+        rounded = _drawn_float16(magnitude, draw)
     else:
         rounded = tl.minimum((magnitude + ((draw >> 8) ^ 0xFFFF)) & -65536, 0x7F7F0000)
+    # NaN and Inf stay.
     return float_of(tl.where(magnitude < 0x7F800000, rounded, magnitude) | (bits & -2147483648))
+
+
+# ---------------------------------------------------------------------------------------
+# The chart of the ulp metric
 
 
 @triton.jit
@@ -292,55 +363,66 @@ def sign_of(x):
 
 
 @triton.jit
-def chart_stiffness(x, lowest, highest, F: tl.constexpr):
-    """One step at x: the exponent is held between lowest and highest."""
-    return tl.minimum(binade_of(x, lowest), power_of_two(highest)) * (2.0**-F.M)
+def chart_stiffness(x, lowest, highest, FORMAT: tl.constexpr):
+    """Return one step at ``x``, whose exponent is clamped to ``[lowest, highest]``."""
+    power = tl.minimum(binade_of(x, lowest), power_of_two(highest))
+    return power * (2.0**-FORMAT.MANTISSA_BITS)
 
 
 @triton.jit
-def _below(stiffness, lowest, F: tl.constexpr):
-    """The steps from 0 to the binade, short of those within it."""
-    return ((((bits_of(stiffness) >> 23) + F.M) - (127 + lowest)) << F.M).to(tl.float32)
+def _codes_below(stiffness, lowest, FORMAT: tl.constexpr):
+    """Return ``(e - lowest) 2^M``: the steps from 0 that a number's own binade lacks."""
+    exponent_field = (bits_of(stiffness) >> 23) + FORMAT.MANTISSA_BITS
+    return ((exponent_field - (127 + lowest)) << FORMAT.MANTISSA_BITS).to(tl.float32)
 
 
 @triton.jit
-def chart_forward(x, lowest, highest, F: tl.constexpr):
-    step, sign = chart_stiffness(x, lowest, highest, F), sign_of(x)
-    return (_below(step, lowest, F) + tl.math.div_rn(x * sign, step)) * sign
+def chart_forward(x, lowest, highest, FORMAT: tl.constexpr):
+    """Return the steps from zero to ``x``."""
+    stiffness = chart_stiffness(x, lowest, highest, FORMAT)
+    sign = sign_of(x)
+    return (_codes_below(stiffness, lowest, FORMAT) + tl.math.div_rn(x * sign, stiffness)) * sign
 
 
 @triton.jit
-def _inverse(at, lowest, highest, F: tl.constexpr):
-    BINADE: tl.constexpr = float(1 << F.M)
-    sign = sign_of(at)
-    magnitude = at * sign
-    index = tl.floor(magnitude * (1.0 / BINADE)) - 1.0
+def _chart_inverse(coordinate, lowest, highest, FORMAT: tl.constexpr):
+    """Return the value so many steps from zero."""
+    STEPS_PER_BINADE: tl.constexpr = float(1 << FORMAT.MANTISSA_BITS)
+    sign = sign_of(coordinate)
+    magnitude = coordinate * sign
+    index = tl.floor(magnitude * (1.0 / STEPS_PER_BINADE)) - 1.0
     index = tl.minimum(tl.maximum(index, 0.0), (highest - lowest).to(tl.float32))
-    spacing = power_of_two(index.to(tl.int32) + lowest - F.M)
-    return (magnitude - index * BINADE) * spacing * sign
+    spacing = power_of_two(index.to(tl.int32) + lowest - FORMAT.MANTISSA_BITS)
+    return (magnitude - index * STEPS_PER_BINADE) * spacing * sign
 
 
 @triton.jit
-def chart_shift(x, steps, lowest, highest, F: tl.constexpr):
-    """x moved by so many steps, along a straight line between whole ones."""
-    step, sign = chart_stiffness(x, lowest, highest, F), sign_of(x)
-    position = tl.math.div_rn(x * sign, step)
+def chart_shift(x, steps, lowest, highest, FORMAT: tl.constexpr):
+    """Return the value so many steps from ``x``.
+
+    Whole steps are counted apart from the fraction of one, which alone is rounded.
+    """
+    stiffness = chart_stiffness(x, lowest, highest, FORMAT)
+    sign = sign_of(x)
+    position = tl.math.div_rn(x * sign, stiffness)
     whole = tl.floor(position)
     fraction = (position - whole) + steps * sign
-    moved = tl.floor(fraction)
-    start = _below(step, lowest, F) + whole + moved
-    value, neighbour = (
-        _inverse(start, lowest, highest, F),
-        _inverse(start + 1.0, lowest, highest, F),
-    )
-    return (value + (fraction - moved) * (neighbour - value)) * sign
+    whole_of_fraction = tl.floor(fraction)
+    code = _codes_below(stiffness, lowest, FORMAT) + whole + whole_of_fraction
+    value = _chart_inverse(code, lowest, highest, FORMAT)
+    next_value = _chart_inverse(code + 1.0, lowest, highest, FORMAT)
+    return (value + (fraction - whole_of_fraction) * (next_value - value)) * sign
+
+
+# ---------------------------------------------------------------------------------------
+# Powers of the stiffness field
 
 
 @triton.jit
 def exp2_exact(x):
-    """2^x within 4 ulp."""
+    """Return ``2^x`` within 4 ulp."""
     small = tl.abs(x) < 4194304.0
-    whole = tl.where(small, (x + 12582912.0) - 12582912.0, x)
+    whole = tl.where(small, (x + TO_WHOLE) - TO_WHOLE, x)
     fraction = x - whole
     value = x * 0.0 + 1.5252733804059838e-05
     value = value * fraction + 0.00015403530393381606
@@ -355,7 +437,7 @@ def exp2_exact(x):
 
 @triton.jit
 def log2_of_mantissa(x):
-    """log2 f of 2^e f."""
+    """Return ``log2 f`` of ``x = 2^e f``."""
     f = float_of((bits_of(x) & 0x7FFFFF) | 0x3F800000)
     t = tl.math.div_rn(f - 1.0, f + 1.0)
     square = t * t
@@ -371,25 +453,30 @@ def log2_of_mantissa(x):
 
 
 @triton.jit
-def field_factor(stiffness, scale, reference, MODE: tl.constexpr, EXPONENTS: tl.constexpr):
-    """(S / S_ref)^k of a spacing in value, whose mantissa is the scale's: with
-    EXPONENTS 1.
+def field_factor(stiffness, scale, numbers, MODE: tl.constexpr, EXPONENTS: tl.constexpr):
+    """Return ``clamp(S / S_ref)^k`` of a stiffness in value.
 
-    ``reference`` points to 1 / S_ref, log2 S_ref, the bounds of the ratio, those of its
-    logarithm, and k.
+    Args:
+        stiffness: its mantissa is that of the scale.
+        scale: its logarithm is taken in place of the larger tensor's.
+        numbers: points to ``1 / S_ref``, ``log2 S_ref``, the two bounds of the ratio,
+            those of its logarithm, and ``k``.
+        MODE: ``linear``, ``sqrt``, ``square``, or ``power`` for any other ``k``.
+        EXPONENTS: whether scales are stored as exponents.
     """
     if MODE == "power":
-        log_reference = tl.load(reference + 1)
+        log_reference = tl.load(numbers + 1)
         if not EXPONENTS:
             log_reference = log_reference - log2_of_mantissa(scale)
-        log = ((bits_of(stiffness) >> 23) - 127).to(tl.float32) - log_reference
-        log = tl.minimum(tl.maximum(log, tl.load(reference + 4)), tl.load(reference + 5))
-        factor = exp2_exact(log * tl.load(reference + 6))
+        logarithm = ((bits_of(stiffness) >> 23) - 127).to(tl.float32) - log_reference
+        logarithm = tl.minimum(tl.maximum(logarithm, tl.load(numbers + 4)), tl.load(numbers + 5))
+        factor = exp2_exact(logarithm * tl.load(numbers + 6))
     else:
-        low, high = bits_of(tl.load(reference + 2)), bits_of(tl.load(reference + 3))
-        factor = float_of(
-            tl.minimum(tl.maximum(bits_of(stiffness * tl.load(reference)), low), high)
-        )
+        # Positive floats are ordered like their bits.
+        low = bits_of(tl.load(numbers + 2))
+        high = bits_of(tl.load(numbers + 3))
+        ratio = bits_of(stiffness * tl.load(numbers))
+        factor = float_of(tl.minimum(tl.maximum(ratio, low), high))
         if MODE == "sqrt":
             factor = tl.math.sqrt_rn(factor)
         elif MODE == "square":

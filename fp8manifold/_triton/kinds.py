@@ -1,7 +1,14 @@
-"""Facts that kernels are compiled for: a format, a step, and how a program walks over a
-parameter.
+"""Facts that kernels are compiled for: a format, a step, a tile of a parameter.
 
-A kernel is compiled for each combination of them; nothing here needs Triton.
+A kernel is compiled once for each combination of them::
+
+    Format      constants of a format                    FORMAT, or SPEC.format, in kernels
+    KernelSpec  what a step does, and its dtypes          SPEC of a step
+    Widening    the same for scales that double           SPEC of widen_kernel
+    Tile        how a program walks over a parameter      TILE
+
+They are frozen and hashable: the key by which a kernel is looked up. Nothing here needs
+Triton.
 """
 
 import math
@@ -15,16 +22,21 @@ from fp8manifold._numerics.records import format_record
 from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
 
-SAID: Final = 4
-"""Words that kernels write for each parameter, after as many for all, of which the
-first refuses the step: whether a weight is at the end of its range, how many scales
-have been doubled, whether its gradient or a square of it is not finite, and whether
-some weights in a row are 0 throughout.
+REPORT_WORDS: Final = 4
+"""Words (int32) of the report for each parameter, after as many for all of them.
+
+The first word of all refuses the step.
 """
+# A parameter's words.
+REACHED_WORD: Final = 0  # whether a weight is at the end of its range
+DOUBLED_WORD: Final = 1  # the number of scales that were doubled
+NOT_FINITE_WORD: Final = 2  # whether its gradient, or the square of it, is not finite
+ALL_ZERO_WORD: Final = 3  # whether all weights of some row are 0
+
 WIDENED: Final = np.dtype(
     [
-        # codes, residual, scales as they are stored, gradient, first average, the
-        # parameter's words in the report
+        # codes, residual, scales as they are stored, gradient, first moment, the
+        # parameter's words of the report
         ("pointers", np.uint64, 6),
         ("rows", np.int64),
         ("length", np.int64),
@@ -32,61 +44,72 @@ WIDENED: Final = np.dtype(
     ],
     align=True,
 )
-"""A parameter whose scales may double."""
+"""A record of a parameter whose scales may double."""
 
 
-def _kept_hash(known: Any) -> int:
-    """The hash of a frozen dataclass, made once: a kernel is looked up by it for every
-    parameter of every step.
+def _cached_hash(facts: Any) -> int:
+    """Return the hash of a frozen dataclass, computed once.
+
+    A kernel is looked up by it for every parameter of every step.
     """
-    if "_hash" not in vars(known):
-        values = tuple(getattr(known, field.name) for field in fields(known))
-        object.__setattr__(known, "_hash", hash(values))
-    found: int = vars(known)["_hash"]
-    return found
+    if "_hash" not in vars(facts):
+        values = tuple(getattr(facts, field.name) for field in fields(facts))
+        object.__setattr__(facts, "_hash", hash(values))
+    cached: int = vars(facts)["_hash"]
+    return cached
 
 
 @dataclass(frozen=True)
 class Format:
-    """The facts of a format that kernels are compiled for."""
+    """A format as kernels are compiled for it, with the fields of native code's record."""
 
-    M: int
+    MANTISSA_BITS: int
     BIAS: int
     EMIN: int
     EMAX: int
     BITS: int
-    SIGN: int
+    SIGN_BIT: int
     MAX_CODE: int
-    TOP: int  #: float32 bits of the largest value.
+    #: float32 bits of the largest value.
+    TOP: int
     SIGNED_ZERO: int
-    COARSE: int  #: True if the smallest ulp exceeds 1.
+    #: Whether the smallest ulp exceeds 1.
+    COARSE: int
+    #: The code of NaN if there is exactly one, else -1.
     ONE_NAN: int
+    #: Whether all codes above MAX_CODE are special.
     MANY_NANS: int
+    #: -1 if there is none.
     INF_CODE: int
     LARGEST: float
+    #: What a NaN is encoded as.
     NAN_CODE: int
 
-    __hash__ = _kept_hash
+    __hash__ = _cached_hash
 
-    def fixed(self, extra: int = 0) -> bool:
-        """True if steps in parts of 2^-24 fit in 31 bits, and the factor from values to
-        them is a normal float32.
+    def in_fixed_point(self, extra_bits: int = 0) -> bool:
+        """Return whether parts of 2^-24 of a step can be counted in 31 bits.
+
+        The factor from values to parts must be a normal float32, too.
         """
-        m = self.M + extra
-        return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
+        mantissa_bits = self.MANTISSA_BITS + extra_bits
+        if mantissa_bits > 5:
+            return False
+        return all(-127 < mantissa_bits + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
 
 
 @lru_cache(maxsize=256)
 def format_of(fmt: FloatFormat) -> Format:
-    """The facts of a format for kernels: those of native code's record."""
+    """Return a format's facts for kernels."""
     facts: tuple[Any, ...] = (*format_record(fmt)[0].item(), fmt.nan_code or 0)
     return Format(*facts)
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The facts of a step that its kernel is compiled for: the spec, its format, and
-    the dtypes in memory.
+    """The facts of a step that its kernel is compiled for.
+
+    They are those of ``Spec`` in ``optim/_spec.py``, and the dtypes in memory by name.
     """
 
     direction: str
@@ -99,133 +122,138 @@ class KernelSpec:
     decays: bool
     nesterov: bool
     maximize: bool
-    #: True if there is a first average; ``second`` a second one, ``amsgrad`` the
-    #: largest of the second.
+    #: Whether there is a first moment, a second one, and the largest of the second.
     first: bool
     second: bool
     amsgrad: bool
-    exact: bool  #: True if division by the scale is exact.
-    draws: bool  #: True if the write-back draws, or 16-bit weights are rounded at random.
-    extra: int  #: Bits of the residual.
-    fixed: bool  #: True if draws are compared in fixed point.
+    #: Whether division by the scale is exact.
+    exact: bool
+    #: Whether the write-back draws, or 16-bit weights are rounded at random.
+    draws: bool
+    residual_bits: int
+    #: Whether draws are compared in fixed point.
+    fixed_point: bool
+    #: Dtypes of the stored weight and of the gradient.
     weight: str
     gradient: str
     format: Format
-    average: Format
-    fitted: bool  #: True if the first average's grid is fitted to each block's largest value.
-    exponents: bool = False  #: True if scales are stored as exponents, one byte each.
+    moment_format: Format
+    #: Whether the first moment's grid is fitted to each block's largest value.
+    fitted: bool
+    #: Whether scales are stored as exponents, one byte each.
+    exponents: bool = False
 
-    __hash__ = _kept_hash
+    __hash__ = _cached_hash
 
     @property
     def covector(self) -> bool:
-        """True if the direction is taken in coordinates of a chart."""
+        """Whether the direction is taken in coordinates of a chart."""
         return self.storage != "plain" and self.geometry in ("exponential", "tangent")
 
     @property
     def blocks(self) -> bool:
-        """True if averages are stored in 8 bits, in blocks."""
+        """Whether moments are stored in 8 bits, in blocks."""
         return self.moments == "8bit" and (self.first or self.second)
 
 
 @dataclass(frozen=True)
 class Widening:
-    """The facts of a doubling of scales: the format, the residual's bits, how draws are
-    compared and scales stored.
-    """
+    """The facts of a doubling of scales that its kernel is compiled for."""
 
     format: Format
-    extra: int
-    fixed: bool
-    widest: float  #: The largest scale.
-    exponents: bool  #: True if scales are stored as exponents, one byte each.
+    residual_bits: int
+    #: Whether draws are compared in fixed point.
+    fixed_point: bool
+    #: The largest scale.
+    widest: float
+    #: Whether scales are stored as exponents, one byte each.
+    exponents: bool
+    #: The gradient's dtype.
     gradient: str
-    moments: str  #: How a first average is stored, as in :class:`KernelSpec`; empty without one.
+    #: How a first moment is stored, as in :class:`KernelSpec`; empty without one.
+    moments: str
 
-    __hash__ = _kept_hash
+    __hash__ = _cached_hash
 
 
 @lru_cache(maxsize=256)
 def widening_of(
     fmt: FloatFormat, residual_bits: int, exponents: bool, gradient: str, moments: str
 ) -> Widening:
-    """The doubling of a format's scales, with the residual's bits and the dtypes of
-    gradient and first average.
-    """
-    known = format_of(fmt)
+    """Return the doubling of a format's scales; the arguments are its fields."""
+    kernel_format = format_of(fmt)
     return Widening(
-        known,
-        residual_bits,
-        known.fixed(residual_bits),
-        widest_scale(fmt),
-        exponents,
-        gradient,
-        moments,
+        format=kernel_format,
+        residual_bits=residual_bits,
+        fixed_point=kernel_format.in_fixed_point(residual_bits),
+        widest=widest_scale(fmt),
+        exponents=exponents,
+        gradient=gradient,
+        moments=moments,
     )
 
 
 def widest_scale(fmt: FloatFormat) -> float:
-    """The largest power of two under which the format's largest value is still a
-    float32.
-    """
+    """Return the largest power of two times which the largest value is a float32."""
     return 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The way of a program over a parameter."""
+    """The elements of a parameter that a program takes at a time."""
 
     rows: int
     width: int
+    #: The length of a row; 0 if it is read from the record: for a single row, cut into
+    #: tiles, and for long ones.
     length: int
-    """The length of a row; 0 for that of the record, with a single row, or with rows
-    that are taken piece by piece.
-    """
     #: ``one`` in all, one per ``row``, one per ``run`` of elements, or one per
     #: ``element``.
     scales: str
-    #: True if all arrays begin at multiples of 16 bytes, and have a multiple of 16
+    #: Whether all arrays begin at multiples of 16 bytes, and have a multiple of 16
     #: elements.
     aligned: bool
-    #: True if a program takes a row piece by piece, after a pass that finds its largest
+    #: Whether a program takes a row tile by tile, after a pass that finds its largest
     #: gradient.
     long: bool = False
 
-    __hash__ = _kept_hash
+    __hash__ = _cached_hash
 
 
 class Constants:
-    """A dataclass of this file with ``constexpr`` values: Triton below 3.8 takes
-    attributes for values on the GPU.
+    """A dataclass of this file whose attributes are ``constexpr``.
+
+    Triton below 3.8 takes attributes for values on the GPU.
     """
 
-    def __init__(self, known: Any) -> None:
-        self._known = known
+    def __init__(self, facts: Any) -> None:
+        self._facts = facts
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         from triton.language import constexpr
 
-        return constexpr(as_constants(getattr(self._known, name)))
+        return constexpr(as_constants(getattr(self._facts, name)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constants) and self._known == other._known
+        return isinstance(other, Constants) and self._facts == other._facts
 
     def __hash__(self) -> int:
-        return hash(self._known)
+        return hash(self._facts)
 
     def __repr__(self) -> str:
-        """The values: the key by which Triton finds compiled code on disk."""
-        return repr(self._known)
+        """Return the values: the key by which Triton finds compiled code on disk."""
+        return repr(self._facts)
 
 
-def as_constants(fact: Any) -> Any:
-    """The argument of a kernel for a fact that it is compiled for; the interpreter
-    reads a dataclass as it is.
+def as_constants(facts: Any) -> Any:
+    """Return a kernel's argument for facts that it is compiled for.
+
+    The interpreter reads a dataclass as it is.
     """
-    compiles = is_dataclass(fact) and not is_interpreted()
-    return _constants(fact) if compiles else fact
+    is_compiled = is_dataclass(facts) and not is_interpreted()
+    return _constants(facts) if is_compiled else facts
 
 
 _constants = lru_cache(maxsize=1024)(Constants)

@@ -1,10 +1,20 @@
-"""Launching steps: one launch for all parameters of a kind, from a table that is
-uploaded without a wait.
+"""Launch steps: one launch for all parameters of a kind.
+
+What kernels read is a table of records (the structs of native code, a row per parameter),
+uploaded without a wait, and chunks that say which program takes what::
+
+    records, kinds  --launches_of-->  [Launch(records, calls)]       steps, doubling of scales
+                                          Call(kernel, chunks, facts)
+    launch                            upload each table, compile all kernels, run the calls
+    report                            words that the kernels write, a row per parameter; its
+                                      first word, if set, makes all later kernels return
+
+Chunks and compiled kernels are cached: they are the same in every step.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -14,42 +24,39 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-Kind = tuple[KernelSpec, Tile]  #: The facts that a step's kernel is compiled for.
-_CHECKED: Final = 2048  #: Elements that a program reads for the verdict on finiteness.
+Kind = tuple[KernelSpec, Tile]
+"""The facts that a step's kernel is compiled for."""
+Sizes = list[tuple[int, int, int]]
+"""Index, rows and length of each parameter."""
+Widenings = tuple[NDArray[np.void], Sequence[Widening]]
+"""Records of parameters whose scales may double, and the facts of each doubling."""
+
+_CHECKED: Final = 2048
+"""Elements that a program reads for the verdict on finiteness."""
+_ROW_TILE: Final = 128
+_BLOCK_TILE: Final = 32
+
+
+class Call(NamedTuple):
+    """A kernel, its chunks, and the facts that it is compiled for."""
+
+    kernel: Any
+    chunks: Tensor
+    facts: tuple[Any, ...]
+
+
+class Launch(NamedTuple):
+    """Records, and the calls that take them, in their order."""
+
+    records: NDArray[np.void]
+    calls: list[Call]
+
+
+Launches = list[Launch]
 
 
 class KernelsUnavailableError(RuntimeError):
-    """A kernel could not be compiled; nothing has been launched."""
-
-
-def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
-    """A copy on the device, made before the next launch runs; torch reuses its pinned
-    memory after that.
-    """
-    source = torch.from_numpy(table)
-    if device.type == "cpu":
-        return source
-    return torch.empty_like(source, pin_memory=True).copy_(source).to(device, non_blocking=True)
-
-
-@lru_cache(maxsize=256)
-def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """The parameter's index and the start of every program, int32: (programs, 2)."""
-    parts, by_rows = [], tile.length or tile.long
-    for index, rows, length in sizes:
-        starts = np.arange(0, rows, tile.rows) if by_rows else np.arange(-(-length // tile.width))
-        parts.append(np.stack([np.full(len(starts), index), starts], axis=1).astype(np.int32))
-    return torch.from_numpy(np.concatenate(parts)).to(device)
-
-
-Call = tuple[
-    Any, Tensor, tuple[Any, ...]
-]  #: A kernel, its table of chunks, and what it is compiled for.
-Launches = list[
-    tuple[NDArray[np.void], list[Call]]
-]  #: Records, and the calls that take them, in their order.
-Widenings = tuple[NDArray[np.void], Sequence[Widening]]
-"""Records of parameters whose scales may double, and the facts of each doubling."""
+    """An error that says that a kernel could not be compiled; nothing has been launched."""
 
 
 def launches_of(
@@ -60,140 +67,194 @@ def launches_of(
     check: bool = False,
     widenings: Widenings | None = None,
 ) -> Launches:
-    """The launches of steps, one per kind, after a verdict on gradients (``check``),
-    before the doubling of scales.
+    """Return the launches of steps, one per kind.
+
+    Args:
+        records: a record for each parameter.
+        kinds: its kind.
+        device: where the parameters are.
+        check: whether a verdict on gradients goes before the steps.
+        widenings: what doubles scales after the steps.
     """
-    launches = [(records, _steps(records, kinds, device, check=check))]
+    launches = [Launch(records, _step_calls(records, kinds, device, check=check))]
     if widenings is None:
         return launches
-    others, found = widenings
-    return [
-        *launches,
-        (others, _calls(_kernels()[2], [(w, _rows_of(w)) for w in found], _sizes(others), device)),
-    ]
+    widened_records, facts = widenings
+    _, _, widen_kernel = _kernels()
+    widening_kinds = [(widening, _tile_of_rows(widening)) for widening in facts]
+    calls = _calls(widen_kernel, widening_kinds, _sizes_of(widened_records), device)
+    launches.append(Launch(widened_records, calls))
+    return launches
 
 
-def launch(launches: Launches, said: Tensor) -> None:
-    """Take the steps, unless the first word of ``said`` is set; all kernels are
-    compiled before the first launch.
+def launch(launches: Launches, report: Tensor) -> None:
+    """Take the steps, unless the first word of ``report`` is set.
+
+    All kernels are compiled before the first one is launched.
     """
-    with _on(said.device):
-        tables = [_uploaded(records.view(np.int32), said.device) for records, _ in launches]
+    with _on(report.device):
+        tables = [_uploaded(records.view(np.int32), report.device) for records, _ in launches]
         for table, (_, calls) in zip(tables, launches, strict=True):
-            _compile(table, calls, said)
-        _run(tables, launches, said)
+            _compile(table, calls, report)
+        _run(tables, launches, report)
+
+
+class Tables:
+    """The tables of launches, in memory that a CUDA graph reads in every replay.
+
+    The launches must have run once before, so that their kernels are compiled.
+    """
+
+    def __init__(self, launches: Launches, report: Tensor) -> None:
+        self.report = report
+        self._launches = launches
+        self._tables = []
+        for records, _ in launches:
+            shape = records.view(np.int32).shape
+            self._tables.append(torch.empty(shape, dtype=torch.int32, device=report.device))
+
+    def fill(self, launches: Launches) -> None:
+        """Copy the records of launches of the same kinds."""
+        for table, (records, _) in zip(self._tables, launches, strict=True):
+            table.copy_(_uploaded(records.view(np.int32), self.report.device))
+
+    def launch(self) -> None:
+        """Clear the report and take the steps."""
+        with _on(self.report.device):
+            _run(self._tables, self._launches, self.report.zero_())
+
+
+# ---------------------------------------------------------------------------------------
+# Calls
+
+
+def _step_calls(
+    records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool
+) -> list[Call]:
+    """Return a call per kind, after those of the verdict."""
+    step_kernel, _, _ = _kernels()
+    sizes = _sizes_of(records)
+    calls = _calls(step_kernel, kinds, sizes, device)
+    if check:
+        return [*_finite_calls(kinds, sizes, device), *calls]
+    return calls
+
+
+def _calls(
+    kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device
+) -> list[Call]:
+    """Return a call of a kernel for each kind."""
+    calls = []
+    for kind, members in _indices_by_kind(kinds).items():
+        _, tile = kind
+        chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
+        calls.append(Call(kernel, chunks, kind))
+    return calls
+
+
+def _finite_calls(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[Call]:
+    """Return the calls of the verdict, one for each dtype of gradients."""
+    _, finite_kernel, _ = _kernels()
+    tile = Tile(1, _CHECKED, 0, "one", aligned=False)
+    calls: list[Call] = []
+    dtypes = [spec.gradient for spec, _ in kinds]
+    for dtype, members in _indices_by_kind(dtypes).items():
+        flat_sizes = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
+        calls.append(Call(finite_kernel, chunks_of(tile, flat_sizes, device), (dtype, _CHECKED)))
+    return calls
+
+
+def _indices_by_kind(kinds: Sequence[Any]) -> dict[Any, list[int]]:
+    indices: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        indices.setdefault(kind, []).append(i)
+    return indices
+
+
+def _sizes_of(records: NDArray[np.void]) -> Sizes:
+    rows = records["rows"].tolist()
+    lengths = records["length"].tolist()
+    return [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
+
+
+@lru_cache(maxsize=256)
+def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
+    """Return (parameter, start) of every program, int32: (programs, 2).
+
+    The start is a row if programs take whole rows, else the index of a tile.
+    """
+    takes_rows = tile.length or tile.long
+    chunks = []
+    for index, rows, length in sizes:
+        starts = (
+            np.arange(0, rows, tile.rows) if takes_rows else np.arange(-(-length // tile.width))
+        )
+        chunks.append(np.stack([np.full(len(starts), index), starts], axis=1).astype(np.int32))
+    return torch.from_numpy(np.concatenate(chunks)).to(device)
+
+
+@lru_cache(maxsize=256)
+def _tile_of_rows(widening: Widening) -> Tile:
+    """Return a tile for programs that take some whole rows, piece by piece."""
+    width = _BLOCK_TILE if widening.exponents else _ROW_TILE
+    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
+
+
+# ---------------------------------------------------------------------------------------
+# On the device
 
 
 def _on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def _run(tables: Sequence[Tensor], launches: Launches, said: Tensor) -> None:
-    for table, (_, calls) in zip(tables, launches, strict=True):
-        for kernel, chunks, facts in calls:
-            kernel[(len(chunks),)](table, chunks, said, *map(as_constants, facts), **options())
+def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return a copy on the device, made before the next launch runs.
 
-
-class Tables:
-    """The tables of launches that have run before, in memory that a CUDA graph reads in
-    every replay.
+    torch reuses its pinned memory after that.
     """
-
-    def __init__(self, launches: Launches, said: Tensor) -> None:
-        self.said, self._launches = said, launches
-        self._tables = [
-            torch.empty(r.view(np.int32).shape, dtype=torch.int32, device=said.device)
-            for r, _ in launches
-        ]
-
-    def fill(self, launches: Launches) -> None:
-        """Copy the records of launches of the same kinds."""
-        for table, (records, _) in zip(self._tables, launches, strict=True):
-            table.copy_(_uploaded(records.view(np.int32), self.said.device))
-
-    def launch(self) -> None:
-        with _on(self.said.device):
-            _run(self._tables, self._launches, self.said.zero_())
+    source = torch.from_numpy(table)
+    if device.type == "cpu":
+        return source
+    return torch.empty_like(source, pin_memory=True).copy_(source).to(device, non_blocking=True)
 
 
 def _kernels() -> tuple[Any, Any, Any]:
-    """The kernels of the step, of the verdict, and of scales that double."""
+    """Return the kernels of the step, of the verdict, and of scales that double."""
     try:
         from fp8manifold._triton.arrays import finite_kernel
         from fp8manifold._triton.step import step_kernel, widen_kernel
-    except Exception as error:  # of any kind, as another release of Triton may lack anything
+    except Exception as error:
+        # Of any kind: another release of Triton may lack anything.
         raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
     return step_kernel, finite_kernel, widen_kernel
 
 
-Sizes = list[tuple[int, int, int]]  #: Index, rows and length of each parameter.
+_compiled: Final[set[tuple[Any, ...]]] = set()
+"""Kernels that have been compiled before; Triton caches the code."""
 
 
-def _sizes(records: NDArray[np.void]) -> Sizes:
-    rows, lengths = records["rows"].tolist(), records["length"].tolist()
-    return [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
+def _compile(table: Tensor, calls: Sequence[Call], report: Tensor) -> None:
+    """Compile the kernels of calls that are not compiled yet.
 
-
-def _steps(
-    records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool
-) -> list[Call]:
-    """One launch per kind, after those of the verdict."""
-    sizes = _sizes(records)
-    return [
-        *(_checks(kinds, sizes, device) if check else []),
-        *_calls(_kernels()[0], kinds, sizes, device),
-    ]
-
-
-def _calls(
-    kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device
-) -> list[Call]:
-    groups = _groups(kinds).items()
-    return [
-        (kernel, chunks_of(kind[1], tuple(sizes[i] for i in own), device), kind)
-        for kind, own in groups
-    ]
-
-
-@lru_cache(maxsize=256)
-def _rows_of(widening: Widening) -> Tile:
-    """A tile for programs that take some whole rows, piece by piece."""
-    width = 32 if widening.exponents else 128
-    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
-
-
-def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
-    groups: dict[Any, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(i)
-    return groups
-
-
-def _checks(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[Call]:
-    """The verdict's launches, one for each dtype of gradients."""
-    tile = Tile(1, _CHECKED, 0, "one", aligned=False)
-    calls: list[Call] = []
-    for dtype, members in _groups([spec.gradient for spec, _ in kinds]).items():
-        flat = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
-        calls.append((_kernels()[1], chunks_of(tile, flat, device), (dtype, _CHECKED)))
-    return calls
-
-
-_compiled: Final[set[tuple[Any, ...]]] = (
-    set()
-)  #: Kernels that have been compiled before; Triton caches the code.
-
-
-def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:
+    Raises:
+        KernelsUnavailableError: a compiler is missing or fails.
+    """
     for kernel, chunks, facts in calls:
-        known = (table.device, kernel, *facts)
-        if known in _compiled or table.device.type != "cuda":
+        key = (table.device, kernel, *facts)
+        if key in _compiled or table.device.type != "cuda":
             continue
         try:
-            known_ones = map(as_constants, facts)
-            kernel.warmup(table, chunks, said, *known_ones, grid=(len(chunks),), **options())
+            constants = map(as_constants, facts)
+            kernel.warmup(table, chunks, report, *constants, grid=(len(chunks),), **options())
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any kind, when a compiler is missing or fails
+        except Exception as error:
             raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
-        _compiled.add(known)
+        _compiled.add(key)
+
+
+def _run(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
+    for table, (_, calls) in zip(tables, launches, strict=True):
+        for kernel, chunks, facts in calls:
+            kernel[(len(chunks),)](table, chunks, report, *map(as_constants, facts), **options())

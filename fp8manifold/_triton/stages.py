@@ -1,8 +1,19 @@
-"""The stages of a step over a tile, as in ``fp8manifold/_native/elements.h`` and
-``stages.c``.
+"""The stages of a step over a tile, as in ``elements.h`` and ``stages.c`` of native code.
 
-``words`` points to a parameter's record, the one that native code reads; ``S`` and
-``T`` are ``KernelSpec`` and ``Tile`` of ``kinds.py``.
+A parameter's step is described by a record, the ``Job`` that native code reads too: its
+pointers, sizes, keys and numbers. Kernels read it as int32 words and never see a tensor::
+
+    record + 2 * WEIGHT, GRADIENT, ...  ->  addresses, 64 bits each
+    record + ROWS, LENGTH               ->  64-bit sizes
+    record + REPEATS, LOW, KEYS, ...    ->  32-bit words
+    record + HYPER + BETA1, GAIN1, ...  ->  float32 numbers
+
+A tile has ``TILE.rows`` rows of ``TILE.width`` elements: ``offsets`` are the elements'
+positions in the parameter, ``mask`` says which of them exist, and ``row`` and
+``row_mask`` are the same for rows. Weights, ulps and targets are in units of the scale.
+
+``SPEC`` and ``TILE`` are ``KernelSpec`` and ``Tile`` of ``kinds.py``. Arguments in capitals
+are constants that a kernel is compiled for.
 """
 
 import triton
@@ -11,189 +22,253 @@ import triton.language as tl
 from fp8manifold._numerics.records import JOB
 from fp8manifold._triton import format as floats
 
-WORD = 4
+WORD_BYTES = 4
 
 
-def _at(name: str, more: int = 0) -> tl.constexpr:
-    """Offset of a field of a record, in words."""
+def _word_of(field: str, index: int = 0) -> tl.constexpr:
+    """Return the offset in words of an entry of a record's field."""
     assert JOB.fields is not None
-    return tl.constexpr(JOB.fields[name][1] // WORD + more)
+    return tl.constexpr(JOB.fields[field][1] // WORD_BYTES + index)
 
 
-WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // WORD)
-ROWS: tl.constexpr = _at("rows")
-LENGTH: tl.constexpr = _at("length")
-REPEATS: tl.constexpr = _at("facts", 1)
-LOW: tl.constexpr = _at("facts", 2)
-KEYS: tl.constexpr = _at("keys")
-HYPER: tl.constexpr = _at("hyper")
+RECORD_WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // WORD_BYTES)
+ROWS: tl.constexpr = _word_of("rows")
+LENGTH: tl.constexpr = _word_of("length")
+#: Rows, or elements of a run, that share one scale.
+REPEATS: tl.constexpr = _word_of("facts", 1)
+#: Two exponents of values, between which the chart's exponent follows the format's.
+LOW: tl.constexpr = _word_of("facts", 2)
+KEYS: tl.constexpr = _word_of("keys")
+MOMENT_KEYS: tl.constexpr = _word_of("keys", 4)
+HYPER: tl.constexpr = _word_of("hyper")
+
+# The pointers of a record, by their index.
+WEIGHT: tl.constexpr = tl.constexpr(1)
+GRADIENT: tl.constexpr = tl.constexpr(2)
+SCALE: tl.constexpr = tl.constexpr(3)
+RESIDUAL: tl.constexpr = tl.constexpr(4)
+FIRST: tl.constexpr = tl.constexpr(5)  # the first moment
+SECOND: tl.constexpr = tl.constexpr(6)
+LARGEST_SECOND: tl.constexpr = tl.constexpr(7)  # of AMSGrad
+FIRST_BOUND: tl.constexpr = tl.constexpr(8)  # of a row; its largest magnitude if fitted
+SECOND_BOUND: tl.constexpr = tl.constexpr(9)
+REPORT: tl.constexpr = tl.constexpr(10)  # the parameter's words of it, as in kinds.py
+
+# The numbers of a record, by their index in NUMBERS of optim/_directions.py.
+BETA1: tl.constexpr = tl.constexpr(0)
+GAIN1: tl.constexpr = tl.constexpr(1)
+BETA2: tl.constexpr = tl.constexpr(2)
+GAIN2: tl.constexpr = tl.constexpr(3)
+EPS: tl.constexpr = tl.constexpr(4)
+RATE: tl.constexpr = tl.constexpr(5)
+KEEP: tl.constexpr = tl.constexpr(6)
+FIELD_NUMBERS: tl.constexpr = tl.constexpr(7)  # from inverse_reference to power
+INJECT: tl.constexpr = tl.constexpr(14)
+PER_UNIT: tl.constexpr = tl.constexpr(15)
+
+
+# ---------------------------------------------------------------------------------------
+# Records and memory
 
 
 @triton.jit
-def pointer(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    place = tl.load(words.to(tl.pointer_type(tl.int64)) + SLOT).to(tl.pointer_type(DTYPE))
+def load_size(record, WORD: tl.constexpr):
+    return tl.load((record + WORD).to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def load_number(record, INDEX: tl.constexpr):
+    return tl.load((record + HYPER + INDEX).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def pointer(record, SLOT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(record.to(tl.pointer_type(tl.int64)) + SLOT)
+    address = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        place = tl.multiple_of(place, 16)
-    return place
+        address = tl.multiple_of(address, 16)
+    return address
 
 
 @triton.jit
-def hyper(words, i: tl.constexpr):
-    return tl.load((words + HYPER + i).to(tl.pointer_type(tl.float32)))
+def load(record, SLOT: tl.constexpr, DTYPE: tl.constexpr, offsets, mask, ALIGNED: tl.constexpr):
+    return tl.load(pointer(record, SLOT, DTYPE, ALIGNED) + offsets, mask=mask, other=0)
 
 
 @triton.jit
-def load(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, at, inside, ALIGNED: tl.constexpr):
-    return tl.load(pointer(words, SLOT, DTYPE, ALIGNED) + at, mask=inside, other=0)
+def store(
+    record, SLOT: tl.constexpr, DTYPE: tl.constexpr, offsets, value, mask, ALIGNED: tl.constexpr
+):
+    tl.store(pointer(record, SLOT, DTYPE, ALIGNED) + offsets, value, mask=mask)
 
 
 @triton.jit
-def store(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, at, value, inside, ALIGNED: tl.constexpr):
-    tl.store(pointer(words, SLOT, DTYPE, ALIGNED) + at, value, mask=inside)
-
-
-@triton.jit
-def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNED: tl.constexpr):
-    if KIND == "bfloat16":
-        x = floats.of_bfloat16(load(words, SLOT, tl.uint16, at, inside, ALIGNED))
-    elif KIND == "float16":
-        x = load(words, SLOT, tl.float16, at, inside, ALIGNED).to(tl.float32)
+def load_float(
+    record, SLOT: tl.constexpr, DTYPE_NAME: tl.constexpr, offsets, mask, ALIGNED: tl.constexpr
+):
+    """Load floats of 16 or 32 bits as float32."""
+    if DTYPE_NAME == "bfloat16":
+        x = floats.of_bfloat16(load(record, SLOT, tl.uint16, offsets, mask, ALIGNED))
+    elif DTYPE_NAME == "float16":
+        x = load(record, SLOT, tl.float16, offsets, mask, ALIGNED).to(tl.float32)
     else:
-        x = load(words, SLOT, tl.float32, at, inside, ALIGNED)
+        x = load(record, SLOT, tl.float32, offsets, mask, ALIGNED)
     return x
 
 
 @triton.jit
-def place_of(row, in_rows, start, length, T: tl.constexpr):
-    """Positions of a tile's elements and which of them there are; it begins at column
-    ``start`` of its rows.
-    """
-    column = start + tl.arange(0, T.width)[None, :]
-    inside = in_rows[:, None]
-    if T.length != T.width:
-        inside = inside & (column < length)
-    return (row.to(tl.int64) * length)[:, None] + column, inside
+def offsets_of(row, row_mask, start, length, TILE: tl.constexpr):
+    """Return the offsets of the tile that begins at column ``start``, and their mask."""
+    column = start + tl.arange(0, TILE.width)[None, :]
+    mask = row_mask[:, None]
+    if TILE.length != TILE.width:
+        mask = mask & (column < length)
+    return (row.to(tl.int64) * length)[:, None] + column, mask
+
+
+# ---------------------------------------------------------------------------------------
+# Scales
 
 
 @triton.jit
-def load_scales(words, SLOT: tl.constexpr, at, inside, S: tl.constexpr):
-    """Scales, stored as exponents or as float32."""
-    if S.exponents:
-        exponents = tl.load(pointer(words, SLOT, tl.uint8, False) + at, mask=inside, other=127)
+def load_scales(record, SLOT: tl.constexpr, offsets, mask, SPEC: tl.constexpr):
+    """Load scales, which are stored as exponents or as float32; 1 where there is none."""
+    if SPEC.exponents:
+        places = pointer(record, SLOT, tl.uint8, False) + offsets
+        exponents = tl.load(places, mask=mask, other=127)
         scale = floats.float_of(exponents.to(tl.int32) << 23)
     else:
-        scale = tl.load(pointer(words, SLOT, tl.float32, False) + at, mask=inside, other=1.0)
+        places = pointer(record, SLOT, tl.float32, False) + offsets
+        scale = tl.load(places, mask=mask, other=1.0)
     return scale
 
 
 @triton.jit
-def scale_at(words, row, at, inside, in_rows, S: tl.constexpr, T: tl.constexpr):
-    """The scale, in a shape that broadcasts."""
-    if S.storage == "plain":
+def scale_at(record, row, offsets, mask, row_mask, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return the scales of a tile, in a shape that broadcasts."""
+    if SPEC.storage == "plain":
         scale = tl.full((1, 1), 1.0, tl.float32)
-    elif T.scales == "one":
-        scale = tl.full((1, 1), 1.0, tl.float32) * load_scales(words, 3, 0, True, S)
-    elif T.scales == "element":
-        scale = load_scales(words, 3, at, inside, S)
-    elif T.scales == "row":
-        scale = load_scales(words, 3, row // tl.load(words + REPEATS), in_rows, S)[:, None]
+    elif TILE.scales == "one":
+        scale = tl.full((1, 1), 1.0, tl.float32) * load_scales(record, SCALE, 0, True, SPEC)
+    elif TILE.scales == "element":
+        scale = load_scales(record, SCALE, offsets, mask, SPEC)
+    elif TILE.scales == "row":
+        scale_row = row // tl.load(record + REPEATS)
+        scale = load_scales(record, SCALE, scale_row, row_mask, SPEC)[:, None]
     else:
-        scale = load_scales(words, 3, at // tl.load(words + REPEATS), inside, S)
+        scale = load_scales(record, SCALE, offsets // tl.load(record + REPEATS), mask, SPEC)
     return scale
 
 
 @triton.jit
-def ends_at(words, scale, S: tl.constexpr):
-    """Exponents between which the chart follows the format, in units of the scale."""
+def chart_ends(record, scale, SPEC: tl.constexpr):
+    """Return the exponents between which the chart follows the format, in units of the scale."""
     lowest, highest = 0, 0
-    if S.covector and S.metric == "ulp":
+    if SPEC.covector and SPEC.metric == "ulp":
         exponent = (floats.bits_of(scale) >> 23) - 127
-        tiny = (floats.bits_of(scale * 16777216.0) >> 23) - (127 + 24)
-        exponent = tl.where(exponent == -127, tiny, exponent)
-        lowest = tl.maximum(tl.load(words + LOW) - exponent, S.format.EMIN)
-        highest = tl.maximum(tl.minimum(tl.load(words + LOW + 1) - exponent, S.format.EMAX), lowest)
+        # A subnormal scale has an exponent below the one that its field says.
+        exponent_of_subnormal = (floats.bits_of(scale * 16777216.0) >> 23) - (127 + 24)
+        exponent = tl.where(exponent == -127, exponent_of_subnormal, exponent)
+        lowest = tl.maximum(tl.load(record + LOW) - exponent, SPEC.format.EMIN)
+        highest = tl.minimum(tl.load(record + LOW + 1) - exponent, SPEC.format.EMAX)
+        highest = tl.maximum(highest, lowest)
     return lowest, highest
 
 
 @triton.jit
-def inverse_of(scale, S: tl.constexpr):
+def inverse_scale(scale, SPEC: tl.constexpr):
+    """Return 1 / scale; any number for weights without a scale."""
     inverse = scale
-    if S.storage == "codes" and S.exponents:
+    if SPEC.storage == "codes" and SPEC.exponents:
         inverse = floats.reciprocal(scale)
-    elif S.storage != "plain":
+    elif SPEC.storage != "plain":
         inverse = tl.math.div_rn(scale * 0.0 + 1.0, scale)
     return inverse
 
 
-@triton.jit
-def _joined(code, rest, S: tl.constexpr):
-    """Code and residual as one signed code of the format with that many more mantissa
-    bits.
-    """
-    negative = -((code & S.format.SIGN) >> (S.format.BITS - 1))
-    return ((((code & (S.format.SIGN - 1)) ^ negative) - negative) << S.extra) + rest
+# ---------------------------------------------------------------------------------------
+# Weights and gradients
 
 
 @triton.jit
-def decoded(code, rest, S: tl.constexpr):
-    """Values and spacing, in units of the scale."""
-    if S.extra:
-        count = _joined(code, rest, S)
-        magnitude = tl.abs(count)
-        value = floats.float_of(
-            floats.bits_of(floats.magnitude_value(magnitude, S.format, S.extra))
-            | (count & -2147483648)
-        )
+def _joined_code(code, residual, SPEC: tl.constexpr):
+    """Return code and residual as one signed code with that many more mantissa bits."""
+    # -1 for a negative number
+    negative = -((code & SPEC.format.SIGN_BIT) >> (SPEC.format.BITS - 1))
+    signed_code = ((code & (SPEC.format.SIGN_BIT - 1)) ^ negative) - negative
+    return (signed_code << SPEC.residual_bits) + residual
+
+
+@triton.jit
+def decoded(code, residual, SPEC: tl.constexpr):
+    """Return the values of codes with their residuals, and the format's ulps."""
+    if SPEC.residual_bits:
+        signed_code = _joined_code(code, residual, SPEC)
+        magnitude = tl.abs(signed_code)
+        value = floats.magnitude_value(magnitude, SPEC.format, SPEC.residual_bits)
+        sign = signed_code & -2147483648
+        value = floats.float_of(floats.bits_of(value) | sign)
     else:
-        magnitude, value = code & (S.format.SIGN - 1), floats.code_value(code, S.format)
-    return value, floats.magnitude_ulp(magnitude, S.format, S.extra)
+        magnitude = code & (SPEC.format.SIGN_BIT - 1)
+        value = floats.code_value(code, SPEC.format)
+    return value, floats.magnitude_ulp(magnitude, SPEC.format, SPEC.residual_bits)
 
 
 @triton.jit
-def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
-    """The stored weights, and their values and spacing in units of the scale."""
-    rest = 0
-    if S.extra:
-        rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
-    if S.storage == "codes":
-        old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
-        x, ulp = decoded(old, rest, S)
+def load_weights(record, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return the stored weights, and their values and ulps in units of the scale."""
+    residual = 0
+    if SPEC.residual_bits:
+        residual = load(record, RESIDUAL, tl.int8, offsets, mask, TILE.aligned).to(tl.int32)
+    if SPEC.storage == "codes":
+        stored = load(record, WEIGHT, tl.uint8, offsets, mask, TILE.aligned).to(tl.int32)
+        value, ulp = decoded(stored, residual, SPEC)
     else:
-        old = load_float(words, 1, S.weight, at, inside, T.aligned)
-        x, ulp = old, old
-        if S.storage != "plain":
-            x = tl.math.div_rn(old, scale)
-            if S.storage == "grid" and not S.exact:
-                x = floats.round_value(x, 0, S.format, False)
-            if S.extra:
-                x, ulp = decoded(floats.encode_finite(x, 0, S.format, False, False), rest, S)
+        stored = load_float(record, WEIGHT, SPEC.weight, offsets, mask, TILE.aligned)
+        value, ulp = stored, stored
+        if SPEC.storage != "plain":
+            value = tl.math.div_rn(stored, scale)
+            if SPEC.storage == "grid" and not SPEC.exact:
+                value = floats.round_value(value, 0, SPEC.format, False)
+            if SPEC.residual_bits:
+                code = floats.encode_finite(value, 0, SPEC.format, False, False)
+                value, ulp = decoded(code, residual, SPEC)
             else:
-                ulp = floats.chart_stiffness(
-                    x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format
-                )
-    return old, x, ulp
+                highest = tl.full((), SPEC.format.EMAX, tl.int32)
+                ulp = floats.chart_stiffness(value, SPEC.format.EMIN, highest, SPEC.format)
+    return stored, value, ulp
 
 
 @triton.jit
-def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr, T: tl.constexpr):
-    """The gradient with respect to the coordinates that the direction is taken in."""
-    g = load_float(words, 2, S.gradient, at, inside, T.aligned)
-    if S.maximize:
-        g = -g
-    if S.covector:
-        unit = scale * hyper(words, 15)
-        g = (
-            g * (floats.chart_stiffness(x, lowest, highest, S.format) * unit)
-            if S.metric == "ulp"
-            else g * unit
-        )
-    return g
+def load_gradient(
+    record, offsets, mask, value, scale, lowest, highest, SPEC: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the gradient in the coordinates that the direction is taken in.
+
+    ``value``, ``scale`` and the ends of the chart are unused if these are values.
+    """
+    gradient = load_float(record, GRADIENT, SPEC.gradient, offsets, mask, TILE.aligned)
+    if SPEC.maximize:
+        gradient = -gradient
+    if SPEC.covector:
+        unit = scale * load_number(record, PER_UNIT)
+        if SPEC.metric == "ulp":
+            stiffness = floats.chart_stiffness(value, lowest, highest, SPEC.format)
+            gradient = gradient * (stiffness * unit)
+        else:
+            gradient = gradient * unit
+    return gradient
+
+
+# ---------------------------------------------------------------------------------------
+# Moments, and the scales of their blocks
 
 
 @triton.jit
-def _scale_of_bound(bound, ROOT: tl.constexpr):
+def _scale_of_bound(bound, IS_OF_ROOT: tl.constexpr):
+    """Return the power of two that takes a bound, or its root, to ``2^6 .. 2^7``."""
     field = floats.bits_of(bound) >> 23
-    if ROOT:
+    if IS_OF_ROOT:
         field = ((field - 125) >> 1) + 120
     else:
         field = tl.maximum(field - 6, 1)
@@ -201,207 +276,243 @@ def _scale_of_bound(bound, ROOT: tl.constexpr):
 
 
 @triton.jit
-def _fitted_scale(largest, F: tl.constexpr):
-    """The smallest power of two that takes a magnitude, given as float32 bits, within
-    the format.
+def _fitted_scale(largest_bits, FORMAT: tl.constexpr):
+    """Return the smallest power of two that takes a magnitude within the format."""
+    # Added to the magnitude, it carries into the exponent field if the mantissa exceeds
+    # that of the format's largest value.
+    CARRY: tl.constexpr = 0x7FFFFF - FORMAT.TOP % 0x800000
+    field = (largest_bits + CARRY) >> 23
+    return floats.float_of(tl.maximum(field - FORMAT.EMAX, 1) << 23)
+
+
+@triton.jit
+def fitted_scales(record, row, row_mask, SPEC: tl.constexpr):
+    """Return the scales of the rows' moment before the step."""
+    places = pointer(record, FIRST_BOUND, tl.float32, False) + row
+    largest = tl.load(places, mask=row_mask, other=0.0)
+    return _fitted_scale(floats.bits_of(largest), SPEC.moment_format)[:, None]
+
+
+@triton.jit
+def refit(record, largest_bits, row, row_mask, SPEC: tl.constexpr):
+    """Store the rows' largest moments after the step; return 1 over their scales."""
+    places = pointer(record, FIRST_BOUND, tl.float32, False) + row
+    tl.store(places, floats.float_of(largest_bits), mask=row_mask)
+    return floats.reciprocal(_fitted_scale(largest_bits, SPEC.moment_format))[:, None]
+
+
+@triton.jit
+def advance_bounds(record, largest_bits, row, row_mask, SPEC: tl.constexpr):
+    """Advance the bounds of the rows' moments by their largest gradients.
+
+    Return (scale, 1 / new scale) of the first moment, and the same of the second.
     """
-    CARRY: tl.constexpr = 0x7FFFFF - F.TOP % 0x800000
-    return floats.float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
+    largest = floats.float_of(largest_bits)
+    one = largest * 0.0 + 1.0
+    first, new_first_inverse, second, new_second_inverse = one, one, one, one
+    if SPEC.first:
+        # Lion's moment decays by its second beta.
+        DECAY: tl.constexpr = BETA2 if SPEC.direction == "lion" else BETA1
+        GAIN: tl.constexpr = GAIN2 if SPEC.direction == "lion" else GAIN1
+        places = pointer(record, FIRST_BOUND, tl.float32, False) + row
+        bound = tl.load(places, mask=row_mask, other=0.0)
+        grown = tl.abs(load_number(record, GAIN)) * largest
+        new_bound = bound * load_number(record, DECAY) + grown
+        tl.store(places, new_bound, mask=row_mask)
+        first = _scale_of_bound(bound, False)
+        new_first_inverse = floats.reciprocal(_scale_of_bound(new_bound, False))
+    if SPEC.second:
+        places = pointer(record, SECOND_BOUND, tl.float32, False) + row
+        bound = tl.load(places, mask=row_mask, other=0.0)
+        grown = tl.abs(load_number(record, GAIN2)) * (largest * largest)
+        new_bound = bound * load_number(record, BETA2) + grown
+        tl.store(places, new_bound, mask=row_mask)
+        second = _scale_of_bound(bound, True)
+        new_second_inverse = floats.reciprocal(_scale_of_bound(new_bound, True))
+    return first[:, None], new_first_inverse[:, None], second[:, None], new_second_inverse[:, None]
 
 
 @triton.jit
-def fitted_scales(words, row, in_rows, S: tl.constexpr):
-    """The scales of the rows' average before the step."""
-    largest = tl.load(pointer(words, 8, tl.float32, False) + row, mask=in_rows, other=0.0)
-    return _fitted_scale(floats.bits_of(largest), S.average)[:, None]
-
-
-@triton.jit
-def refit(words, largest, row, in_rows, S: tl.constexpr):
-    """Store the largest magnitudes after the step (float32 bits), and return 1 over
-    their scales.
-    """
-    tl.store(pointer(words, 8, tl.float32, False) + row, floats.float_of(largest), mask=in_rows)
-    return floats.reciprocal(_fitted_scale(largest, S.average))[:, None]
-
-
-@triton.jit
-def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
-    """Advance the bounds of the rows' averages; the averages' scales before the step,
-    and 1 over those after it.
-    """
-    one = floats.float_of(largest) * 0.0 + 1.0
-    first, first_inverse, second, second_inverse = one, one, one, one
-    if S.first:
-        SECOND: tl.constexpr = 2 if S.direction == "lion" else 0
-        bounds = pointer(words, 8, tl.float32, False) + row
-        before = tl.load(bounds, mask=in_rows, other=0.0)
-        after = before * hyper(words, SECOND) + tl.abs(hyper(words, SECOND + 1)) * floats.float_of(
-            largest
-        )
-        tl.store(bounds, after, mask=in_rows)
-        first, first_inverse = (
-            _scale_of_bound(before, False),
-            floats.reciprocal(_scale_of_bound(after, False)),
-        )
-    if S.second:
-        bounds = pointer(words, 9, tl.float32, False) + row
-        before = tl.load(bounds, mask=in_rows, other=0.0)
-        after = before * hyper(words, 2) + tl.abs(hyper(words, 3)) * (
-            floats.float_of(largest) * floats.float_of(largest)
-        )
-        tl.store(bounds, after, mask=in_rows)
-        second, second_inverse = (
-            _scale_of_bound(before, True),
-            floats.reciprocal(_scale_of_bound(after, True)),
-        )
-    return first[:, None], first_inverse[:, None], second[:, None], second_inverse[:, None]
-
-
-@triton.jit
-def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
-    if S.moments != "8bit":
-        average = load_float(words, SLOT, S.moments, at, inside, T.aligned)
+def load_moment(
+    record, SLOT: tl.constexpr, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.constexpr
+):
+    """Load the moment of a slot; ``scale`` is of its block, if it has 8 bits."""
+    if SPEC.moments != "8bit":
+        moment = load_float(record, SLOT, SPEC.moments, offsets, mask, TILE.aligned)
     else:
-        code = load(words, SLOT, tl.uint8, at, inside, T.aligned).to(tl.int32)
-        if SLOT == 5:
-            average = floats.code_value(code, S.average) * scale
+        code = load(record, SLOT, tl.uint8, offsets, mask, TILE.aligned).to(tl.int32)
+        if SLOT == FIRST:
+            moment = floats.code_value(code, SPEC.moment_format) * scale
         else:
-            average = floats.magnitude_value(code, S.average, 0) * scale
-            average = average * average
-    return average
+            # The second moment is stored as its root.
+            root = floats.magnitude_value(code, SPEC.moment_format, 0) * scale
+            moment = root * root
+    return moment
 
 
 @triton.jit
-def _root_code(root, inverse, draw, S: tl.constexpr):
-    """The code of a root, for which the mean of 1 over it is right; a root that is not
-    0 does not become 0.
+def _root_code(root, inverse, draw, SPEC: tl.constexpr):
+    """Return the code of a second moment's root.
+
+    It is rounded with the odds that preserve the mean of ``1 / root``, as ``_root_codes``
+    of ``optim/_step.py`` derives. A root that is not 0 does not become 0.
     """
-    steps, below = floats.encoding_steps(floats.bits_of(root * inverse), S.average, 0, 0)
+    bits = floats.bits_of(root * inverse)
+    steps, below = floats.encoding_steps(bits, SPEC.moment_format, 0, 0)
     whole = steps.to(tl.int32)
-    unit, part = (4 * whole + 2).to(tl.float32), steps - whole.to(tl.float32)
-    away = draw.to(tl.float32) * 5.9604644775390625e-08 * unit < part * (unit + (1.0 - part))
-    return tl.maximum(whole + below + away.to(tl.int32), tl.minimum(floats.bits_of(root), 1))
+    unit = (4 * whole + 2).to(tl.float32)
+    part = steps - whole.to(tl.float32)
+    goes_on = draw.to(tl.float32) * floats.DRAW_UNIT * unit < part * (unit + (1.0 - part))
+    code = whole + below + goes_on.to(tl.int32)
+    return tl.maximum(code, tl.minimum(floats.bits_of(root), 1))
 
 
 @triton.jit
-def store_average(
-    words,
+def store_moment(
+    record,
     SLOT: tl.constexpr,
-    at,
-    inside,
+    offsets,
+    mask,
     value,
-    inverse,
+    new_inverse,
     root,
     word,
-    S: tl.constexpr,
-    T: tl.constexpr,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    UPPER: tl.constexpr = SLOT == 6 and S.first
-    if S.moments == "float32":
-        store(words, SLOT, tl.float32, at, value, inside, T.aligned)
-    else:
-        half = ((word >> 16) if UPPER else (word & 0xFFFF)).to(tl.int32)
-        if S.moments == "bfloat16":
-            bits = ((floats.bits_of(value) + half) >> 16).to(tl.uint16)
-            store(words, SLOT, tl.uint16, at, bits, inside, T.aligned)
-        elif SLOT == 5:
-            draw = floats.draw_of(word) if S.fitted else (half << 8) | 0x80
-            code = floats.encode_finite(value * inverse, draw, S.average, True, True)
-            store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
-        else:
-            code = _root_code(root, inverse, floats.draw_of(word), S)
-            store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
+    """Store the moment of a slot, rounded by random words if it has fewer than 32 bits.
 
-
-@triton.jit
-def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
-    """The direction, both averages after the step, the second's root, and the
-    denominator of the first.
+    The first moment takes the lower half of a word, the second one of bfloat16 the upper
+    half. ``root`` is that of the second moment, which is stored in its place in 8 bits.
     """
-    root, denominator = g, g
-    if S.direction == "adam":
-        m = m * hyper(words, 0) + g * hyper(words, 1)
-    if S.second:
-        v = v * hyper(words, 2) + (g * hyper(words, 3)) * g
-        root = tl.math.sqrt_rn(v)
-        denominator = root + hyper(words, 4)
-    if S.amsgrad:
-        largest = load(words, 7, tl.float32, at, inside, T.aligned)
-        largest = tl.where(largest > v, largest, v)
-        store(words, 7, tl.float32, at, largest, inside, T.aligned)
-        denominator = tl.math.sqrt_rn(largest) + hyper(words, 4)
-    if S.direction == "adam":
-        direction = tl.math.div_rn(m, denominator)
-    elif S.direction == "lion":
-        mixed = m * hyper(words, 0) + g * hyper(words, 1)
+    TAKES_UPPER_HALF: tl.constexpr = SLOT == SECOND and SPEC.first
+    if SPEC.moments == "float32":
+        store(record, SLOT, tl.float32, offsets, value, mask, TILE.aligned)
+    else:
+        half = ((word >> 16) if TAKES_UPPER_HALF else (word & 0xFFFF)).to(tl.int32)
+        if SPEC.moments == "bfloat16":
+            bits = ((floats.bits_of(value) + half) >> 16).to(tl.uint16)
+            store(record, SLOT, tl.uint16, offsets, bits, mask, TILE.aligned)
+        elif SLOT == FIRST:
+            # 16 bits stand for the middle of what 24 bits would make of them.
+            draw = floats.draw_of(word) if SPEC.fitted else (half << 8) | 0x80
+            scaled = value * new_inverse
+            code = floats.encode_finite(scaled, draw, SPEC.moment_format, True, True)
+            store(record, SLOT, tl.uint8, offsets, code.to(tl.uint8), mask, TILE.aligned)
+        else:
+            code = _root_code(root, new_inverse, floats.draw_of(word), SPEC)
+            store(record, SLOT, tl.uint8, offsets, code.to(tl.uint8), mask, TILE.aligned)
+
+
+# ---------------------------------------------------------------------------------------
+# Directions
+
+
+@triton.jit
+def descend(record, offsets, mask, gradient, first, second, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return the direction, the new moments, the second's root and the denominator.
+
+    The denominator divides the first moment. What a direction does not have is any value.
+    """
+    root, denominator = gradient, gradient
+    if SPEC.direction == "adam":
+        first = first * load_number(record, BETA1) + gradient * load_number(record, GAIN1)
+    if SPEC.second:
+        gained = (gradient * load_number(record, GAIN2)) * gradient
+        second = second * load_number(record, BETA2) + gained
+        root = tl.math.sqrt_rn(second)
+        denominator = root + load_number(record, EPS)
+    if SPEC.amsgrad:
+        largest = load(record, LARGEST_SECOND, tl.float32, offsets, mask, TILE.aligned)
+        largest = tl.where(largest > second, largest, second)
+        store(record, LARGEST_SECOND, tl.float32, offsets, largest, mask, TILE.aligned)
+        denominator = tl.math.sqrt_rn(largest) + load_number(record, EPS)
+    if SPEC.direction == "adam":
+        direction = tl.math.div_rn(first, denominator)
+    elif SPEC.direction == "lion":
+        mixed = first * load_number(record, BETA1) + gradient * load_number(record, GAIN1)
         direction = (mixed > 0.0).to(tl.float32) - (mixed < 0.0).to(tl.float32)
-        m = m * hyper(words, 2) + g * hyper(words, 3)
-    elif S.first:
-        m = m * hyper(words, 0) + g * hyper(words, 1)
-        direction = m
-        if S.nesterov:
-            share = g * hyper(words, 1) if S.direction == "muon" else g
-            direction = share + m * hyper(words, 0)
+        first = first * load_number(record, BETA2) + gradient * load_number(record, GAIN2)
+    elif SPEC.first:
+        first = first * load_number(record, BETA1) + gradient * load_number(record, GAIN1)
+        direction = first
+        if SPEC.nesterov:
+            # Muon's momentum is an average, which takes the share gain1 of a gradient.
+            IS_AVERAGE: tl.constexpr = SPEC.direction == "muon"
+            share = gradient * load_number(record, GAIN1) if IS_AVERAGE else gradient
+            direction = share + first * load_number(record, BETA1)
     else:
-        direction = g
-    return direction, m, v, root, denominator
+        direction = gradient
+    return direction, first, second, root, denominator
+
+
+# ---------------------------------------------------------------------------------------
+# Moves
 
 
 @triton.jit
-def _factor(words, ulp, scale, S: tl.constexpr):
-    stiffness = ulp * scale if S.metric == "ulp" else scale
-    reference = (words + HYPER + 7).to(tl.pointer_type(tl.float32))
-    return floats.field_factor(stiffness, scale, reference, S.stiffness, S.exponents)
+def _field_factor(record, ulp, scale, SPEC: tl.constexpr):
+    stiffness = ulp * scale if SPEC.metric == "ulp" else scale
+    numbers = (record + HYPER + FIELD_NUMBERS).to(tl.pointer_type(tl.float32))
+    return floats.field_factor(stiffness, scale, numbers, SPEC.stiffness, SPEC.exponents)
 
 
 @triton.jit
-def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.constexpr):
-    """The value before rounding, in units of the scale."""
-    if S.decays:
-        x = x * hyper(words, 6)
-    rate = hyper(words, 5)
-    if S.storage == "plain":
-        moved = x - direction * rate
-    elif S.geometry == "linear":
-        if S.stiffness != "none":
-            direction = direction * _factor(words, ulp, scale, S)
-        moved = x - direction * (rate * inverse)
+def move(record, value, ulp, direction, scale, inverse, lowest, highest, SPEC: tl.constexpr):
+    """Return the target: where the weights go, in units of the scale, before rounding."""
+    if SPEC.decays:
+        value = value * load_number(record, KEEP)
+    rate = load_number(record, RATE)
+    if SPEC.storage == "plain":
+        target = value - direction * rate
+    elif SPEC.geometry == "linear":
+        if SPEC.stiffness != "none":
+            direction = direction * _field_factor(record, ulp, scale, SPEC)
+        target = value - direction * (rate * inverse)
     else:
-        moved = _moved_on_chart(
-            x, floats.bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S
-        )
-    return moved
+        steps = floats.clamp(direction * -rate, -16777216.0, 16777216.0)
+        target = _target_on_chart(value, steps, lowest, highest, SPEC)
+    return target
 
 
 @triton.jit
-def _moved_on_chart(x, steps, lowest, highest, S: tl.constexpr):
-    if S.geometry == "tangent":
-        if S.metric == "ulp":
-            steps = steps * floats.chart_stiffness(x, lowest, highest, S.format)
-        moved = x + steps
-    elif S.metric == "ulp":
-        moved = tl.where(steps == 0.0, x, floats.chart_shift(x, steps, lowest, highest, S.format))
+def _target_on_chart(value, steps, lowest, highest, SPEC: tl.constexpr):
+    if SPEC.geometry == "tangent":
+        if SPEC.metric == "ulp":
+            steps = steps * floats.chart_stiffness(value, lowest, highest, SPEC.format)
+        target = value + steps
+    elif SPEC.metric == "ulp":
+        shifted = floats.chart_shift(value, steps, lowest, highest, SPEC.format)
+        target = tl.where(steps == 0.0, value, shifted)
     else:
-        moved = tl.where(steps == 0.0, x, x + steps)
-    return floats.bounded(moved, -S.format.LARGEST, S.format.LARGEST)
+        target = tl.where(steps == 0.0, value, value + steps)
+    return floats.clamp(target, -SPEC.format.LARGEST, SPEC.format.LARGEST)
 
 
 @triton.jit
 def with_error(
-    words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S: tl.constexpr
+    record,
+    first,
+    target,
+    rounded,
+    ulp,
+    denominator,
+    scale,
+    inverse,
+    lowest,
+    highest,
+    SPEC: tl.constexpr,
 ):
-    """The first average minus its share of the rounding error of the weights."""
-    if S.geometry == "linear":
-        error = tl.math.div_rn(target - after, inverse)
-        if S.stiffness != "none":
-            error = tl.math.div_rn(error, _factor(words, ulp, scale, S))
-    elif S.metric == "ulp":
-        error = floats.chart_forward(target, lowest, highest, S.format) - floats.chart_forward(
-            after, lowest, highest, S.format
-        )
+    """Return the first moment minus its share of the rounding error of the weights."""
+    if SPEC.geometry == "linear":
+        error = tl.math.div_rn(target - rounded, inverse)
+        if SPEC.stiffness != "none":
+            error = tl.math.div_rn(error, _field_factor(record, ulp, scale, SPEC))
+    elif SPEC.metric == "ulp":
+        target_coordinate = floats.chart_forward(target, lowest, highest, SPEC.format)
+        error = target_coordinate - floats.chart_forward(rounded, lowest, highest, SPEC.format)
     else:
-        error = target - after
-    if S.direction == "adam":
+        error = target - rounded
+    if SPEC.direction == "adam":
         error = error * denominator
-    return m - error * hyper(words, 14)
+    return first - error * load_number(record, INJECT)

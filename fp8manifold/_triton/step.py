@@ -1,8 +1,20 @@
-"""One step of many parameters, and the doubling of scales after it, where a weight is
-at the end of its range.
+"""One step of many parameters in one launch, and the doubling of scales after it.
 
-A program finds its parameter and rows in ``chunks``, and all else in a table of
-records, for steps native code's.
+::
+
+    program i  ->  chunks[i] = (parameter, start)     which record, and which rows or elements
+               ->  table[parameter]                   a record: addresses, sizes, keys, numbers
+               ->  tiles of TILE.rows x TILE.width    each through all stages, in registers
+
+A program takes one tile. Only if 8-bit moments share blocks longer than a tile it takes
+whole rows, tile after tile, twice: the scales of the moments follow from the row's largest
+gradient (or, fitted, from its largest moment), which must be known first.
+
+:func:`widen_kernel` runs after the step. Where a code of a row has reached the format's
+last, and still moves, it doubles the row's scale and rounds half of each value once.
+
+Nothing runs if the first word of the report (``refused``) is set: some gradient was not
+finite. ``SPEC`` and ``TILE`` are constants of ``kinds.py``; names are those of ``stages.py``.
 """
 
 import triton
@@ -10,270 +22,394 @@ import triton.language as tl
 
 from fp8manifold._triton import format as floats
 from fp8manifold._triton import stages
-from fp8manifold._triton.kinds import WIDENED
+from fp8manifold._triton.kinds import (
+    ALL_ZERO_WORD,
+    DOUBLED_WORD,
+    REACHED_WORD,
+    WIDENED,
+)
 
-WIDENED_WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // stages.WORD)
-WIDENED_KEYS: tl.constexpr = tl.constexpr(WIDENED.fields["keys"][1] // stages.WORD)
+# Entries of the report of one parameter.
+REACHED: tl.constexpr = tl.constexpr(REACHED_WORD)
+DOUBLED: tl.constexpr = tl.constexpr(DOUBLED_WORD)
+ALL_ZERO: tl.constexpr = tl.constexpr(ALL_ZERO_WORD)
+
+# A record of a parameter whose scales may double: its offsets in words, and the indices of
+# its pointers.
+WIDENED_WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // stages.WORD_BYTES)
+WIDENED_ROWS: tl.constexpr = tl.constexpr(WIDENED.fields["rows"][1] // stages.WORD_BYTES)
+WIDENED_LENGTH: tl.constexpr = tl.constexpr(WIDENED.fields["length"][1] // stages.WORD_BYTES)
+WIDENED_KEYS: tl.constexpr = tl.constexpr(WIDENED.fields["keys"][1] // stages.WORD_BYTES)
+WIDENED_CODES: tl.constexpr = tl.constexpr(0)
+WIDENED_RESIDUAL: tl.constexpr = tl.constexpr(1)
+WIDENED_SCALES: tl.constexpr = tl.constexpr(2)
+WIDENED_GRADIENT: tl.constexpr = tl.constexpr(3)
+WIDENED_MOMENT: tl.constexpr = tl.constexpr(4)
+WIDENED_REPORT: tl.constexpr = tl.constexpr(5)
+
+
+# ---------------------------------------------------------------------------------------
+# Write-back
 
 
 @triton.jit
-def _store_float(words, at, inside, value, word, S: tl.constexpr, T: tl.constexpr):
-    if S.weight == "float32":
-        stages.store(words, 1, tl.float32, at, value, inside, T.aligned)
+def _store_float(record, offsets, mask, value, word, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Store weights that are floats; those of 16 bits are rounded, by draws or to nearest."""
+    if SPEC.weight == "float32":
+        stages.store(record, stages.WEIGHT, tl.float32, offsets, value, mask, TILE.aligned)
     else:
-        if S.draws:
-            value = floats.random_half(value, floats.draw_of(word), S.weight == "float16")
-        if S.weight == "bfloat16":
-            stages.store(words, 1, tl.uint16, at, floats.nearest_bfloat16(value), inside, T.aligned)
+        if SPEC.draws:
+            value = floats.random_half(value, floats.draw_of(word), SPEC.weight == "float16")
+        if SPEC.weight == "bfloat16":
+            half = floats.nearest_bfloat16(value)
+            stages.store(record, stages.WEIGHT, tl.uint16, offsets, half, mask, TILE.aligned)
         else:
-            stages.store(words, 1, tl.float16, at, value.to(tl.float16), inside, T.aligned)
+            half = value.to(tl.float16)
+            stages.store(record, stages.WEIGHT, tl.float16, offsets, half, mask, TILE.aligned)
 
 
 @triton.jit
-def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexpr):
-    """The nearest code of a finer one; the rest is stored as its residual."""
-    code, rest = floats.split_code(
-        floats.encode_signed(target, draw, S.format, S.extra, S.fixed), old, S.format, S.extra
+def _store_residual(
+    record, offsets, mask, target, draw, old_code, SPEC: tl.constexpr, TILE: tl.constexpr
+):
+    """Store the residual of a target; return its code."""
+    signed_code = floats.encode_signed(
+        target, draw, SPEC.format, SPEC.residual_bits, SPEC.fixed_point
     )
-    stages.store(words, 4, tl.int8, at, rest, inside, T.aligned)
+    code, residual = floats.split_code(signed_code, old_code, SPEC.format, SPEC.residual_bits)
+    stages.store(record, stages.RESIDUAL, tl.int8, offsets, residual, mask, TILE.aligned)
     return code
 
 
 @triton.jit
+def _report_codes(record, code, mask, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Set the report's words for rows with the last code, and for rows of zeros."""
+    magnitude = code & (SPEC.format.SIGN_BIT - 1)
+    is_last = ((magnitude == SPEC.format.MAX_CODE) & mask).to(tl.int32)
+    places = stages.pointer(record, stages.REPORT, tl.int32, False)
+    places = places + tl.zeros((TILE.rows,), tl.int32)
+    tl.store(places + REACHED, 1, mask=tl.max(is_last, axis=1) > 0)
+    largest = tl.max(tl.where(mask, magnitude, 0), axis=1)
+    # ``code >= 0`` is always true, and gives the mask the shape of the codes.
+    row_exists = tl.max((mask & (code >= 0)).to(tl.int32), axis=1)
+    tl.store(places + ALL_ZERO, 1, mask=(row_exists > 0) & (largest == 0))
+
+
+@triton.jit
 def _store_weights(
-    words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr
+    record,
+    offsets,
+    mask,
+    stored,
+    value,
+    target,
+    scale,
+    word,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Round once and store; return the stored value in units of the scale, which only
-    ``momentum`` needs.
+    """Round the targets once and store them.
+
+    Return the new weights in units of the scale, which only ``momentum`` needs.
     """
-    after, draw = target, 0
-    STOCHASTIC: tl.constexpr = S.writeback != "nearest"
-    if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
+    STOCHASTIC: tl.constexpr = SPEC.writeback != "nearest"
+    rounded, draw = target, 0
+    if STOCHASTIC and (SPEC.storage == "codes" or SPEC.storage == "grid"):
         draw = floats.draw_of(word)
-    if S.storage == "plain":
-        _store_float(words, at, inside, target, word, S, T)
-    elif S.storage == "free":
-        after = floats.bounded(target, -S.format.LARGEST, S.format.LARGEST)
-        _store_float(words, at, inside, tl.where(after == x, old, after * scale), word, S, T)
-    elif S.storage == "grid":
-        if S.extra:
-            negative = tl.where(floats.bits_of(old) == -2147483648, S.format.SIGN, 0)
-            value = (
-                floats.code_value(_split(words, at, inside, target, draw, negative, S, T), S.format)
-                * scale
-            )
-            value = tl.where(old != old, old, value)
+    if SPEC.storage == "plain":
+        _store_float(record, offsets, mask, target, word, SPEC, TILE)
+    elif SPEC.storage == "free":
+        rounded = floats.clamp(target, -SPEC.format.LARGEST, SPEC.format.LARGEST)
+        # A weight that does not move is not rounded by the scale.
+        new = tl.where(rounded == value, stored, rounded * scale)
+        _store_float(record, offsets, mask, new, word, SPEC, TILE)
+    elif SPEC.storage == "grid":
+        if SPEC.residual_bits:
+            is_negative_zero = floats.bits_of(stored) == -2147483648
+            old_code = tl.where(is_negative_zero, SPEC.format.SIGN_BIT, 0)
+            code = _store_residual(record, offsets, mask, target, draw, old_code, SPEC, TILE)
+            new = floats.code_value(code, SPEC.format) * scale
+            # NaN stays.
+            new = tl.where(stored != stored, stored, new)
         else:
-            after = floats.round_value(target, draw, S.format, STOCHASTIC)
-            value = after * scale
-        stages.store(words, 1, tl.float32, at, value, inside, T.aligned)
+            rounded = floats.round_value(target, draw, SPEC.format, STOCHASTIC)
+            new = rounded * scale
+        stages.store(record, stages.WEIGHT, tl.float32, offsets, new, mask, TILE.aligned)
     else:
-        if S.extra:
-            code = _split(words, at, inside, target, draw, old, S, T)
+        if SPEC.residual_bits:
+            code = _store_residual(record, offsets, mask, target, draw, stored, SPEC, TILE)
         else:
-            code = floats.encode_finite(target, draw, S.format, STOCHASTIC, S.fixed)
-            if S.writeback == "momentum":
-                after = floats.code_value(code, S.format)
-        if S.format.MANY_NANS or S.format.ONE_NAN >= 0:
-            code = tl.where(floats.is_special(old, S.format), old, code)
-        last = (((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside).to(tl.int32)
-        flags = stages.pointer(words, 10, tl.int32, False) + tl.zeros((T.rows,), tl.int32)
-        tl.store(flags, 1, mask=tl.max(last, axis=1) > 0)
-        used = tl.where(inside, code & (S.format.SIGN - 1), 0)
-        there = tl.max((inside & (code >= 0)).to(tl.int32), axis=1)
-        tl.store(flags + 3, 1, mask=(there > 0) & (tl.max(used, axis=1) == 0))
-        stages.store(words, 1, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
-    return after
+            code = floats.encode_finite(target, draw, SPEC.format, STOCHASTIC, SPEC.fixed_point)
+            if SPEC.writeback == "momentum":
+                rounded = floats.code_value(code, SPEC.format)
+        if SPEC.format.MANY_NANS or SPEC.format.ONE_NAN >= 0:
+            code = tl.where(floats.is_special(stored, SPEC.format), stored, code)
+        _report_codes(record, code, mask, SPEC, TILE)
+        new = code.to(tl.uint8)
+        stages.store(record, stages.WEIGHT, tl.uint8, offsets, new, mask, TILE.aligned)
+    return rounded
+
+
+# ---------------------------------------------------------------------------------------
+# Tiles
 
 
 @triton.jit
-def _place(words, row, start, T: tl.constexpr):
-    """Positions of a tile's elements, a mask of those that exist, and one of its rows
-    that exist.
-    """
-    in_rows = row < tl.load((words + stages.ROWS).to(tl.pointer_type(tl.int64)))
-    length = T.length
-    if T.length == 0:
-        length = tl.load((words + stages.LENGTH).to(tl.pointer_type(tl.int64)))
-        if T.aligned:
+def _offsets_in_rows(record, row, start, TILE: tl.constexpr):
+    """Return the offsets of a tile's elements, their mask, and the mask of its rows."""
+    row_mask = row < stages.load_size(record, stages.ROWS)
+    length = TILE.length
+    if TILE.length == 0:
+        length = stages.load_size(record, stages.LENGTH)
+        if TILE.aligned:
             length = tl.multiple_of(length, 16)
-    at, inside = stages.place_of(row, in_rows, start, length, T)
-    return at, inside, in_rows
+    offsets, mask = stages.offsets_of(row, row_mask, start, length, TILE)
+    return offsets, mask, row_mask
 
 
 @triton.jit
-def _largest(words, row, start, S: tl.constexpr, T: tl.constexpr):
-    """float32 bits of the largest gradient of each row."""
-    at, inside, in_rows = _place(words, row, start, T)
-    x, scale, lowest, highest = 0, 0, 0, 0
-    if S.covector:
-        scale = stages.scale_at(words, row, at, inside, in_rows, S, T)
-        lowest, highest = stages.ends_at(words, scale, S)
-        _, x, _ = stages.load_weights(words, at, inside, scale, S, T)
-    g = stages.load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
-    return tl.max(floats.bits_of(g) & 0x7FFFFFFF, axis=1)
+def _largest_bits(x):
+    """Return the float32 bits of each row's largest magnitude."""
+    return tl.max(floats.bits_of(x) & 0x7FFFFFFF, axis=1)
 
 
 @triton.jit
-def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr):
-    """float32 bits of the largest magnitude of each row's average after the step, which
-    does not depend on weights.
+def _largest_gradient(record, row, start, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return the float32 bits of each row's largest gradient."""
+    offsets, mask, row_mask = _offsets_in_rows(record, row, start, TILE)
+    value, scale, lowest, highest = 0, 0, 0, 0
+    if SPEC.covector:
+        scale = stages.scale_at(record, row, offsets, mask, row_mask, SPEC, TILE)
+        lowest, highest = stages.chart_ends(record, scale, SPEC)
+        _, value, _ = stages.load_weights(record, offsets, mask, scale, SPEC, TILE)
+    gradient = stages.load_gradient(
+        record, offsets, mask, value, scale, lowest, highest, SPEC, TILE
+    )
+    return _largest_bits(gradient)
+
+
+@triton.jit
+def _largest_momentum(record, row, start, scales, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return the float32 bits of each row's largest moment after the step.
+
+    It does not depend on the weights.
     """
-    at, inside, _ = _place(words, row, start, T)
-    g = stages.load_gradient(words, at, inside, 0, 0, 0, 0, S, T)
-    m = stages.load_average(words, 5, at, inside, scales, S, T)
-    _, m, _, _, _ = stages.descend(words, at, inside, g, m, g, S, T)
-    return tl.max(floats.bits_of(m) & 0x7FFFFFFF, axis=1)
+    offsets, mask, _ = _offsets_in_rows(record, row, start, TILE)
+    gradient = stages.load_gradient(record, offsets, mask, 0, 0, 0, 0, SPEC, TILE)
+    first = stages.load_moment(record, stages.FIRST, offsets, mask, scales, SPEC, TILE)
+    _, first, _, _, _ = stages.descend(record, offsets, mask, gradient, first, gradient, SPEC, TILE)
+    return _largest_bits(first)
 
 
 @triton.jit
-def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
-    """Step a tile; ``blocks`` are the scales of its rows' averages, unused if the tile
-    has whole rows.
+def _load_moments(record, offsets, mask, gradient, blocks, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return both moments; one that the step does not have is any value."""
+    first, second = gradient, gradient
+    if SPEC.first:
+        first = stages.load_moment(record, stages.FIRST, offsets, mask, blocks[0], SPEC, TILE)
+    if SPEC.second:
+        second = stages.load_moment(record, stages.SECOND, offsets, mask, blocks[2], SPEC, TILE)
+    return first, second
+
+
+@triton.jit
+def _store_moments(
+    record,
+    offsets,
+    mask,
+    first,
+    second,
+    root,
+    new_first_inverse,
+    new_second_inverse,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    position = offsets.to(tl.uint32)
+    word = position
+    if SPEC.moments != "float32":
+        keys = (record + stages.MOMENT_KEYS).to(tl.pointer_type(tl.uint32))
+        word = floats.random_word(keys, position)
+    if SPEC.first:
+        stages.store_moment(
+            record, stages.FIRST, offsets, mask, first, new_first_inverse, root, word, SPEC, TILE
+        )
+    if SPEC.second:
+        stages.store_moment(
+            record, stages.SECOND, offsets, mask, second, new_second_inverse, root, word, SPEC, TILE
+        )
+
+
+@triton.jit
+def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Step a tile.
+
+    ``blocks`` are the scales of its rows' moments, as of ``advance_bounds``. They are
+    unused unless ``TILE.long``: a tile of whole rows finds them itself.
     """
-    at, inside, in_rows = _place(words, row, start, T)
-    scale = stages.scale_at(words, row, at, inside, in_rows, S, T)
-    lowest, highest = stages.ends_at(words, scale, S)
-    old, x, ulp = stages.load_weights(words, at, inside, scale, S, T)
-    g = stages.load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
-    if S.fitted and not T.long:
-        blocks = (stages.fitted_scales(words, row, in_rows, S), 0, 0, 0)
-    elif S.blocks and not T.long:
-        blocks = stages.next_bounds(
-            words, tl.max(floats.bits_of(g) & 0x7FFFFFFF, axis=1), row, in_rows, S
+    offsets, mask, row_mask = _offsets_in_rows(record, row, start, TILE)
+    scale = stages.scale_at(record, row, offsets, mask, row_mask, SPEC, TILE)
+    lowest, highest = stages.chart_ends(record, scale, SPEC)
+    stored, value, ulp = stages.load_weights(record, offsets, mask, scale, SPEC, TILE)
+    gradient = stages.load_gradient(
+        record, offsets, mask, value, scale, lowest, highest, SPEC, TILE
+    )
+    if SPEC.fitted and not TILE.long:
+        blocks = (stages.fitted_scales(record, row, row_mask, SPEC), 0, 0, 0)
+    elif SPEC.blocks and not TILE.long:
+        blocks = stages.advance_bounds(record, _largest_bits(gradient), row, row_mask, SPEC)
+    first, second = _load_moments(record, offsets, mask, gradient, blocks, SPEC, TILE)
+    direction, first, second, root, denominator = stages.descend(
+        record, offsets, mask, gradient, first, second, SPEC, TILE
+    )
+    inverse = stages.inverse_scale(scale, SPEC)
+    target = stages.move(record, value, ulp, direction, scale, inverse, lowest, highest, SPEC)
+    new_first_inverse = blocks[1]
+    if SPEC.fitted and not TILE.long:
+        new_first_inverse = stages.refit(record, _largest_bits(first), row, row_mask, SPEC)
+    word = offsets.to(tl.uint32)
+    if SPEC.draws:
+        keys = (record + stages.KEYS).to(tl.pointer_type(tl.uint32))
+        word = floats.random_word(keys, word)
+    rounded = _store_weights(record, offsets, mask, stored, value, target, scale, word, SPEC, TILE)
+    if SPEC.writeback == "momentum" and (SPEC.storage == "codes" or SPEC.storage == "grid"):
+        first = stages.with_error(
+            record,
+            first,
+            target,
+            rounded,
+            ulp,
+            denominator,
+            scale,
+            inverse,
+            lowest,
+            highest,
+            SPEC,
         )
-    m, v = g, g
-    if S.first:
-        m = stages.load_average(words, 5, at, inside, blocks[0], S, T)
-    if S.second:
-        v = stages.load_average(words, 6, at, inside, blocks[2], S, T)
-    direction, m, v, root, denominator = stages.descend(words, at, inside, g, m, v, S, T)
-    inverse = stages.inverse_of(scale, S)
-    target = stages.move(words, x, ulp, direction, scale, inverse, lowest, highest, S)
-    first_inverse = blocks[1]
-    if S.fitted and not T.long:
-        first_inverse = stages.refit(
-            words, tl.max(floats.bits_of(m) & 0x7FFFFFFF, axis=1), row, in_rows, S
-        )
-    position = at.to(tl.uint32)
-    word, noise = position, position
-    if S.draws:
-        word = floats.random_word((words + stages.KEYS).to(tl.pointer_type(tl.uint32)), position)
-    after = _store_weights(words, at, inside, old, x, target, scale, word, S, T)
-    if S.writeback == "momentum" and (S.storage == "codes" or S.storage == "grid"):
-        m = stages.with_error(
-            words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S
-        )
-    if S.moments != "float32":
-        noise = floats.random_word(
-            (words + stages.KEYS + 4).to(tl.pointer_type(tl.uint32)), position
-        )
-    if S.first:
-        stages.store_average(words, 5, at, inside, m, first_inverse, root, noise, S, T)
-    if S.second:
-        stages.store_average(words, 6, at, inside, v, blocks[3], root, noise, S, T)
+    _store_moments(
+        record, offsets, mask, first, second, root, new_first_inverse, blocks[3], SPEC, TILE
+    )
 
 
 @triton.jit
 def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Take the steps of a table's records, unless the first word of ``refused`` is set."""
+    """Take the steps of a table's records, unless the first word of ``refused`` is set.
+
+    ``S`` and ``T`` are the ``SPEC`` and the ``TILE``.
+    """
     if tl.load(refused) == 0:
         chunk = chunks + 2 * tl.program_id(0)
-        words = table + tl.load(chunk).to(tl.int64) * stages.WORDS
+        record = table + tl.load(chunk).to(tl.int64) * stages.RECORD_WORDS
         start = tl.load(chunk + 1)
         row = tl.arange(0, T.rows)
-        nothing = (0, 0, 0, 0)
+        no_blocks = (0, 0, 0, 0)
         if T.long:
             row = row + start
-            length = tl.load((words + stages.LENGTH).to(tl.pointer_type(tl.int64)))
+            length = stages.load_size(record, stages.LENGTH)
             tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
             largest = tl.zeros((T.rows,), tl.int32)
             if S.fitted:
-                scales = stages.fitted_scales(words, row, row >= 0, S)
+                scales = stages.fitted_scales(record, row, row >= 0, S)
                 for tile in range(tiles):
-                    here = _largest_average(words, row, tile * T.width, scales, S, T)
-                    largest = tl.maximum(largest, here)
-                blocks = (scales, stages.refit(words, largest, row, row >= 0, S), 0, 0)
+                    in_tile = _largest_momentum(record, row, tile * T.width, scales, S, T)
+                    largest = tl.maximum(largest, in_tile)
+                new_inverse = stages.refit(record, largest, row, row >= 0, S)
+                blocks = (scales, new_inverse, 0, 0)
             else:
                 for tile in range(tiles):
-                    largest = tl.maximum(largest, _largest(words, row, tile * T.width, S, T))
-                blocks = stages.next_bounds(words, largest, row, row >= 0, S)
+                    in_tile = _largest_gradient(record, row, tile * T.width, S, T)
+                    largest = tl.maximum(largest, in_tile)
+                blocks = stages.advance_bounds(record, largest, row, row >= 0, S)
             for tile in range(tiles):
-                _take(words, row, tile * T.width, blocks, S, T)
+                _step_tile(record, row, tile * T.width, blocks, S, T)
         elif T.length:
-            _take(words, row + start, 0, nothing, S, T)
+            # whole rows, from row ``start`` on
+            _step_tile(record, row + start, 0, no_blocks, S, T)
         else:
-            _take(words, row, start.to(tl.int64) * T.width, nothing, S, T)
+            # one row, cut into tiles
+            _step_tile(record, row, start.to(tl.int64) * T.width, no_blocks, S, T)
+
+
+# ---------------------------------------------------------------------------------------
+# Scales that double
 
 
 @triton.jit
-def _double(words, row, doubles, scale, S: tl.constexpr):
-    if S.exponents:
-        places = stages.pointer(words, 2, tl.uint8, False) + row
+def _double_scales(record, row, doubles, scale, SPEC: tl.constexpr):
+    if SPEC.exponents:
+        places = stages.pointer(record, WIDENED_SCALES, tl.uint8, False) + row
         exponents = tl.load(places, mask=doubles, other=0)
         tl.store(places, (exponents.to(tl.int32) + 1).to(tl.uint8), mask=doubles)
     else:
-        tl.store(stages.pointer(words, 2, tl.float32, False) + row, scale * 2.0, mask=doubles)
+        places = stages.pointer(record, WIDENED_SCALES, tl.float32, False) + row
+        tl.store(places, scale * 2.0, mask=doubles)
 
 
 @triton.jit
-def _rewrite(words, at, inside, S: tl.constexpr):
-    """Half of each value, rounded stochastically once."""
-    old = stages.load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
-    rest = 0
-    if S.extra:
-        rest = stages.load(words, 1, tl.int8, at, inside, False).to(tl.int32)
-    x, _ = stages.decoded(old, rest, S)
-    draw = floats.draw_of(
-        floats.random_word((words + WIDENED_KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32))
-    )
-    if S.extra:
-        signed = floats.encode_signed(x * 0.5, draw, S.format, S.extra, S.fixed)
-        code, rest = floats.split_code(signed, old, S.format, S.extra)
-        stages.store(words, 1, tl.int8, at, rest, inside, False)
+def _halve_values(record, offsets, mask, SPEC: tl.constexpr):
+    """Replace codes by those of half of each value, rounded stochastically once."""
+    old_code = stages.load(record, WIDENED_CODES, tl.uint8, offsets, mask, False).to(tl.int32)
+    residual = 0
+    if SPEC.residual_bits:
+        residual = stages.load(record, WIDENED_RESIDUAL, tl.int8, offsets, mask, False)
+        residual = residual.to(tl.int32)
+    value, _ = stages.decoded(old_code, residual, SPEC)
+    half = value * 0.5
+    keys = (record + WIDENED_KEYS).to(tl.pointer_type(tl.uint32))
+    draw = floats.draw_of(floats.random_word(keys, offsets.to(tl.uint32)))
+    if SPEC.residual_bits:
+        signed_code = floats.encode_signed(
+            half, draw, SPEC.format, SPEC.residual_bits, SPEC.fixed_point
+        )
+        code, residual = floats.split_code(signed_code, old_code, SPEC.format, SPEC.residual_bits)
+        stages.store(record, WIDENED_RESIDUAL, tl.int8, offsets, residual, mask, False)
     else:
-        code = floats.encode_finite(x * 0.5, draw, S.format, True, S.fixed)
-    if S.format.MANY_NANS or S.format.ONE_NAN >= 0:
-        code = tl.where(floats.is_special(old, S.format), old, code)
-    stages.store(words, 0, tl.uint8, at, code.to(tl.uint8), inside, False)
+        code = floats.encode_finite(half, draw, SPEC.format, True, SPEC.fixed_point)
+    if SPEC.format.MANY_NANS or SPEC.format.ONE_NAN >= 0:
+        code = tl.where(floats.is_special(old_code, SPEC.format), old_code, code)
+    stages.store(record, WIDENED_CODES, tl.uint8, offsets, code.to(tl.uint8), mask, False)
 
 
 @triton.jit
-def _moves(words, at, inside, S: tl.constexpr):
-    """A mask of weights with a gradient or a first average that is not 0."""
-    moves = stages.load_float(words, 3, S.gradient, at, inside, False) != 0
-    if S.moments == "8bit":
-        moves = moves | ((stages.load(words, 4, tl.uint8, at, inside, False) & 0x7F) != 0)
-    elif S.moments != "":
-        moves = moves | (stages.load_float(words, 4, S.moments, at, inside, False) != 0)
-    return moves
+def _is_moving(record, offsets, mask, SPEC: tl.constexpr):
+    """Return a mask of weights with a gradient or a first moment that is not 0."""
+    gradient = stages.load_float(record, WIDENED_GRADIENT, SPEC.gradient, offsets, mask, False)
+    is_moving = gradient != 0
+    if SPEC.moments == "8bit":
+        code = stages.load(record, WIDENED_MOMENT, tl.uint8, offsets, mask, False)
+        is_moving = is_moving | ((code & 0x7F) != 0)
+    elif SPEC.moments != "":
+        moment = stages.load_float(record, WIDENED_MOMENT, SPEC.moments, offsets, mask, False)
+        is_moving = is_moving | (moment != 0)
+    return is_moving
 
 
 @triton.jit
 def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Double the scales of rows whose largest magnitude is at the end and moves, after
-    a step that has flagged it.
+    """Double the scales of rows whose largest magnitude is the format's last and moves.
+
+    It does nothing for a parameter whose step has not flagged that. ``S`` is a
+    ``Widening``, ``T`` a ``Tile``.
     """
     chunk = chunks + 2 * tl.program_id(0)
-    words = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
-    flags = stages.pointer(words, 5, tl.int32, False)
-    if (tl.load(refused) == 0) & (tl.load(flags) != 0):
-        places = words.to(tl.pointer_type(tl.int64))
-        length = tl.load(places + 7)
+    record = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
+    report = stages.pointer(record, WIDENED_REPORT, tl.int32, False)
+    if (tl.load(refused) == 0) & (tl.load(report + REACHED) != 0):
+        length = stages.load_size(record, WIDENED_LENGTH)
         row = tl.load(chunk + 1) + tl.arange(0, T.rows)
-        in_rows = row < tl.load(places + 6)
+        row_mask = row < stages.load_size(record, WIDENED_ROWS)
         tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
-        ends = tl.zeros((T.rows,), tl.int32)
+        is_reached = tl.zeros((T.rows,), tl.int32)
         for tile in range(tiles):
-            at, inside = stages.place_of(row, in_rows, tile * T.width, length, T)
-            code = stages.load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
-            last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
-            last = last & _moves(words, at, inside, S)
-            ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
-        scale = stages.load_scales(words, 2, row, in_rows, S)
-        doubles = in_rows & (ends > 0) & (scale * 2.0 <= S.widest)
+            offsets, mask = stages.offsets_of(row, row_mask, tile * T.width, length, T)
+            code = stages.load(record, WIDENED_CODES, tl.uint8, offsets, mask, False).to(tl.int32)
+            is_last = ((code & (S.format.SIGN_BIT - 1)) == S.format.MAX_CODE) & mask
+            is_last = is_last & _is_moving(record, offsets, mask, S)
+            is_reached = tl.maximum(is_reached, tl.max(is_last.to(tl.int32), axis=1))
+        scale = stages.load_scales(record, WIDENED_SCALES, row, row_mask, S)
+        doubles = row_mask & (is_reached > 0) & (scale * 2.0 <= S.widest)
         for tile in range(tiles):
-            at, inside = stages.place_of(row, doubles, tile * T.width, length, T)
-            _rewrite(words, at, inside, S)
-        _double(words, row, doubles, scale, S)
-        tl.atomic_add(flags + 1, tl.sum(doubles.to(tl.int32), axis=0))
+            offsets, mask = stages.offsets_of(row, doubles, tile * T.width, length, T)
+            _halve_values(record, offsets, mask, S)
+        _double_scales(record, row, doubles, scale, S)
+        tl.atomic_add(report + DOUBLED, tl.sum(doubles.to(tl.int32), axis=0))

@@ -72,12 +72,12 @@ class _StepGraph:
             self._tables, self._graphs = Tables(step.launches, step.words()), _Graphs()
             with self._graphs.recording():
                 self._tables.launch()
-                count_on_card([slot.state["step"] for slot in slots], self._tables.said)
+                count_on_card([slot.state["step"] for slot in slots], self._tables.report)
             self._signature = step.signature
-        step.fill(slots, self._tables.said)
+        step.fill(slots, self._tables.report)
         self._tables.fill(step.launches)
         self._graphs.replay(0)
-        return PendingValues(self._tables.said)
+        return PendingValues(self._tables.report)
 
 
 class _Passes:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
-from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
+from fp8manifold._triton.kinds import (
+    REPORT_WORDS,
+    WIDENED,
+    KernelSpec,
+    Tile,
+    format_of,
+    widening_of,
+)
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
 from fp8manifold.optim._native_step import has_code, key_rows, number_rows, places_of, records_of
 from fp8manifold.optim._passes import BackwardPass
@@ -94,7 +101,9 @@ class TritonStep:
 
     def words(self) -> Tensor:
         """Zeros for the kernels' report: a row for all steps, and one for each."""
-        return torch.zeros((1 + len(self.records), SAID), dtype=torch.int32, device=self._device)
+        return torch.zeros(
+            (1 + len(self.records), REPORT_WORDS), dtype=torch.int32, device=self._device
+        )
 
     @property
     def signature(self) -> Any:
@@ -296,12 +305,12 @@ def kernel_spec(
         amsgrad=spec.amsgrad,
         exact=spec.scale_is_power_of_two,
         draws=spec.draws_for_weight and (spec.rule.rounding == "stochastic"),
-        extra=spec.residual_bits if spec.storage in ("codes", "grid") else 0,
-        fixed=fmt.fixed(spec.residual_bits),
+        residual_bits=spec.residual_bits if spec.storage in ("codes", "grid") else 0,
+        fixed_point=fmt.in_fixed_point(spec.residual_bits),
         weight=_DTYPES[weight],
         gradient=_DTYPES[gradient],
         format=fmt,
-        average=format_of(spec.first_format),
+        moment_format=format_of(spec.first_format),
         fitted=spec.fitted,
         exponents=exponents,
     )

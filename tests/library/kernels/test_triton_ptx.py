@@ -283,7 +283,7 @@ def test_scales_that_double(name, bits, exponents, architecture, tmp_path):
         as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32"
     )
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
-    constants = {"S": widening, "T": launch._rows_of(widening)}
+    constants = {"S": widening, "T": launch._tile_of_rows(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
 
 
