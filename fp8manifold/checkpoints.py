@@ -1,12 +1,25 @@
-"""Published FP8 checkpoints: read into models of transformers as they are, trained in
-place, and written back.
+"""Read published FP8 checkpoints into models of transformers, and write them back.
+
+::
+
+    load_fp8    files --headers--> Layout: which tensors are codes, scales, floats
+                transformers makes the model without values, and calls _CodeReader.begin:
+                    codes become parameters, which are kept out of the model meanwhile
+                transformers reads the floats
+                _CodeReader.finish puts the parameters in
+    save_fp8    Layout (from the model's settings) + model --> the same files
+                    weights in codes and floats: from the model
+                    small tensors without a place in it: from its settings
+                    all others: from the folder that was read
+
+What is read is what is written: a weight that was not trained has the same bytes.
 """
 
 import json
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -27,7 +40,7 @@ from fp8manifold._published.layout import (
 )
 from fp8manifold._published.options import sorted_options
 from fp8manifold._published.places import part_of, weight_of
-from fp8manifold._published.replaced import INDEX, replacing
+from fp8manifold._published.replace_files import INDEX, replacing
 from fp8manifold._ranks import share_of
 from fp8manifold.huggingface import published_of, reading
 from fp8manifold.nn._carried import turn
@@ -40,14 +53,14 @@ __all__ = ["load_fp8", "published_weights", "save_fp8"]
 
 Activations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
-_BY: Final = "load_fp8"
-_INPUT: Final = ("input_scale", "activation_scale")
-#: names under which PEFT's modules have the layer that they adapt or train a copy of
-_BESIDE_ADAPTERS: Final = frozenset({"base_layer", "original_module"})
-#: experts of gpt-oss
-_TRANSPOSED: Final = "_blocks"
-#: files of a repository that are downloaded: weights, settings and a tokenizer's
-_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_CALLER: Final = "load_fp8"
+_INPUT_SCALES: Final = ("input_scale", "activation_scale")
+_PEFT_ENTRIES: Final = frozenset({"base_layer", "original_module"})
+"""Names under which PEFT's modules have the layer that they adapt or train a copy of."""
+_TRANSPOSED_SUFFIX: Final = "_blocks"
+"""The end of the names of codes of gpt-oss's experts."""
+_DOWNLOADED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+"""Files of a repository that are downloaded: weights, settings and a tokenizer's."""
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -71,15 +84,16 @@ def load_fp8(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Read a published FP8 model into a model of transformers whose weights are codes
-    that can be trained.
+    r"""Read a published FP8 model into a model of transformers.
 
-    .. math:: w = s \\cdot \\operatorname{decode}(code)
+    Its weights are codes that can be trained.
+
+    .. math:: w = s \cdot \operatorname{decode}(code)
 
     Codes, formats and scales are those of the files, in the layouts of DeepSeek
     (squares of 128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4. A
-    linear layer becomes a :class:`QuantizedLinear`, and experts and other weights an
-    :class:`FP8Parameter` where they are; floats stay float. :func:`save_fp8` writes the
+    linear layer becomes a :class:`QuantizedLinear`. Experts and other weights become an
+    :class:`FP8Parameter` where they are, and floats stay float. :func:`save_fp8` writes the
     model back, also after ``save_pretrained``. Reading takes the memory of the codes
     and of one tensor.
 
@@ -92,13 +106,15 @@ def load_fp8(
         device: where the weights go, one at a time.
         activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at
             the files' ``input_scale``.
-        rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
-        options: of transformers' ``from_pretrained``: ``subfolder``, for the Hub
-            ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and
-            ``force_download``; ``attn_implementation``, ``experts_implementation``,
-            ``generation_config`` and those of kernels; and settings of ``config.json``
-            (``attention_dropout=0.1``), which :func:`save_fp8` does not write. Others
-            are refused.
+        rounding: of the weights, as in :func:`fp8manifold.quantize_model`.
+        draws: of the weights, as there.
+        seed: of the weights, as there.
+        **options: of transformers' ``from_pretrained``. ``subfolder``, ``revision``,
+            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` say
+            where the files are. ``attn_implementation``, ``experts_implementation``,
+            ``generation_config`` and those of kernels are passed on. Others are settings
+            of ``config.json`` (``attention_dropout=0.1``), which :func:`save_fp8` does
+            not write, or are refused.
 
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode.
@@ -119,51 +135,61 @@ def load_fp8(
         >>> import fp8manifold as fm
         >>> model = fm.load_fp8("Qwen/Qwen3-8B-FP8")  # doctest: +SKIP
         >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
-        >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")
+        >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'as stored'?
+        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean ...
 
     Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
     Model-Optimizer; OCP MX Formats 1.0.
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
-    given = sorted_options(options, dtype, device)
-    library = import_optional("transformers", "hf", _BY)
-    place = _folder_of(folder, given.hub, given.subfolder)
-    with closing(FileTensors(files_of(place))) as tensors:
-        layout = Layout(described(place, tensors))
+    chosen = sorted_options(options, dtype, device)
+    transformers = import_optional("transformers", "hf", _CALLER)
+    source = _source_folder(folder, chosen.hub, chosen.subfolder)
+    with closing(FileTensors(files_of(source))) as tensors:
+        layout = Layout(described(source, tensors))
         if not layout.stored:
             raise ValueError(
-                f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained"
+                f"{str(source)!r} has no weight in FP8 codes: read it with from_pretrained"
             )
-        how: dict[str, Any] = {"rounding": rounding, "draws": draws}
-        how |= {"dtype": given.dtype, "device": given.device}
-        reader = _Reader(tensors, layout, how, seed, activations)
-        config = _settings_of(library, place, given.settings)
-        model, said = _class_of(library, config).from_pretrained(
+        weight_options: dict[str, Any] = {
+            "rounding": rounding,
+            "draws": draws,
+            "dtype": chosen.dtype,
+            "device": chosen.device,
+        }
+        reader = _CodeReader(tensors, layout, weight_options, seed, activations)
+        config = _changed_config(transformers, source, chosen.settings)
+        model, loading_info = _class_of(transformers, config).from_pretrained(
             None,
             config=config,
             state_dict=reader.floats,
-            dtype=given.dtype,
+            dtype=chosen.dtype,
             quantization_config=reading(layout.published, reader),
             output_loading_info=True,
-            **given.passed,
+            **chosen.passed,
         )
-        if missing := sorted(said["missing_keys"]):
-            raise ValueError(f"the model has {missing[0]!r}, which {str(place)!r} lacks")
-        _check_floats_kept(model, tensors, layout)
-    _name(model, str(Path(folder, given.subfolder) if Path(folder).is_dir() else folder))
-    chosen = given.passed.get("generation_config")
-    if chosen is None and model.can_generate() and (place / GENERATION).is_file():
-        model.generation_config = library.GenerationConfig.from_pretrained(place)
-    return model.to(given.device)
+        missing = sorted(loading_info["missing_keys"])
+        if missing:
+            raise ValueError(f"the model has {missing[0]!r}, which {str(source)!r} lacks")
+        _check_floats_are_exact(model, tensors, layout)
+    is_local = Path(folder).is_dir()
+    _set_name(model, str(Path(folder, chosen.subfolder) if is_local else folder))
+    has_generation_config = chosen.passed.get("generation_config") is not None
+    if not has_generation_config and model.can_generate() and (source / GENERATION).is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    return model.to(chosen.device)
 
 
-def _settings_of(library: Any, place: Path, changes: dict[str, Any]) -> Any:
-    """The settings of a folder with changes to some, as transformers makes them."""
-    config, unknown = library.AutoConfig.from_pretrained(
-        place, return_unused_kwargs=True, **changes
+def _changed_config(transformers: Any, source: Path, changes: dict[str, Any]) -> Any:
+    """Return the settings of a folder with some of them changed.
+
+    Raises:
+        TypeError: the settings do not have one of the changes.
+    """
+    config, unknown = transformers.AutoConfig.from_pretrained(
+        source, return_unused_kwargs=True, **changes
     )
     for name in changes:
         if name in unknown:
@@ -171,13 +197,26 @@ def _settings_of(library: Any, place: Path, changes: dict[str, Any]) -> Any:
                 f"{name!r} is no option of load_fp8 or from_pretrained, and no setting of "
                 f"{type(config).__name__}"
             )
+    # The layout takes its place.
     for part in (config, config.get_text_config(decoder=True)):
         vars(part).pop("quantization_config", None)
     return config
 
 
-def _name(model: Any, name: str) -> None:
-    """Say where a model was read, for libraries that write its name beside an adapter."""
+def _class_of(transformers: Any, config: Any) -> Any:
+    """Return the first class of transformers that settings name."""
+    names = config.architectures or []
+    for name in names:
+        model_class = getattr(transformers, name, None)
+        if model_class is not None:
+            return model_class
+    raise ValueError(
+        f"config.json has architectures={names!r}: the name of a transformers class is needed"
+    )
+
+
+def _set_name(model: Any, name: str) -> None:
+    """Note where a model was read, for libraries that write its name into an adapter."""
     model.config.name_or_path = name
     for module in model.modules():
         if "name_or_path" in vars(module):
@@ -185,10 +224,11 @@ def _name(model: Any, name: str) -> None:
 
 
 def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
-    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads
-    it as it loads the original.
+    r"""Write a model that :func:`load_fp8` read in the layout in which it was published.
 
-    .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
+    A server loads it as it loads the original.
+
+    .. math:: \operatorname{save}(\operatorname{load}(F)) = F
 
     Names, dtypes, shards, index and settings are those of the folder that was read, a
     weight that was not trained is the same bytes, and the tokenizer's files are copied.
@@ -227,12 +267,11 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         >>> import fp8manifold as fm
         >>> fm.save_fp8(fm.load_fp8("Qwen3-8B-FP8"), "same")  # doctest: +SKIP
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8}
-        >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
-        >>> fm.save_fp8(model, "trained")
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 8}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+        >>> fm.save_fp8(model, "trained")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: the model was not read by fm.load_fp8, or was decoded since, and knows no \
-FP8 layout of files: use fm.export_model for codes, save_pretrained for floats
+        ValueError: the model was not read by fm.load_fp8, or was decoded since, and knows ...
     """
     base = _base_of(model)
     published = published_of(base)
@@ -246,39 +285,40 @@ FP8 layout of files: use fm.export_model for codes, save_pretrained for floats
     layout.find(base)
     entries = entries_of(base)
     _check_complete(model, base, layout, entries)
-    known = published.get("source")
-    place = None if known is None else Path(known)
+    source_name = published.get("source")
+    source_folder = None if source_name is None else Path(source_name)
     if source is not None:
-        place = _folder_of(source, {})
-    texts = dict(published["documents"])
+        source_folder = _source_folder(source, {})
     save_file = import_optional("safetensors.torch", "hf", "save_fp8").save_file
-    where: dict[str, str] = {}
-    total = 0
-    names = [*published["files"], *texts, *([INDEX] if "index" in published else ())]
-    with closing(_Source(layout, place)) as origin, replacing(Path(folder), names) as new:
-        for file, said in published["files"].items():
-            made: dict[str, Tensor] = {}
-            for name in said["tensors"]:
-                if name not in made:
-                    made |= _written(name, layout, entries, origin)
-            tensors = _apart(
-                {name: made[name].detach().cpu().contiguous() for name in said["tensors"]}
-            )
-            where |= dict.fromkeys(tensors, file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            save_file(tensors, new / file, said["metadata"])
-        if "index" in published:
-            about = dict(published["index"])
-            about |= {"total_size": total} if "total_size" in about else {}
-            index = {"metadata": about, "weight_map": where}
-            texts[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        for name, text in texts.items():
-            (new / name).write_text(text, "utf-8")
-    _copy_others(published["others"], place, Path(folder))
+    documents = dict(published["documents"])
+    has_index = "index" in published
+    file_of: dict[str, str] = {}
+    total_size = 0
+    names = [*published["files"], *documents]
+    if has_index:
+        names.append(INDEX)
+    with (
+        closing(_CopiedTensors(layout, source_folder)) as copied,
+        replacing(Path(folder), names) as new_folder,
+    ):
+        for file, description in published["files"].items():
+            tensors = _tensors_of_file(description["tensors"], layout, entries, copied)
+            file_of |= dict.fromkeys(tensors, file)
+            total_size += sum(tensor.nbytes for tensor in tensors.values())
+            save_file(tensors, new_folder / file, description["metadata"])
+        if has_index:
+            metadata = dict(published["index"])
+            if "total_size" in metadata:
+                metadata["total_size"] = total_size
+            index = {"metadata": metadata, "weight_map": file_of}
+            documents[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        for name, text in documents.items():
+            (new_folder / name).write_text(text, "utf-8")
+    _copy_others(published["others"], source_folder, Path(folder))
 
 
 def _base_of(model: Any) -> Any:
-    """The model of transformers that torch's wrappers and PEFT's are around."""
+    """Return the model of transformers inside torch's wrappers and PEFT's."""
     inner: Any = unwrapped(model) if isinstance(model, nn.Module) else model
     if any(kind.__name__ == "PeftModel" for kind in type(inner).__mro__):
         base: Any = inner.get_base_model()
@@ -287,76 +327,82 @@ def _base_of(model: Any) -> Any:
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Refuse weights whose adapter of PEFT, or whose trained copy, is beside them."""
+    """Refuse weights that have an adapter of PEFT, or a copy that PEFT trains."""
     for name, module in model.named_modules():
-        if not _BESIDE_ADAPTERS.isdisjoint(vars(module)["_modules"]):
+        if not _PEFT_ENTRIES.isdisjoint(vars(module)["_modules"]):
             raise ValueError(
                 f"{plain_name(name)!r} has an adapter of PEFT, or a copy that PEFT trains, for "
-                f"which the files have no place: save the model that merge_and_unload() returns"
+                "which the files have no place: save the model that merge_and_unload() returns"
             )
 
 
 def _check_complete(
     model: nn.Module, base: Any, layout: Layout, entries: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a model that has lost a tensor of the files, or has a parameter that they
-    have no place for.
+    """Refuse a model whose tensors are not those of the files.
 
-    What is lost can't be left out: the settings promise it, and readers would draw it
-    anew. ``base`` is the model without the wrappers of ``model``.
+    A tensor that the model has lost can't be left out: the settings promise it, and
+    readers would draw it anew. A parameter that the files have no place for would be lost.
+    ``base`` is the model without the wrappers of ``model``.
     """
-    known = {id(entries[place.target]) for place in layout.places.values()}
-    missing = base._keys_to_ignore_on_load_missing or ()
-    more = [
-        plain_name(name)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in known and not any(re.search(pattern, name) for pattern in missing)
-    ]
-    if lost := layout.lost(base):
-        instead = f", which has {more[0]!r}" if more else ""
+    placed = {id(entries[place.target]) for place in layout.places.values()}
+    ignored = base._keys_to_ignore_on_load_missing or ()
+    without_place = []
+    for name, parameter in model.named_parameters():
+        is_ignored_name = any(re.search(pattern, name) for pattern in ignored)
+        if id(parameter) not in placed and not is_ignored_name:
+            without_place.append(plain_name(name))
+    lost = layout.lost(base)
+    if lost:
+        instead = f", which has {without_place[0]!r}" if without_place else ""
         raise ValueError(
             f"{lost[0]!r}, read from {layout.headers[lost[0]].file!r}, has no place in the model "
             f"any more{instead}: put its module back under the name that it had, or write the "
-            f"model as it is with fm.export_model"
+            "model as it is with fm.export_model"
         )
-    if more:
+    if without_place:
         raise ValueError(
-            f"the model has {more[0]!r}, for which the files that it was read from have no place: "
-            f"write it with fm.export_model"
+            f"the model has {without_place[0]!r}, for which the files that it was read from have "
+            "no place: write it with fm.export_model"
         )
 
 
-def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
-    """Copy what a server needs beside the weights, such as the tokenizer, from where
-    the model was read.
+def _copy_others(names: list[str], source: Path | None, folder: Path) -> None:
+    """Copy what a server needs beside the weights from where the model was read.
+
+    That is the tokenizer, for example.
     """
-    there = [name for name in names if place is not None and (place / name).is_file()]
-    if gone := [name for name in names if name not in there]:
+    present = [name for name in names if source is not None and (source / name).is_file()]
+    missing = [name for name in names if name not in present]
+    if missing:
         warnings.warn(
-            f"not copied: {', '.join(gone)}; {_missing(place)}", UserWarning, stacklevel=3
+            f"not copied: {', '.join(missing)}; {_why_not_copied(source)}",
+            UserWarning,
+            stacklevel=3,
         )
-    for name in there:
-        if (found := cast("Path", place) / name).resolve() != (folder / name).resolve():
-            shutil.copyfile(found, folder / name)
+    for name in present:
+        original = cast("Path", source) / name
+        if original.resolve() != (folder / name).resolve():
+            shutil.copyfile(original, folder / name)
 
 
-def _missing(place: Path | None) -> str:
-    """Why nothing can be copied from the folder that was read."""
-    why = (
-        "the model's settings do not say where it was read"
-        if place is None
-        else f"not in {str(place)!r} any more"
-    )
-    return f"{why}: give source=, the folder of the published model"
+def _why_not_copied(source: Path | None) -> str:
+    if source is None:
+        reason = "the model's settings do not say where it was read"
+    else:
+        reason = f"not in {str(source)!r} any more"
+    return f"{reason}: give source=, the folder of the published model"
 
 
 def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
-    """The weights of a published model that are in codes, by the headers of its files:
-    no tensor is read.
+    """Return the weights of a published model that are in codes.
+
+    They are found by the headers of its files: no tensor is read.
 
     Args:
-        folder, options: as in :func:`load_fp8`, but only ``subfolder`` and the options
-            for the Hub, which a local folder does not need.
+        folder: as in :func:`load_fp8`.
+        **options: ``subfolder`` and those for the Hub, which a local folder does not
+            need.
 
     Returns:
         A description of each weight (format, granularity, file and more) by its name;
@@ -367,49 +413,47 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
 
     Example:
         >>> import fp8manifold as fm
-        >>> found = fm.published_weights("Qwen3-8B-FP8")  # doctest: +SKIP
-        >>> found["model.layers.0.mlp.up_proj.weight"].granularity  # doctest: +SKIP
+        >>> weights = fm.published_weights("Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> weights["model.layers.0.mlp.up_proj.weight"].granularity  # doctest: +SKIP
         'square'
     """
-    given = sorted_options(options, torch.bfloat16, "cpu")
-    if more := [*given.settings, *given.passed]:
-        raise TypeError(f"published_weights has no option {more[0]!r}: it reads headers alone")
-    place = _folder_of(folder, given.hub, given.subfolder)
-    with closing(FileTensors(files_of(place))) as tensors:
-        return Layout(described(place, tensors)).stored
+    chosen = sorted_options(options, torch.bfloat16, "cpu")
+    others = [*chosen.settings, *chosen.passed]
+    if others:
+        raise TypeError(f"published_weights has no option {others[0]!r}: it reads headers alone")
+    source = _source_folder(folder, chosen.hub, chosen.subfolder)
+    with closing(FileTensors(files_of(source))) as tensors:
+        return Layout(described(source, tensors)).stored
 
 
-def _folder_of(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
-    """A folder, or that of a model's name in the hub's cache, or one inside."""
-    place = Path(folder)
-    if not place.is_dir():
-        hub = import_optional("huggingface_hub", "hf", _BY)
+def _source_folder(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
+    """Return a folder, or a folder inside; a model's name on the Hub is downloaded."""
+    source = Path(folder)
+    is_local = source.is_dir()
+    if not is_local:
+        hub = import_optional("huggingface_hub", "hf", _CALLER)
         try:
-            place = Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
-        except (OSError, ValueError) as error:  # of a bad name and of the network
-            why = str(error).partition("\n")[0]
+            download = hub.snapshot_download(str(folder), allow_patterns=_DOWNLOADED, **options)
+        except (OSError, ValueError) as error:
+            # of a bad name and of the network
+            reason = str(error).partition("\n")[0]
             raise FileNotFoundError(
-                f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {why}"
+                f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {reason}"
             ) from error
-    if not (place / subfolder).is_dir():
+        source = Path(download)
+    source = source / subfolder
+    if not source.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} has no folder {subfolder!r}")
-    return (place / subfolder).resolve() if Path(folder).is_dir() else place / subfolder
+    # The Hub's cache is links, which are left as they are.
+    return source.resolve() if is_local else source
 
 
-def _class_of(library: Any, config: Any) -> Any:
-    names = config.architectures or []
-    found = next(
-        (kind for name in names if (kind := getattr(library, name, None)) is not None), None
-    )
-    if found is None:
-        raise ValueError(
-            f"config.json has architectures={names!r}: the name of a transformers class is needed"
-        )
-    return found
+class _CodeReader:
+    """Reads codes before transformers reads the floats, and puts them in afterwards.
 
-
-class _Reader:
-    """Reads codes before transformers reads the floats, and puts them in afterwards."""
+    Attributes:
+        floats: floats for transformers to read, once it is known which the model has.
+    """
 
     def __init__(
         self,
@@ -419,85 +463,57 @@ class _Reader:
         seed: int,
         activations: Activations,
     ) -> None:
-        self._tensors, self._layout, self._options, self._seed = tensors, layout, options, seed
+        self._tensors = tensors
+        self._layout = layout
+        self._options = options
+        self._seed = seed
         self._activations = activations
-        self._made: dict[str, FP8Parameter] = {}
-        self._scales: dict[str, Tensor] = {}
-        self._aside: list[str] = []
-        self.floats: dict[
-            str, Any
-        ] = {}  #: Floats for transformers to read, once it is known which the model has.
+        self._parameters: dict[str, FP8Parameter] = {}
+        self._input_scales: dict[str, Tensor] = {}
+        #: Names of parameters that are kept out of the model while transformers reads.
+        self._hidden: list[str] = []
+        self.floats: dict[str, Any] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reader":
-        """Itself: settings are copied, and files are not."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CodeReader":
+        """Return the reader itself: settings are copied, and files are not."""
         return self
 
     def wants(self, name: str) -> bool:
-        """False: no tensor that transformers reads becomes codes."""
+        """Return False: no tensor that transformers reads becomes codes."""
         return False
 
     def begin(self, model: Any) -> None:
-        """Read every weight in codes, one tensor at a time, and take its parameter out
-        of a model without values.
-        """
+        """Read every weight in codes, one tensor at a time, for a model without values."""
         layout = self._layout
-        turned = [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]
-        modules = dict(model.named_modules())
-        for each in turned:
-            if not getattr(modules.get(each.name.rpartition(".")[0]), "is_transposed", False):
-                raise ValueError(
-                    f"{each.codes!r} of {each.file!r} is stored as transposed experts are, and the "
-                    f"model has no such "
-                    "experts there: this layout is read for models such as gpt-oss only"
-                )
-        turn(model, names := [each.name for each in turned])
-        layout.published |= {"turned": names} if names else {}
+        self._turn_experts(model)
         layout.find(model)
-        self._keep()
-        self._check_left(model)
+        self._keep_small_tensors()
+        self._check_copied(model)
         layout.record_left()
-        self.floats |= {
-            name: self._tensors.part(name) for name in layout.floats if name in layout.places
-        }
-        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-        by_target: dict[str, list[StoredWeight]] = {}
+        for name in layout.floats:
+            if name in layout.places:
+                self.floats[name] = self._tensors.part(name)
+        parts_of: dict[str, list[StoredWeight]] = {}
         for name, stored in layout.stored.items():
             if name in layout.places:
-                by_target.setdefault(layout.places[name].target, []).append(stored)
-        floats = {layout.places[name].target: name for name in self.floats}
-        for number, (target, parts) in enumerate(by_target.items()):
-            if target in floats:
-                raise ValueError(
-                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model joins "
-                    f"them in {target!r}"
-                )
-            if target in tied or target in tied.values():
-                raise ValueError(
-                    f"{parts[0].codes!r} is in codes and tied by the model, which can't be read: "
-                    f"see "
-                    "tie_word_embeddings in config.json"
-                )
-            own = model.get_parameter(target)
-            places = [(layout.places[each.name].index, each) for each in parts]
-            seed = (self._seed << 32) + number
-            self._made[target] = weight_of(
+                parts_of.setdefault(layout.places[name].target, []).append(stored)
+        float_at = {layout.places[name].target: name for name in self.floats}
+        for number, (target, parts) in enumerate(parts_of.items()):
+            self._check_is_codes_alone(model, target, parts[0], float_at.get(target))
+            parameter = model.get_parameter(target)
+            self._parameters[target] = weight_of(
                 target,
-                places,
-                own.shape,
+                [(layout.places[stored.name].index, stored) for stored in parts],
+                parameter.shape,
                 self._tensors.read,
                 self._tensors.was_read,
-                seed=seed,
+                seed=(self._seed << 32) + number,
                 **self._options,
             )
             if self._activations != "float":
                 self._take_input_scale(target, parts)
-            owner, _, entry = target.rpartition(".")
-            module = model.get_submodule(owner)
-            self._aside.append(target)
-            # the initialisation of a module around this one may read its weight
-            module._parameters[entry], vars(module)[entry] = None, own
-            module._is_hf_initialized = own._is_hf_initialized = True
-        if self._activations != "float" and not self._scales:
+            self._hide(model, target, parameter)
+        if self._activations != "float" and not self._input_scales:
             raise ValueError(
                 "activations='as stored' needs an input_scale, and the files have none: take "
                 "'float'"
@@ -505,13 +521,32 @@ class _Reader:
 
     def finish(self, model: Any) -> None:
         """Put the codes in."""
-        for target in self._aside:
+        for target in self._hidden:
             owner, _, entry = target.rpartition(".")
             module = model.get_submodule(owner)
             module._parameters[entry] = vars(module).pop(entry)
-        put_codes(model, self._made, self._scales)
+        put_codes(model, self._parameters, self._input_scales)
 
-    def _keep(self) -> None:
+    def _turn_experts(self, model: Any) -> None:
+        """Turn experts of gpt-oss, which files have transposed, to the layout of files."""
+        modules = dict(model.named_modules())
+        names = []
+        for stored in self._layout.stored.values():
+            if not stored.codes.endswith(_TRANSPOSED_SUFFIX):
+                continue
+            owner = modules.get(stored.name.rpartition(".")[0])
+            if not getattr(owner, "is_transposed", False):
+                raise ValueError(
+                    f"{stored.codes!r} of {stored.file!r} is stored as transposed experts are, and "
+                    "the model has no such experts there: this layout is read for models such as "
+                    "gpt-oss only"
+                )
+            names.append(stored.name)
+        turn(model, names)
+        if names:
+            self._layout.published["turned"] = names
+
+    def _keep_small_tensors(self) -> None:
         """Write small tensors that the model has no place for into its settings."""
         layout = self._layout
         small = [name for name in layout.left if layout.headers[name].shape in ((), (1,))]
@@ -521,69 +556,102 @@ class _Reader:
             if name in layout.headers
         }
 
-    def _check_left(self, model: Any) -> None:
+    def _check_copied(self, model: Any) -> None:
         for name in self._layout.copied:
             if not is_ignored(model, name):
                 raise ValueError(
                     f"{name!r} of {self._layout.headers[name].file!r} has no place in the model"
                 )
 
+    def _check_is_codes_alone(
+        self, model: Any, target: str, stored: StoredWeight, float_name: str | None
+    ) -> None:
+        """Refuse a parameter of codes that the model ties, or joins with a float."""
+        if float_name is not None:
+            raise ValueError(
+                f"{stored.codes!r} is in codes, {float_name!r} is not: the model joins them in "
+                f"{target!r}"
+            )
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        if target in tied or target in tied.values():
+            raise ValueError(
+                f"{stored.codes!r} is in codes and tied by the model, which can't be read: see "
+                "tie_word_embeddings in config.json"
+            )
+
     def _take_input_scale(self, target: str, parts: list[StoredWeight]) -> None:
-        names = [name for each in parts for name in each.extras if name.endswith(_INPUT)]
+        names = []
+        for stored in parts:
+            names += [name for name in stored.extras if name.endswith(_INPUT_SCALES)]
         if len(parts) > 1 and names:
             raise ValueError(
                 f"activations='as stored': {target!r} has {len(names)} input scales, not 1: take "
-                f"'float'"
+                "'float'"
             )
         if names:
-            self._scales[target] = self._tensors.read(names[0]).float().reshape(())
+            self._input_scales[target] = self._tensors.read(names[0]).float().reshape(())
+
+    def _hide(self, model: Any, target: str, parameter: nn.Parameter) -> None:
+        """Take a parameter out of a model; its module has it as a plain attribute.
+
+        The initialisation of a module around this one may read its weight.
+        """
+        owner, _, entry = target.rpartition(".")
+        module = model.get_submodule(owner)
+        module._parameters[entry] = None
+        vars(module)[entry] = parameter
+        module._is_hf_initialized = True
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        self._hidden.append(target)
 
 
-def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None:
-    """Refuse a dtype that does not hold a file's floats exactly: they could not be
-    written back.
+def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: Layout) -> None:
+    """Refuse a dtype that does not hold a file's floats exactly.
+
+    They could not be written back.
     """
     entries = entries_of(model)
     for name in layout.floats:
-        if (place := layout.places.get(name)) is None:
+        place = layout.places.get(name)
+        if place is None:
             continue
-        held = entries[place.target][place.index]
-        dtype = layout.headers[name].dtype
-        its = _DTYPES.get(dtype, held.dtype)
-        if its == held.dtype or (
-            its.is_floating_point and torch.promote_types(its, held.dtype) == held.dtype
-        ):
+        value = entries[place.target][place.index]
+        dtype_in_file = layout.headers[name].dtype
+        dtype = _DTYPES.get(dtype_in_file, value.dtype)
+        if dtype == value.dtype:
             continue
-        value = tensors.read(name)
-        if not torch.equal(held.to(value), value):
+        if dtype.is_floating_point and torch.promote_types(dtype, value.dtype) == value.dtype:
+            continue
+        value_in_file = tensors.read(name)
+        if not torch.equal(value.to(value_in_file), value_in_file):
             raise ValueError(
-                f"{name!r} of {layout.headers[name].file!r} is {dtype}, and {held.dtype} can't "
-                f"hold all of its values: "
-                "give dtype=torch.float32"
+                f"{name!r} of {layout.headers[name].file!r} is {dtype_in_file}, and {value.dtype} "
+                "can't hold all of its values: give dtype=torch.float32"
             )
 
 
-class _Source:
-    """The folder that a model came from, opened only if it has tensors that the model
-    does not.
+class _CopiedTensors:
+    """Tensors that the model does not have, from the folder that it came from.
+
+    The folder is opened only if there are any.
     """
 
-    def __init__(self, layout: Layout, place: Path | None) -> None:
+    def __init__(self, layout: Layout, source: Path | None) -> None:
         names = layout.copied
         self._tensors: FileTensors | None = None
         if not names:
             return
-        if place is None or not place.is_dir():
+        if source is None or not source.is_dir():
             raise FileNotFoundError(
-                f"{names[0]!r}, which the model lacks, can't be copied: {_missing(place)}"
+                f"{names[0]!r}, which the model lacks, can't be copied: {_why_not_copied(source)}"
             )
-        self._tensors = FileTensors(files_of(place))
+        self._tensors = FileTensors(files_of(source))
         for name in names:
-            if (
-                self._tensors.names().count(name) != 1
-                or self._tensors.header(name) != layout.headers[name]
-            ):
-                raise ValueError(f"{name!r} in {str(place)!r} has changed since the model was read")
+            is_there_once = self._tensors.names().count(name) == 1
+            if not is_there_once or self._tensors.header(name) != layout.headers[name]:
+                raise ValueError(
+                    f"{name!r} in {str(source)!r} has changed since the model was read"
+                )
 
     def read(self, name: str) -> Tensor:
         assert self._tensors is not None
@@ -594,42 +662,60 @@ class _Source:
             self._tensors.close()
 
 
-@torch.no_grad()
-def _written(
-    name: str, layout: Layout, entries: Mapping[str, Tensor], source: _Source
+def _tensors_of_file(
+    names: Iterable[str],
+    layout: Layout,
+    entries: Mapping[str, Tensor],
+    copied: _CopiedTensors,
 ) -> dict[str, Tensor]:
-    """A tensor of the files by its name, with those that are written together with it."""
-    kept, header = layout.published["kept"], layout.headers[name]
-    if name in kept:
-        return {name: torch.tensor(kept[name], dtype=_DTYPES[header.dtype])}
+    """Return the tensors of a file in their order, ready to be saved."""
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if name not in tensors:
+            tensors |= _tensors_with(name, layout, entries, copied)
+    return _without_shared_memory(
+        {name: tensors[name].detach().cpu().contiguous() for name in names}
+    )
+
+
+@torch.no_grad()
+def _tensors_with(
+    name: str, layout: Layout, entries: Mapping[str, Tensor], copied: _CopiedTensors
+) -> dict[str, Tensor]:
+    """Return a tensor of the files, with those that are written together with it."""
+    in_settings = layout.published["kept"]
+    header = layout.headers[name]
+    if name in in_settings:
+        return {name: torch.tensor(in_settings[name], dtype=_DTYPES[header.dtype])}
     stored = layout.weight_of.get(name)
     place = layout.places.get(name if stored is None else stored.name)
     if place is None:
-        return {name: source.read(name)}
-    own = entries[place.target]
-    if share_of(own) is not None:
+        return {name: copied.read(name)}
+    entry = entries[place.target]
+    if share_of(entry) is not None:
         raise TypeError(f"{place.target!r} is sharded: save the model in one process")
     if stored is not None:
-        if not isinstance(own, FP8Parameter):
+        if not isinstance(entry, FP8Parameter):
             raise ValueError(
                 f"{place.target!r} is no longer in codes: {name!r} can't be written back"
             )
-        return written_parts(stored, part_of(own, place, stored))
-    value = own[place.index]
-    if isinstance(own, FP8Parameter):
+        return written_parts(stored, part_of(entry, place, stored))
+    value = entry[place.index]
+    if isinstance(entry, FP8Parameter):
         raise ValueError(
             f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written "
-            f"back"
+            "back"
         )
-    narrow = value.to(_DTYPES[header.dtype]) if header.dtype in _DTYPES else value
-    return {name: narrow if torch.equal(narrow.to(value.dtype), value) else value}
+    in_dtype_of_file = value.to(_DTYPES[header.dtype]) if header.dtype in _DTYPES else value
+    is_exact = torch.equal(in_dtype_of_file.to(value.dtype), value)
+    return {name: in_dtype_of_file if is_exact else value}
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that share no memory: safetensors refuses tied ones."""
-    seen: set[int] = set()
+def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory: safetensors refuses tied ones."""
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
-        if tensor.data_ptr() in seen:
+        if tensor.data_ptr() in addresses:
             tensors[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
+        addresses.add(tensor.data_ptr())
     return tensors

@@ -1,5 +1,16 @@
-"""Export of a model's codes and scales in the layouts of other libraries:
-compressed-tensors, torchao, DeepSeek's.
+"""Export a model's codes and scales in the layouts of other libraries.
+
+::
+
+    QuantizedLinear --_exported_weights--> _ExportedWeight: codes, scales, format
+                                               |  per layout
+        compressed-tensors    weight (float8_e4m3fn), weight_scale
+        fp8 (DeepSeek's)      weight (float8_e4m3fn), weight_scale_inv
+        torchao               weight (Float8Tensor)
+    all other tensors         as the model computes with them, parameters in codes as floats
+    config.json               quantization_config: groups of layers, or one setting for all
+
+Nothing is rounded: the tensors share the model's memory.
 """
 
 import copy
@@ -18,7 +29,7 @@ from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._encoded.dispatch import FLOAT8, float8_format
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
-from fp8manifold._published.replaced import replacing
+from fp8manifold._published.replace_files import INDEX, WEIGHTS_FILE, replacing
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
@@ -38,22 +49,33 @@ _FORMATS: Final = {
     "fp8": ("E4M3",),
     "torchao": tuple(fmt.name for fmt in FLOAT8),
 }
+"""The formats of weights that each layout describes."""
 _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "tensor": {"strategy": "tensor"},
     "channel": {"strategy": "channel"},
     "group": {"strategy": "group", "group_size": BLOCK_SIZE},
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
-#: of a layer's inputs, which a server rounds as they come: a scale per token, or one
-#: per 32 of its values (MXFP8)
-_DYNAMIC: Final = _STRATEGIES | {shares: {"strategy": "token"} for shares in ("tensor", "channel")}
+"""What compressed-tensors calls the weights that share a scale."""
+_INPUT_STRATEGIES: Final = _STRATEGIES | {
+    "tensor": {"strategy": "token"},
+    "channel": {"strategy": "token"},
+}
+"""The same of a layer's inputs, which a server rounds as they come.
+
+There is a scale per token, or one per 32 of its values (MXFP8).
+"""
 _SQUARES: Final = "a scale for each square of 128 x 128"
-_OTHERS: Final = "one for a tensor, a row or a block of 32"
-_WAYS: Final = ("take layout='fp8'", "quantise with granularity='square', or take another layout")
-_OF_WEIGHT: Final = {f"weight{suffix}" for suffix in PARTS if suffix}
+_NO_SQUARES: Final = "one for a tensor, a row or a block of 32"
+_TAKE_FP8: Final = "take layout='fp8'"
+_TAKE_SQUARES: Final = "quantise with granularity='square', or take another layout"
+_WEIGHT_PARTS: Final = {f"weight{suffix}" for suffix in PARTS if suffix}
 _FLOAT8_NAMES: Final = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 """Dtypes of codes as files of safetensors name them."""
-_PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
+# Formats of groups in compressed-tensors' settings.
+_FLOAT_GROUP: Final = "float-quantized"
+_MX_GROUP: Final = "mxfp8-quantized"
+_MIXED_GROUPS: Final = "mixed-precision"
 
 
 def exported_state_dict(
@@ -62,10 +84,11 @@ def exported_state_dict(
     *,
     activations: Activations = "float",
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A model's state in another library's layout, with the model's codes and scales:
-    nothing is rounded.
+    r"""Return a model's state in another library's layout.
 
-    .. math:: w = s \\cdot \\operatorname{decode}(code)
+    It has the model's codes and scales: nothing is rounded.
+
+    .. math:: w = s \cdot \operatorname{decode}(code)
 
     - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32
       ``(1,)`` or ``(R, 1)``, or for blocks ``(R, C/32)``: uint8 exponents (E8M0) if all
@@ -112,8 +135,8 @@ def exported_state_dict(
         >>> from fp8manifold import quantize_model
         >>> model = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", storage="fp8")
         >>> tensors, config = exported_state_dict(model)
-        >>> {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if "weight" in name}
-        {'0.weight': ('torch.float8_e4m3fn', (2, 4)), '0.weight_scale': ('torch.float32', (2, 1))}
+        >>> tensors["0.weight"].dtype, tensors["0.weight_scale"].shape
+        (torch.float8_e4m3fn, torch.Size([2, 1]))
 
     Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP MX Formats 1.0;
     DeepSeek-V3 (arXiv 2412.19437).
@@ -129,14 +152,14 @@ def exported_state_dict(
         )
     model = unwrapped(model)
     _check_no_adapters(model)
-    weights = {weight.name: weight for weight in _quantized(model, layout)}
+    weights = {weight.name: weight for weight in _exported_weights(model, layout)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
     if layout == "fp8":
         _warn_of_partial_squares(weights.values())
     tensors: dict[str, Tensor] = {}
     missing = dict(weights)
-    for name, value in _state(model):
+    for name, value in _computed_state(model):
         weight = missing.pop(name, None)
         tensors |= {name: value} if weight is None else _TENSORS[layout](weight)
     if missing:
@@ -145,11 +168,13 @@ def exported_state_dict(
             "hook of the model has renamed it or left it out; remove the hook to export the model"
         )
     linears = (plain_name(name) for name, module in model.named_modules() if is_linear(module))
-    left = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
-    if layout == "fp8":  # which knows linear layers, and experts by their name
+    ignored = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
+    if layout == "fp8":
+        # Its readers know linear layers, and experts by their name.
         owners = {plain_name(name).rpartition(".")[0] for name in in_place_parameters(model)}
-        left += sorted(owners - {*left, ""})
-    return tensors, _CONFIGS[layout](list(weights.values()), left, activations != "float")
+        ignored += sorted(owners - {*ignored, ""})
+    are_inputs_rounded = activations != "float"
+    return tensors, _CONFIGS[layout](list(weights.values()), ignored, are_inputs_rounded)
 
 
 def export_model(
@@ -159,18 +184,19 @@ def export_model(
     *,
     activations: Activations = "float",
 ) -> None:
-    """Write a model of transformers to a folder that ``from_pretrained`` reads with
-    another library.
+    """Write a model of transformers to a folder that another library reads.
 
-    The folder has the tensors of :func:`exported_state_dict` as safetensors, and a
-    ``config.json`` that describes them; the model does not change. Save the tokenizer
-    separately (``tokenizer.save_pretrained(folder)``).
+    ``from_pretrained`` reads it with that library. The folder has the tensors of
+    :func:`exported_state_dict` as safetensors, and a ``config.json`` that describes them.
+    The model does not change. Save the tokenizer separately
+    (``tokenizer.save_pretrained(folder)``).
 
     Args:
         model: of transformers, and of :func:`quantize_model`.
         folder: as of ``save_pretrained``; of an earlier save, the weights that would be
             read instead of the new ones are removed.
-        layout, activations: as in :func:`exported_state_dict`.
+        layout: as in :func:`exported_state_dict`.
+        activations: as there.
 
     Raises:
         ImportError: transformers or torchao is missing.
@@ -181,10 +207,9 @@ def export_model(
         >>> model = AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
         >>> quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
         >>> export_model(model, "my_model-fp8")  # doctest: +SKIP
-        >>> export_model(nn.Linear(4, 2), "my_model-fp8")
+        >>> export_model(nn.Linear(4, 2), "my_model-fp8")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        TypeError: model is a Linear, not a transformers model: save the tensors of exported_state_dict with \
-safetensors.torch.save_file
+        TypeError: model is a Linear, not a transformers model: save the tensors of ...
     """
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module):
@@ -192,59 +217,58 @@ safetensors.torch.save_file
     if not is_transformers_model(model):
         raise TypeError(
             f"model is a {type(model).__name__}, not a transformers model: save the tensors of "
-            f"exported_state_dict "
-            "with safetensors.torch.save_file"
+            "exported_state_dict with safetensors.torch.save_file"
         )
-    base = import_optional("transformers.quantizers.base", "hf", "export_model").HfQuantizer
-    tensors, described = exported_state_dict(model, layout, activations=activations)
+    quantizers = import_optional("transformers.quantizers.base", "hf", "export_model")
+    tensors, config = exported_state_dict(model, layout, activations=activations)
     metadata: dict[str, str] = {}
     if layout == "torchao":
         support = import_optional(
             "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
         )
         tensors, metadata = support.flatten_tensor_state_dict(tensors)
+    # What save_pretrained asks a quantiser for: here, the tensors to write.
     methods = {
         "__init__": lambda self: None,
         "is_serializable": lambda self, *_: True,
         "is_trainable": False,
         "get_state_dict_and_metadata": lambda self, *_: (dict(tensors), metadata),
     }
-    kept = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
+    exporter = type("Exported", (quantizers.HfQuantizer,), methods)()
+    before = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
     try:
-        model.config, model.hf_quantizer = (
-            copy.deepcopy(model.config),
-            type("Exported", (base,), methods)(),
-        )
-        model.config.quantization_config = described
+        model.config = copy.deepcopy(model.config)
+        model.hf_quantizer = exporter
+        model.config.quantization_config = config
         if has_own_head(model):
             model.config.tie_word_embeddings = False
-        with replacing(Path(folder)) as new:
-            model.save_pretrained(new)
+        with replacing(Path(folder)) as new_folder:
+            model.save_pretrained(new_folder)
     finally:
         vars(model).pop("hf_quantizer", None)
-        vars(model).update(kept)
-    _check_written(Path(folder), tensors)
+        vars(model).update(before)
+    _check_all_codes_written(Path(folder), tensors)
 
 
-def _check_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_all_codes_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError where transformers has left out codes, as its classes may."""
-    opened = import_optional("safetensors", "hf", "export_model").safe_open
+    safetensors = import_optional("safetensors", "hf", "export_model")
     wanted = sum(float8_format(tensor.dtype) is not None for tensor in tensors.values())
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    index = folder / INDEX
+    file_names = [WEIGHTS_FILE]
     if index.exists():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(places.values()))
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_names = sorted(set(file_of.values()))
     written = 0
-    for name in names:
-        with opened(folder / name, "pt") as file:
-            keys = file.keys()
-            dtypes = [file.get_slice(key).get_dtype() for key in keys]
+    for file_name in file_names:
+        with safetensors.safe_open(folder / file_name, "pt") as file:
+            names = file.keys()
+            dtypes = [file.get_slice(name).get_dtype() for name in names]
         written += sum(dtype in _FLOAT8_NAMES for dtype in dtypes)
     if written < wanted:
         raise RuntimeError(
             f"transformers wrote {written} of {wanted} weights in codes to {str(folder)!r}, as the "
-            f"model's class leaves out tensors when it saves: leave their layers in float, or save "
+            "model's class leaves out tensors when it saves: leave their layers in float, or save "
             "the tensors of exported_state_dict with safetensors.torch.save_file"
         )
 
@@ -256,16 +280,16 @@ def _check_no_adapters(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
-            where = f"module {name!r}" if name else "the model"
+            subject = f"module {name!r}" if name else "the model"
             raise ValueError(
-                f"{where} is a {type(module).__name__} of PEFT: merge the adapters with "
+                f"{subject} is a {type(module).__name__} of PEFT: merge the adapters with "
                 "fm.dequantize_model(model).merge_and_unload() and quantise again, or take them "
                 "out with model.unload(), and export the model that this returns"
             )
 
 
 def is_transformers_model(model: Any) -> bool:
-    """True for a model of transformers; other libraries' classes save otherwise."""
+    """Return whether a model is of transformers: other libraries save otherwise."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(model).__mro__
@@ -273,17 +297,19 @@ def is_transformers_model(model: Any) -> bool:
 
 
 def has_own_head(model: Any) -> bool:
-    """True where a model has an output layer that does not share the embedding,
-    whatever its settings say.
+    """Return whether a model has an output layer that does not share the embedding.
+
+    Its settings may say otherwise.
     """
     head = model.get_output_embeddings()
     return head is not None and head.weight is not model.get_input_embeddings().weight
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """A quantised weight by its name: codes, and scales of shape (), (R, 1), (R, C/32)
-    or of squares.
+class _ExportedWeight:
+    """The codes of a quantised weight, and its scales.
+
+    Scales have the shape (), (R, 1) or (R, C/32), or are of squares.
     """
 
     name: str
@@ -294,7 +320,8 @@ class _Weight:
     in_squares: bool = False
 
     @property
-    def shares(self) -> str:
+    def sharing(self) -> str:
+        """What shares a scale: a key of the strategies, or ``square``."""
         if self.in_squares:
             return "square"
         if not self.scale.dim():
@@ -305,72 +332,87 @@ class _Weight:
 
 
 @torch.no_grad()
-def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
+def _exported_weights(model: nn.Module, layout: str) -> Iterator[_ExportedWeight]:
+    """Yield the weights of quantised layers.
+
+    Raises:
+        TypeError, ValueError: a layer that the layout can't describe.
+    """
     for wrapped_name, layer in model.named_modules():
         name = plain_name(wrapped_name)
-        if not isinstance(layer, QuantizedLinear) or layer.weight_format is None:
-            continue
-        fmt, allowed = layer.weight_format, _FORMATS[layout]
-        computed = computation(layer)
-        if computed is not None:
-            raise ValueError(f"layer {name!r} can't be exported: {computed}")
-        if share_of(layer.weight) is not None:
-            raise TypeError(f"layer {name!r} is sharded: export the model in one process")
-        if isinstance(layer, QuantizedConv1D):
-            raise ValueError(
-                f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear "
-                f"only"
-            )
-        if fmt.name not in allowed:
-            taken = ", ".join(allowed)
-            raise ValueError(
-                f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of {taken}"
-            )
-        weight = layer.weight
-        in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
-        if in_squares != (layout == "fp8"):
-            has, takes = (_SQUARES, _OTHERS) if in_squares else (_OTHERS, _SQUARES)
-            raise ValueError(
-                f"layer {name!r} has {has}, and layout={layout!r} takes {takes}: "
-                f"{_WAYS[layout == 'fp8']}"
-            )
-        if isinstance(weight, FP8Tensor):
-            codes, scale = weight.codes, weight.scale
-        else:
-            codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
-            if not torch.equal(
-                (decode(codes, fmt) * layer.weight_scale()).to(weight.dtype),
-                layer.quantized_weight(),
-            ):
-                raise ValueError(
-                    f"layer {name!r} holds values that are not on the grid of {fmt.name}"
-                )
-        yield _Weight(
-            f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype, in_squares
+        if isinstance(layer, QuantizedLinear) and layer.weight_format is not None:
+            yield _exported_weight(name, layer, layer.weight_format, layout)
+
+
+def _exported_weight(
+    name: str, layer: QuantizedLinear, fmt: FloatFormat, layout: str
+) -> _ExportedWeight:
+    computed = computation(layer)
+    if computed is not None:
+        raise ValueError(f"layer {name!r} can't be exported: {computed}")
+    if share_of(layer.weight) is not None:
+        raise TypeError(f"layer {name!r} is sharded: export the model in one process")
+    if isinstance(layer, QuantizedConv1D):
+        raise ValueError(
+            f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear only"
         )
+    allowed = _FORMATS[layout]
+    if fmt.name not in allowed:
+        raise ValueError(
+            f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of "
+            f"{', '.join(allowed)}"
+        )
+    weight = layer.weight
+    in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
+    if in_squares and layout != "fp8":
+        raise ValueError(
+            f"layer {name!r} has {_SQUARES}, and layout={layout!r} takes {_NO_SQUARES}: {_TAKE_FP8}"
+        )
+    if not in_squares and layout == "fp8":
+        raise ValueError(
+            f"layer {name!r} has {_NO_SQUARES}, and layout={layout!r} takes {_SQUARES}: "
+            f"{_TAKE_SQUARES}"
+        )
+    if isinstance(weight, FP8Tensor):
+        codes, scale = weight.codes, weight.scale
+    else:
+        codes, scale = _codes_of_floats(name, layer, fmt)
+    weight_name = f"{name}.weight".lstrip(".")
+    return _ExportedWeight(weight_name, codes, scale.float(), fmt, weight.dtype, in_squares)
 
 
-def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
-    """The distinct entries of a scale that broadcasts against the weight: (), (R, 1) or
-    (R, C/32).
+def _codes_of_floats(name: str, layer: QuantizedLinear, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of a layer whose weights are stored as floats."""
+    codes = layer.weight_codes()
+    decoded = (decode(codes, fmt) * layer.weight_scale()).to(layer.weight.dtype)
+    if not torch.equal(decoded, layer.quantized_weight()):
+        raise ValueError(f"layer {name!r} holds values that are not on the grid of {fmt.name}")
+    return codes, _distinct_scales(layer.weight_scale(), layer)
+
+
+def _distinct_scales(scale: Tensor, layer: QuantizedLinear) -> Tensor:
+    """Return the distinct entries of a scale that broadcasts against the weight.
+
+    Their shape is (), (R, 1) or (R, C/32).
     """
     if scale.numel() == 1 and layer.spec.operands["weight"].granularity == "tensor":
         return scale.reshape(())
     return scale[:, ::BLOCK_SIZE].contiguous() if scale.shape[-1] > 1 else scale
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tensors that the model computes with, by name: tied ones once, and nothing
-    that only training needs.
+def _computed_state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors that the model computes with, by name.
+
+    Tied ones are there once, and nothing is that only training needs.
     """
     in_codes = {plain_name(name): value for name, value in in_place_parameters(model).items()}
     turned = {plain_name(name) for name in turned_names(model)}
-    left: set[str] = set()
+    omitted: set[str] = set()
     for wrapped_names in parameter_names(model).values():
         names = [plain_name(name) for name in wrapped_names]
-        left.update(names[1:])
+        omitted.update(names[1:])
         if names[0] in in_codes:
-            left.update(name + suffix for name in names for suffix in PARTS[1:])
+            omitted.update(name + suffix for name in names for suffix in PARTS[1:])
     layers = {
         f"{plain_name(name)}.".lstrip("."): module
         for name, module in model.named_modules()
@@ -378,106 +420,125 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     }
     for wrapped_name, value in model.state_dict().items():
         name = plain_name(wrapped_name)
-        start = next((start for start in layers if name.startswith(start)), "")
-        entry = name.removeprefix(start).partition(".")[0]
-        if name in left or (start in layers and entry in layers[start]._own_names | _OF_WEIGHT):
+        if name in omitted or _is_for_training(name, layers):
             continue
         floats = in_codes[name].dequantize() if name in in_codes else value
         yield name, floats.mT.contiguous() if name in turned else floats
 
 
-def _compressed(weight: _Weight) -> dict[str, Tensor]:
-    scale = weight.scale.reshape(1) if weight.shares == "tensor" else weight.scale
-    if weight.shares == "block":
+def _is_for_training(name: str, layers: Mapping[str, QuantizedLinear]) -> bool:
+    """Return whether a tensor is a quantised layer's own, beside weight and bias.
+
+    ``layers`` are by their names with the dot that follows.
+    """
+    for prefix, layer in layers.items():
+        if name.startswith(prefix):
+            entry = name.removeprefix(prefix).partition(".")[0]
+            return entry in layer._own_names | _WEIGHT_PARTS
+    return False
+
+
+# Layouts: the tensors of a weight, and the settings of all.
+
+
+def _compressed_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
+    scale = weight.scale.reshape(1) if weight.sharing == "tensor" else weight.scale
+    if weight.sharing == "block":
         scale = as_kept(scale, blocks=True)
-    name = f"{weight.name}_scale_inv" if weight.in_squares else f"{weight.name}_scale"
-    return {weight.name: weight.codes.view(FLOAT8[weight.format]), name: scale}
+    scale_name = f"{weight.name}_scale_inv" if weight.in_squares else f"{weight.name}_scale"
+    return {weight.name: weight.codes.view(FLOAT8[weight.format]), scale_name: scale}
 
 
-def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
-    kinds = {
-        shares: [w.name.rpartition(".")[0] for w in weights if w.shares == shares]
-        for shares in _STRATEGIES
-    }
-    kinds = {shares: names for shares, names in kinds.items() if names}
-    formats = {shares: _BLOCKS if shares == "block" else _PLAIN for shares in kinds}
+def _compressed_config(
+    weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
+) -> dict[str, Any]:
+    """Return settings with a group for each way in which weights share scales."""
+    layers_by_sharing: dict[str, list[str]] = {}
+    for sharing in _STRATEGIES:
+        layers = [w.name.rpartition(".")[0] for w in weights if w.sharing == sharing]
+        if layers:
+            layers_by_sharing[sharing] = layers
+    groups = {}
     number = {"num_bits": 8, "type": "float", "symmetric": True}
-    groups = {
-        f"group_{index}": {
-            "targets": ["Linear"] if len(kinds) == 1 else names,
-            "format": formats[shares],
-            "input_activations": {**number, "dynamic": True, **_DYNAMIC[shares]}
-            if rounded
-            else None,
+    for index, (sharing, layers) in enumerate(layers_by_sharing.items()):
+        inputs = {**number, "dynamic": True, **_INPUT_STRATEGIES[sharing]}
+        groups[f"group_{index}"] = {
+            "targets": ["Linear"] if len(layers_by_sharing) == 1 else layers,
+            "format": _MX_GROUP if sharing == "block" else _FLOAT_GROUP,
+            "input_activations": inputs if are_inputs_rounded else None,
             "output_activations": None,
-            "weights": {**number, "dynamic": False, **_STRATEGIES[shares]},
+            "weights": {**number, "dynamic": False, **_STRATEGIES[sharing]},
         }
-        for index, (shares, names) in enumerate(kinds.items())
-    }
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": next(iter(formats.values())) if len({*formats.values()}) == 1 else _MIXED,
+        "format": formats.pop() if len(formats) == 1 else _MIXED_GROUPS,
         "config_groups": groups,
-        "ignore": left,
+        "ignore": ignored,
     }
 
 
-def _warn_of_partial_squares(weights: Iterable[_Weight]) -> None:
-    partial = [
-        w
-        for w in weights
-        if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in w.codes.shape)
-    ]
-    if partial:
-        first, others = partial[0], f" and {len(partial) - 1} more end" if partial[1:] else " ends"
-        warnings.warn(
-            f"{first.name!r} of shape {tuple(first.codes.shape)}{others} in partial squares of 128 "
-            f"x 128: inference "
-            "servers read them, but transformers' dequantize=True reads wrong scales or raises an "
-            "error",
-            stacklevel=3,
-        )
+def _warn_of_partial_squares(weights: Iterable[_ExportedWeight]) -> None:
+    partial = []
+    for weight in weights:
+        sizes = weight.codes.shape
+        if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in sizes):
+            partial.append(weight)
+    if not partial:
+        return
+    first, *others = partial
+    end = f" and {len(others)} more end" if others else " ends"
+    warnings.warn(
+        f"{first.name!r} of shape {tuple(first.codes.shape)}{end} in partial squares of 128 x 128: "
+        "inference servers read them, but transformers' dequantize=True reads wrong scales or "
+        "raises an error",
+        stacklevel=3,
+    )
 
 
-def _squares_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
+def _squares_config(
+    weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
+) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [*SQUARE],
-        "modules_to_not_convert": left,
+        "modules_to_not_convert": ignored,
     }
 
 
-def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
+def _float8_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
     rows, columns = weight.codes.shape
-    block = {"tensor": [rows, columns], "channel": [1, columns]}.get(weight.shares, [1, BLOCK_SIZE])
-    scale = weight.scale.reshape(1, 1) if weight.shares == "tensor" else weight.scale
-    made = import_optional("torchao.quantization", "torchao", "layout='torchao'").Float8Tensor
-    return {
-        weight.name: made(
-            weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype
-        )
-    }
+    if weight.sharing == "tensor":
+        block_size, scale = [rows, columns], weight.scale.reshape(1, 1)
+    elif weight.sharing == "channel":
+        block_size, scale = [1, columns], weight.scale
+    else:
+        block_size, scale = [1, BLOCK_SIZE], weight.scale
+    torchao = import_optional("torchao.quantization", "torchao", "layout='torchao'")
+    codes = weight.codes.view(FLOAT8[weight.format])
+    tensor = torchao.Float8Tensor(codes, scale, block_size=block_size, dtype=weight.dtype)
+    return {weight.name: tensor}
 
 
-def _torchao_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
-    package = import_optional("torchao.quantization", "torchao", "layout='torchao'")
-    kind = package.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
-    default = import_optional("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(
-        kind
-    )
+def _torchao_config(
+    weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
+) -> dict[str, Any]:
+    torchao = import_optional("torchao.quantization", "torchao", "layout='torchao'")
+    config = import_optional("torchao.core.config", "torchao", "layout='torchao'")
+    weight_only = torchao.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
     return {
         "quant_method": "torchao",
-        "quant_type": {"default": default},
-        "modules_to_not_convert": left,
+        "quant_type": {"default": config.config_to_dict(weight_only)},
+        "modules_to_not_convert": ignored,
     }
 
 
 _TENSORS: Final = {
-    "compressed-tensors": _compressed,
+    "compressed-tensors": _compressed_tensors,
     "torchao": _float8_tensors,
-    "fp8": _compressed,
+    "fp8": _compressed_tensors,
 }
 _CONFIGS: Final = {
     "compressed-tensors": _compressed_config,

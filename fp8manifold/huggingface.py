@@ -1,5 +1,18 @@
-"""Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and
-``Trainer`` preserve every bit.
+"""Quantised models in transformers: its functions preserve every bit.
+
+transformers asks a quantiser what to do as it loads and saves. Ours is ``_Quantizer``, with
+``_Config`` as the settings that ``config.json`` has::
+
+    quantization_config(formats)   from_pretrained reads floats, and each becomes codes
+    config.json with layers        from_pretrained makes the layers, then reads parts of
+                                   weights, which _Gather puts together
+    reading(published, reader)     load_fp8 reads codes itself
+    attach(model)                  save_pretrained writes the parts, and the layers' options
+
+Both classes inherit from transformers' own, which may be missing: they are made at the first
+call (``_classes``). Two other libraries need help, without being imported here: TRL reads a
+trainer's reference model by its name (``_guard_references``), and trainers make optimizers
+from options (``trainer_optimizer``).
 """
 
 import copy
@@ -16,7 +29,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
-from fp8manifold._published.found import FLOATS
+from fp8manifold._published.find_weights import FLOATS
 from fp8manifold.exchange import has_own_head, is_transformers_model
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._carried import in_place_parameters, parameter_names, turn
@@ -42,23 +55,37 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["attach", "check_floats", "quantization_config", "register", "trainer_optimizer"]
 
 _METHOD: Final = "fp8manifold"
-_BY: Final = "fp8manifold.huggingface"
-_CONFIG: Final = "Fp8ManifoldConfig"
-_QUANTIZER: Final = "Fp8ManifoldQuantizer"
-_NAMES_MODEL: Final = "get_config_model_id"
-_LOADS_MODEL: Final = "create_model_from_path"
-"""Functions of TRL's modules."""
-_QUANTIZED: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-_GUARDED: Final = "_fp8_is_guarded"
+_CALLER: Final = "fp8manifold.huggingface"
+_CONFIG_NAME: Final = "Fp8ManifoldConfig"
+_QUANTIZER_NAME: Final = "Fp8ManifoldQuantizer"
 _RULES: Final = ("adamw", "muon")
-_OWN_CODES: Final = "_fp8_codes"
+_ARGUMENTS: Final = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+)
+"""The arguments of a trainer that its optimizer follows."""
+_CODES_SUFFIX: Final = "_fp8_codes"
 """What transformers finds behind the name of a parameter's codes while it loads."""
+
+# Functions of TRL's modules: one finds a model's name in its settings, the other reads a
+# model by its name.
+_TRL_NAMES_MODEL: Final = "get_config_model_id"
+_TRL_LOADS_MODEL: Final = "create_model_from_path"
+_GUARDED: Final = "_fp8_is_guarded"
+"""An attribute of functions of TRL that are replaced."""
+_QUANTIZED: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Models whose names must not be read in float for a reference."""
 
 
 def register() -> None:
-    """Register the quantisation method ``fp8manifold``, so that ``from_pretrained``
-    reads models saved with it.
+    """Register the quantisation method ``fp8manifold`` with transformers.
 
+    ``from_pretrained`` then reads models that were saved with it.
     Call it before ``from_pretrained``; :func:`attach` and :func:`quantization_config`
     call it too.
 
@@ -73,24 +100,26 @@ def register() -> None:
         >>> model = AutoModelForCausalLM.from_pretrained("saved")  # doctest: +SKIP
     """
     config, quantizer = _classes()
-    auto = import_optional("transformers.quantizers.auto", "hf", _BY)
+    auto = import_optional("transformers.quantizers.auto", "hf", _CALLER)
     if _METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(_METHOD)(config)
         auto.register_quantizer(_METHOD)(quantizer)
 
 
 def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **options: Any) -> Any:
-    """The ``quantization_config`` with which ``from_pretrained`` quantises a float
-    model while it loads it.
+    """Return a ``quantization_config`` with which ``from_pretrained`` quantises.
+
+    It quantises a float model while it loads it.
 
     Args:
-        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte
-            per weight by default.
+        formats: of :func:`fp8manifold.quantize_model`.
+        storage: of it; here one byte per weight by default.
+        **options: of it.
 
     Returns:
-        A configuration of transformers; with ``storage="fp8"`` each weight becomes
-        codes once it is read (one that is tied or has another dtype, at the end), as by
-        ``quantize_model``. Codes and ``state_dict=`` are refused.
+        A configuration of transformers. With ``storage="fp8"`` each weight becomes codes
+        once it is read, as by ``quantize_model``; one that is tied or has another dtype
+        does at the end. Codes and ``state_dict=`` are refused.
 
     Raises:
         ImportError: as :func:`register`.
@@ -99,15 +128,17 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         >>> config = quantization_config({"*": "E4M3", "lm_head": "none"}, tied="leave")
         >>> config.formats, config.storage, config.options
         ({'*': 'E4M3', 'lm_head': 'none'}, 'fp8', {'tied': 'leave'})
-        >>> AutoModelForCausalLM.from_pretrained("my_model", quantization_config=config)  # doctest: +SKIP
+        >>> load = AutoModelForCausalLM.from_pretrained  # doctest: +SKIP
+        >>> model = load("my_model", quantization_config=config)  # doctest: +SKIP
     """
     register()
     return _classes()[0](formats=formats, storage=storage, options=options)
 
 
 def reading(published: dict[str, Any], reader: Any) -> Any:
-    """A configuration under which ``from_pretrained`` lets ``reader`` put codes of a
-    published model in.
+    """Return a configuration under which ``reader`` puts codes into a model.
+
+    They are those of a published model, which ``from_pretrained`` reads.
     """
     register()
     config = _classes()[0](layers=[], published=published)
@@ -116,17 +147,15 @@ def reading(published: dict[str, Any], reader: Any) -> Any:
 
 
 def published_of(model: Any) -> dict[str, Any] | None:
-    """The layout in which a model in codes was published, from its settings, or None."""
+    """Return the layout in which a model in codes was published, from its settings."""
     config = getattr(model, "config", None)
-    found: dict[str, Any] | None = getattr(
-        getattr(config, "quantization_config", None), "published", None
-    )
-    return found
+    settings = getattr(config, "quantization_config", None)
+    published: dict[str, Any] | None = getattr(settings, "published", None)
+    return published
 
 
 def attach(model: Any) -> Any:
-    """Let transformers save a model that :func:`fp8manifold.quantize_model` quantised,
-    and its ``Trainer`` train it.
+    """Let transformers save and train a model that ``quantize_model`` quantised.
 
     The first ``save_pretrained`` of a model with weights in codes calls it by itself;
     one with storage ``grid`` or ``master`` is saved as floats until it is attached.
@@ -152,32 +181,35 @@ def attach(model: Any) -> Any:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=20))
         >>> model = attach(fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave"))
-        >>> [(group["storage"], len(group["seeds"])) for group in model.config.quantization_config.layers]
+        >>> groups = model.config.quantization_config.layers
+        >>> [(group["storage"], len(group["seeds"])) for group in groups]
         [('fp8', 4)]
         >>> model.save_pretrained("saved")  # doctest: +SKIP
 
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
-    given = model
+    wrapped = model
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     if not is_transformers_model(model):
         raise TypeError(
             f"model is a {type(model).__name__}, not a transformers model: save its state_dict() "
-            f"instead"
+            "instead"
         )
     register()
     guard_savers(model)
     config, quantizer = _classes()
     _check_ties(model)
-    layers, parameters = recipe_of(model), parameters_recipe_of(model)
+    layers = recipe_of(model)
+    parameters = parameters_recipe_of(model)
     if not layers and not parameters:
         raise ValueError("the model has no quantised layer: call quantize_model first")
     model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
-    model.is_quantized, model.quantization_method = True, _METHOD
+    model.is_quantized = True
+    model.quantization_method = _METHOD
     _describe(model)
-    if _name_as_wrapped not in model._load_state_dict_pre_hooks.values():
-        model.register_load_state_dict_pre_hook(_name_as_wrapped)
-    return given
+    if _add_wrapper_names not in model._load_state_dict_pre_hooks.values():
+        model.register_load_state_dict_pre_hook(_add_wrapper_names)
+    return wrapped
 
 
 def _check_ties(model: nn.Module) -> None:
@@ -185,7 +217,7 @@ def _check_ties(model: nn.Module) -> None:
 
     Each would be made again by itself, and one of them without its scales.
     """
-    for names in _in_codes(model):
+    for names in _names_in_codes(model):
         owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
         layers = [name for name, owner in owners.items() if isinstance(owner, QuantizedLinear)]
         if not layers:
@@ -207,28 +239,34 @@ class _NameOfQuantized(str):
 
 
 def _guard_references(model: Any = None) -> None:
-    """Let TRL's trainers that are imported by now refuse a float model as the reference
-    of a quantised one.
+    """Let TRL's trainers refuse a float model as the reference of a quantised one.
+
+    Those that are imported by now are guarded.
     """
     if is_transformers_model(model):
         _QUANTIZED.add(model)
     for name, module in list(sys.modules.items()):
         functions = vars(module) if name.startswith("trl.") else {}
-        if not functions.keys() >= {_NAMES_MODEL, _LOADS_MODEL}:
+        if not functions.keys() >= {_TRL_NAMES_MODEL, _TRL_LOADS_MODEL}:
             continue
-        if not hasattr(functions[_LOADS_MODEL], _GUARDED):
-            setattr(module, _NAMES_MODEL, _noting_quantized(functions[_NAMES_MODEL]))
-            setattr(module, _LOADS_MODEL, _refusing_floats(functions[_LOADS_MODEL]))
+        if not hasattr(functions[_TRL_LOADS_MODEL], _GUARDED):
+            setattr(module, _TRL_NAMES_MODEL, _noting_quantized(functions[_TRL_NAMES_MODEL]))
+            setattr(module, _TRL_LOADS_MODEL, _refusing_floats(functions[_TRL_LOADS_MODEL]))
 
 
 def _noting_quantized(name_of: Any) -> Any:
-    """TRL's function that finds a model's name in its settings."""
+    """Wrap TRL's function that finds a model's name in its settings.
+
+    The name of a quantised model is a ``_NameOfQuantized``.
+    """
 
     @functools.wraps(name_of)
     def get_config_model_id(config: Any) -> Any:
         name = name_of(config)
-        known = any(model.config is config and _is_quantized(model) for model in _QUANTIZED)
-        if known or isinstance(getattr(config, "quantization_config", None), _Config):
+        is_quantized = any(
+            model.config is config and _has_quantized_layer(model) for model in _QUANTIZED
+        )
+        if is_quantized or isinstance(getattr(config, "quantization_config", None), _Config):
             return _NameOfQuantized(name)
         return name
 
@@ -236,14 +274,17 @@ def _noting_quantized(name_of: Any) -> Any:
 
 
 def _refusing_floats(load: Any) -> Any:
-    """TRL's function that reads a model by its name, which a trainer calls for the
-    reference that it was not given.
+    """Wrap TRL's function that reads a model by its name.
+
+    A trainer calls it for the reference that it was not given. The name of a quantised
+    model is refused if its files are floats.
     """
 
     @functools.wraps(load)
     def create_model_from_path(model_id: Any, *args: Any, **options: Any) -> Any:
-        is_told = options.get("quantization_config") is not None
-        if isinstance(model_id, _NameOfQuantized) and not is_told and not _holds_codes(model_id):
+        is_quantized = isinstance(model_id, _NameOfQuantized)
+        has_config = options.get("quantization_config") is not None
+        if is_quantized and not has_config and not _files_are_codes(model_id):
             raise ValueError(
                 f"the reference would be read in float from {str(model_id)!r}, and the model "
                 "that is trained is quantised: give ref_model=copy.deepcopy(model), or save the "
@@ -255,13 +296,13 @@ def _refusing_floats(load: Any) -> Any:
     return create_model_from_path
 
 
-def _is_quantized(model: nn.Module) -> bool:
+def _has_quantized_layer(model: nn.Module) -> bool:
     return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
-def _holds_codes(name: Any) -> bool:
-    """True for a model whose files are in codes; False where it can't be read, too."""
-    settings = import_optional("transformers", "hf", _BY).AutoConfig
+def _files_are_codes(name: Any) -> bool:
+    """Return whether a model's files are in codes; False if they can't be read, too."""
+    settings = import_optional("transformers", "hf", _CALLER).AutoConfig
     try:
         config = settings.from_pretrained(name)
     except (OSError, ValueError):
@@ -269,29 +310,33 @@ def _holds_codes(name: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def _name_as_wrapped(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before a model loads: names in a saved folder are those without compiled
-    blocks, which torch names by their wrapper.
+def _add_wrapper_names(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename a state's tensors before a model loads it, as a hook.
+
+    Names in a saved folder are those without compiled blocks, which torch names by their
+    wrapper.
     """
-    for name, _module in model.named_modules():
+    for name, _ in model.named_modules():
         if not name.endswith("_orig_mod"):
             continue
-        wrapped, plain = f"{prefix}{name}.", f"{prefix}{plain_name(name)}."
+        wrapped_prefix = f"{prefix}{name}."
+        plain_prefix = f"{prefix}{plain_name(name)}."
         for key in list(state):
-            if key.startswith(plain) and not key.startswith(wrapped):
-                state[wrapped + key.removeprefix(plain)] = state.pop(key)
+            if key.startswith(plain_prefix) and not key.startswith(wrapped_prefix):
+                state[wrapped_prefix + key.removeprefix(plain_prefix)] = state.pop(key)
 
 
 def _prepare(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Attach a model with codes that transformers is about to save, and note the state
-    that it was given.
+    """Attach a model with codes that transformers is about to save.
+
+    Note the state that ``save_pretrained`` was given, too.
     """
     if getattr(model, "hf_quantizer", None) is None:
-        if not any(is_in_codes(own) for own in model.parameters()):
+        if not any(is_in_codes(parameter) for parameter in model.parameters()):
             return
         attach(model)
     if isinstance(model.hf_quantizer, _Quantizer):
-        model.hf_quantizer.given_state = arguments.get("state_dict")
+        model.hf_quantizer.state_to_save = arguments.get("state_dict")
 
 
 prepare_with("PreTrainedModel", _prepare)
@@ -300,30 +345,37 @@ when_guarded(_guard_references)
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    loading = import_optional("transformers", "hf", _BY)
-    if int(loading.__version__.split(".")[0]) < 5:
-        raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
-    config = import_optional(
-        "transformers.utils.quantization_config", "hf", _BY
-    ).QuantizationConfigMixin
-    quantizer = import_optional("transformers.quantizers.base", "hf", _BY).HfQuantizer
+    """Make the classes of configurations and of quantisers, from transformers' own."""
+    transformers = import_optional("transformers", "hf", _CALLER)
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ImportError(
+            f"{_CALLER} needs transformers 5 or newer, not {transformers.__version__}"
+        )
+    configs = import_optional("transformers.utils.quantization_config", "hf", _CALLER)
+    quantizers = import_optional("transformers.quantizers.base", "hf", _CALLER)
+    attributes = {"__module__": __name__}
+    config_bases = (_Config, configs.QuantizationConfigMixin)
+    quantizer_bases = (_Quantizer, quantizers.HfQuantizer)
     return (
-        type(_CONFIG, (_Config, config), {"__module__": __name__}),
-        type(_QUANTIZER, (_Quantizer, quantizer), {"__module__": __name__}),
+        type(_CONFIG_NAME, config_bases, dict(attributes)),
+        type(_QUANTIZER_NAME, quantizer_bases, dict(attributes)),
     )
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that need transformers, made when a pickle of a model asks for them."""
-    if name in (_CONFIG, _QUANTIZER):
+    """Return the classes that need transformers, when a pickle asks for them."""
+    if name in (_CONFIG_NAME, _QUANTIZER_NAME):
         register()
-        return _classes()[(_CONFIG, _QUANTIZER).index(name)]
+        config, quantizer = _classes()
+        return config if name == _CONFIG_NAME else quantizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Config:
-    """A configuration in JSON's types: formats to quantise to, or the layers that are
-    quantised.
+    """A configuration in JSON's types.
+
+    It has formats to quantise to, or the layers and parameters that are quantised, and of
+    a published model its layout. The names of its attributes are a file format.
     """
 
     def __init__(
@@ -344,40 +396,44 @@ class _Config:
             if parameters:
                 self.parameters = parameters
         else:
-            self.formats, self.storage = _formats_as_json(formats), storage
+            self.formats = _formats_as_json(formats)
+            self.storage = storage
             self.options = {
                 name: _formats_as_json(value) for name, value in (options or {}).items()
             }
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings as a file has them: no path of this machine."""
-        said = copy.deepcopy(vars(self))
-        said.get("published", {}).pop("source", None)
-        return said
+        """Return the settings as a file has them, without a path of this machine."""
+        settings = copy.deepcopy(vars(self))
+        settings.get("published", {}).pop("source", None)
+        return settings
 
 
 def _formats_as_json(formats: Any) -> Any:
     if isinstance(formats, Mapping):
-        return {pattern: _formats_as_json(each) for pattern, each in formats.items()}
+        return {pattern: _formats_as_json(value) for pattern, value in formats.items()}
     if isinstance(formats, LayerSpec):
         return spec_as_json(formats)
     return formats.name if isinstance(formats, FloatFormat) else formats
 
 
 class _Quantizer:
-    """The answers to transformers as it loads and saves; put before its own class."""
+    """The answers to transformers as it loads and saves; put before its own class.
+
+    Attributes:
+        reader: what makes codes of tensors from transformers, or puts in those that it
+            read itself.
+        state_to_save: the state that ``save_pretrained`` is to write in place of the
+            model's own.
+        named_parameters: names of parameters in codes that are called otherwise than
+            ``weight``.
+    """
 
     quantization_config: Any
     pre_quantized: bool
     reader: Any = None
-    """A reader that makes codes of tensors from transformers, or puts in those that it
-    read itself.
-    """
-    given_state: Mapping[str, Tensor] | None = None
-    """The state that ``save_pretrained`` is to write in place of the model's own."""
-    own_parameters: tuple[
-        str, ...
-    ] = ()  #: Names of parameters in codes that are called otherwise than ``weight``.
+    state_to_save: Mapping[str, Tensor] | None = None
+    named_parameters: tuple[str, ...] = ()
     requires_calibration = False
     is_qat_trainable = True
 
@@ -391,23 +447,26 @@ class _Quantizer:
         return True
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """True where a tensor becomes codes as it is read, or may have another shape,
-        as a measured scale may.
+        """Return whether a tensor becomes codes as it is read.
+
+        One that may have another shape, as a measured scale may, counts too.
         """
         if self.reader is not None:
             return bool(self.reader.wants(param_name))
-        owner, entry = param_name.rpartition(".")[::2]
+        owner, _dot, entry = param_name.rpartition(".")
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
 
     def get_quantize_ops(self) -> Any:
-        package = import_optional("transformers.core_model_loading", "hf", _BY)
-        operation = type("Encoded", (Encode, package.ConversionOps), {})()
+        loading = import_optional("transformers.core_model_loading", "hf", _CALLER)
+        operation = type("Encoded", (Encode, loading.ConversionOps), {})()
         operation.reader = self.reader
         return operation
 
     def update_device_map(self, device_map: Any) -> Any:
         """Refuse to leave weights on a disk, where codes can't be."""
-        if "disk" in map(str, getattr(device_map, "values", lambda: (device_map,))()):
+        is_map = hasattr(device_map, "values")
+        devices = device_map.values() if is_map else (device_map,)
+        if "disk" in map(str, devices):
             raise ValueError(
                 "device_map has 'disk': weights in codes can't be left there; take devices or 'cpu'"
             )
@@ -417,151 +476,157 @@ class _Quantizer:
         return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Codes, their scales and counts stay what they are; ``_Gather`` lets the
-        weight appear as the layer's own.
+        """Return the dtype that a tensor gets, or None if it stays what it is.
+
+        Codes, their scales and counts stay. ``_Gather`` lets the weight appear in the
+        layer's own dtype.
         """
         if _is_ours(converter):
             return None
-        return (
-            dtype
-            if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in FLOATS
-            else None
-        )
+        present = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        return dtype if present in FLOATS else None
 
     def get_weight_conversions(self) -> list[Any]:
+        """Return conversions that gather the parts of weights, which files have apart."""
         if not self.pre_quantized:
             return []
-        package = import_optional("transformers.core_model_loading", "hf", _BY)
-        operation = type("Gather", (_Gather, package.ConversionOps), {})()
+        loading = import_optional("transformers.core_model_loading", "hf", _CALLER)
+        operation = type("Gather", (_Gather, loading.ConversionOps), {})()
         renamings = []
-        names = {"weight": PARTS}
-        for name in self.own_parameters:
+        suffixes_of = {"weight": PARTS}
+        for name in self.named_parameters:
             # A conversion that transformers has for this very name, as those before
             # 5.4 have for gpt-oss, would take the codes for floats. Renamings come
             # before all conversions.
             renamings.append(
-                package.WeightRenaming(rf"(?<!\w){re.escape(name)}$", f"{name}{_OWN_CODES}")
+                loading.WeightRenaming(rf"(?<!\w){re.escape(name)}$", f"{name}{_CODES_SUFFIX}")
             )
-            names[name] = (_OWN_CODES, *PARTS[1:])
-        # With a $: transformers before 5.22 takes a longer name that begins alike for
-        # this one
+            suffixes_of[name] = (_CODES_SUFFIX, *PARTS[1:])
         converters = []
-        for name, suffixes in names.items():
+        for name, suffixes in suffixes_of.items():
             start = "weight" if name == "weight" else rf"(?<!\w){re.escape(name)}"
+            # With a $: transformers before 5.22 takes a longer name that begins alike
+            # for this one.
             patterns = [f"{start}{suffix}$" for suffix in suffixes]
-            converters.append(package.WeightConverter(patterns, name, operations=[operation]))
+            converters.append(loading.WeightConverter(patterns, name, operations=[operation]))
         return renamings + converters
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Any = None, **_: Any
     ) -> None:
-        wanted = self.quantization_config
-        if (reader := vars(wanted).pop("reader", None)) is not None:
+        config = self.quantization_config
+        reader = vars(config).pop("reader", None)
+        if reader is not None:
             self.reader = reader
             reader.begin(model)
         elif not self.pre_quantized:
-            if (
-                checkpoint_files is None
-            ):  # transformers casts tensors in memory before it asks a quantiser
+            # transformers casts tensors in memory before it asks a quantiser.
+            if checkpoint_files is None:
                 raise ValueError(
                     "state_dict= does not go with quantization_config=: call quantize_model "
                     "afterwards"
                 )
             check_floats(model, checkpoint_files)
             self.reader = Reader(
-                model, wanted.formats, wanted.storage, wanted.options, checkpoint_files
+                model, config.formats, config.storage, config.options, checkpoint_files
             )
         else:
-            own = dict(model.named_parameters())
-            turned = dict.fromkeys(getattr(wanted, "published", {}).get("turned", ()), 0)
-            turn(model, list(_named_here(model, {"seeds": turned}, own)["seeds"]))
-            modules, own = dict(model.named_modules()), dict(model.named_parameters())
-            dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
-            try:
-                torch.set_default_dtype(torch.float32)
-                put_layers(
-                    model,
-                    [
-                        _named_here(model, group, modules)
-                        for group in self.quantization_config.layers
-                    ],
-                )
-            finally:
-                torch.set_default_dtype(dtype)
-            groups = getattr(self.quantization_config, "parameters", ())
-            put_parameters(model, here := [_named_here(model, group, own) for group in groups])
-            names = [
-                name for group in here for name in group["seeds"] if not name.endswith(".weight")
-            ]
-            start = f"{model.base_model_prefix}."
-            self.own_parameters = tuple(name.removeprefix(start) for name in names)
+            self._put_layers(model)
+
+    def _put_layers(self, model: nn.Module) -> None:
+        """Make the quantised layers and parameters of a saved model, without values."""
+        config = self.quantization_config
+        turned = dict.fromkeys(getattr(config, "published", {}).get("turned", ()), 0)
+        parameters = dict(model.named_parameters())
+        turn(model, list(_group_here(model, {"seeds": turned}, parameters)["seeds"]))
+        modules = dict(model.named_modules())
+        parameters = dict(model.named_parameters())
+        # The default is that of the weights, and not of measured scales.
+        dtype = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float32)
+            put_layers(model, [_group_here(model, group, modules) for group in config.layers])
+        finally:
+            torch.set_default_dtype(dtype)
+        groups = [
+            _group_here(model, group, parameters) for group in getattr(config, "parameters", ())
+        ]
+        put_parameters(model, groups)
+        prefix = f"{model.base_model_prefix}."
+        names = []
+        for group in groups:
+            for name in group["seeds"]:
+                if not name.endswith(".weight"):
+                    names.append(name.removeprefix(prefix))
+        self.named_parameters = tuple(names)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         if self.reader is not None:
             self.reader.finish(model)
             self.reader = None
         conversions = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [each for each in conversions if not _is_ours(each)]
+        model._weight_conversions = [x for x in conversions if not _is_ours(x)]
         attach(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return dequantize_model(model).to(dtype)  # None leaves the dtypes
+        # None leaves the dtypes.
+        return dequantize_model(model).to(dtype)
 
     def get_state_dict_and_metadata(
         self, model: Any, *_: Any
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The state of the model as it is now, or the one given to ``save_pretrained``;
-        its settings are written after that.
+        """Return the state of the model, or the one given to ``save_pretrained``.
+
+        The settings, which it brings up to date, are written after that.
         """
         _check_ties(model)
         _describe(model)
         _keep_whole(model)
-        given, self.given_state = self.given_state, None
+        given_state, self.state_to_save = self.state_to_save, None
         state = {plain_name(name): value for name, value in model.state_dict().items()}
-        if given is not None:
-            state = _checked_state(model, given, state)
-        kept: set[str] = set()
-        for all_names in _in_codes(model):
-            first, *others = [plain_name(name) for name in all_names]
-            kept.add(first)
-            # transformers knows of one tied weight, and not of its parts
+        if given_state is not None:
+            state = _checked_state(model, given_state, state)
+        in_codes: set[str] = set()
+        for names in _names_in_codes(model):
+            first, *others = [plain_name(name) for name in names]
+            in_codes.add(first)
+            # transformers knows of one tied weight, and not of its parts.
             for name in others:
                 for suffix in PARTS:
                     state.pop(name + suffix, None)
-        # what a class leaves out it computes anew, to other values than those in codes
-        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ())} - kept
+        # What a class leaves out it computes anew, to other values than those in codes.
+        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ())} - in_codes
         return state, {}
 
 
-def _in_codes(model: nn.Module) -> Iterator[list[str]]:
-    """All names of every parameter in codes."""
+def _names_in_codes(model: nn.Module) -> Iterator[list[str]]:
+    """Yield all names of every parameter in codes."""
     for names in parameter_names(model).values():
         if is_in_codes(model.get_parameter(names[0])):
             yield names
 
 
 def _checked_state(
-    model: nn.Module, given: Mapping[str, Tensor], present: Mapping[str, Tensor]
+    model: nn.Module, given_state: Mapping[str, Tensor], present: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A state that ``save_pretrained`` was given, if it is one of this model.
+    """Return a state that ``save_pretrained`` was given, if it is one of this model.
 
     Raises:
         ValueError: it lacks a tensor, or has a weight otherwise than in the model's
             codes.
     """
-    state = {plain_name(name): value for name, value in given.items()}
-    lacking = [name for name in present if name not in state and not name.endswith(PARTS[-1])]
-    if lacking:
+    state = {plain_name(name): value for name, value in given_state.items()}
+    missing = [name for name in present if name not in state and not name.endswith(PARTS[-1])]
+    if missing:
         raise ValueError(
-            f"state_dict has no {lacking[0]!r}: give a copy of the model's own state_dict()"
+            f"state_dict has no {missing[0]!r}: give a copy of the model's own state_dict()"
         )
-    for names in _in_codes(model):
+    for names in _names_in_codes(model):
         name = plain_name(names[0])
         traits = f"{name}_traits"
-        same = state[name].shape == present[name].shape and torch.equal(
-            state[traits][:4].cpu(), present[traits][:4].cpu()
-        )
-        if not same:
+        has_shape = state[name].shape == present[name].shape
+        # The first four traits are those of the format.
+        if not has_shape or not torch.equal(state[traits][:4].cpu(), present[traits][:4].cpu()):
             raise ValueError(
                 f"state_dict has {name!r} in another format or shape than the model: give a copy "
                 "of the model's own state_dict()"
@@ -569,73 +634,83 @@ def _checked_state(
     return state
 
 
-def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A group by the names in this model, which may be the base of the one that was
-    saved, or have it as one.
+def _group_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a group of the settings by the names in this model.
 
-    What the model does not have, such as another output layer, is left out, as
-    transformers leaves out its weights.
+    The model may be the base of the one that was saved, or have it as its base. What the
+    model does not have, such as another output layer, is left out, as transformers leaves
+    out its weights.
     """
-    start, seeds = f"{model.base_model_prefix}.", group.get("seeds", {})
-    is_base = any(name.startswith(start) and name.removeprefix(start) in names for name in seeds)
-    named, is_whole = {}, any(name.startswith(start) for name in seeds)
+    prefix = f"{model.base_model_prefix}."
+    seeds = group.get("seeds", {})
+    is_base = any(name.startswith(prefix) and name.removeprefix(prefix) in names for name in seeds)
+    is_whole = any(name.startswith(prefix) for name in seeds)
+    seeds_here = {}
     for name, seed in seeds.items():
-        here = next(
-            (each for each in (name, name.removeprefix(start), start + name) if each in names), name
-        )
-        if here in names or (not is_base and (name.startswith(start) or not is_whole)):
-            named[here] = seed
-    return {**group, "seeds": named}
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        name_here = next((candidate for candidate in candidates if candidate in names), name)
+        # A name that is nowhere is passed on, so that it is refused, unless the group is
+        # of a model with more than this one.
+        is_of_this_model = not is_base and (name.startswith(prefix) or not is_whole)
+        if name_here in names or is_of_this_model:
+            seeds_here[name_here] = seed
+    return {**group, "seeds": seeds_here}
 
 
 def _keep_whole(model: Any) -> None:
-    """Let transformers write parameters in codes whole: it would take experts apart,
-    which codes can't be.
+    """Let transformers write parameters in codes whole.
+
+    It would take experts apart, which codes can't be.
     """
     names = [name for name in in_place_parameters(model) if not name.endswith(".weight")]
     if not names:
         return
-    package = import_optional("transformers.core_model_loading", "hf", _BY)
-    kept = getattr(model, "_weight_conversions", None)
-    if kept is None:
-        mapping = import_optional("transformers.conversion_mapping", "hf", _BY)
-        kept = mapping.get_model_conversion_mapping(model, add_legacy=False)
-        kept = [each for each in kept if not isinstance(each, getattr(package, "PrefixChange", ()))]
-    model._weight_conversions = [
-        each
-        for each in kept
-        if not isinstance(each, package.WeightConverter)
-        or not any(target in name for target in each.target_patterns for name in names)
-    ]
+    loading = import_optional("transformers.core_model_loading", "hf", _CALLER)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        mapping = import_optional("transformers.conversion_mapping", "hf", _CALLER)
+        conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
+        prefix_change = getattr(loading, "PrefixChange", ())
+        conversions = [x for x in conversions if not isinstance(x, prefix_change)]
+
+    def takes_apart(conversion: Any) -> bool:
+        if not isinstance(conversion, loading.WeightConverter):
+            return False
+        return any(target in name for target in conversion.target_patterns for name in names)
+
+    model._weight_conversions = [x for x in conversions if not takes_apart(x)]
 
 
 def _is_ours(conversion: Any) -> bool:
-    if any(target.endswith(_OWN_CODES) for target in conversion.target_patterns):
+    """Return whether a conversion is one of ``_Quantizer.get_weight_conversions``."""
+    if any(target.endswith(_CODES_SUFFIX) for target in conversion.target_patterns):
         return True
-    return any(
-        isinstance(operation, _Gather) for operation in getattr(conversion, "operations", ())
-    )
+    operations = getattr(conversion, "operations", ())
+    return any(isinstance(operation, _Gather) for operation in operations)
 
 
 def _describe(model: Any) -> None:
-    """Write to a model's settings how its layers are quantised, and whether its output
-    layer still is the embedding.
+    """Write to a model's settings how its layers are quantised.
+
+    They also say whether its output layer still is the embedding.
     """
     if has_own_head(model):
         model.config.tie_word_embeddings = False
-    layers, parameters = recipe_of(model), parameters_recipe_of(model)
+    layers = recipe_of(model)
+    parameters = parameters_recipe_of(model)
     if layers or parameters:
-        published = published_of(model)
-        model.config.quantization_config = _classes()[0](
-            layers=layers, parameters=parameters, published=published
+        config, _ = _classes()
+        model.config.quantization_config = config(
+            layers=layers, parameters=parameters, published=published_of(model)
         )
     else:
         vars(model.config).pop("quantization_config", None)
 
 
 class _Gather:
-    """The conversion of a weight's parts in a file to the parameter that the layer
-    takes, in the layer's dtype.
+    """The conversion of a weight's parts in a file to the layer's parameter.
+
+    It has the layer's dtype.
     """
 
     def convert(
@@ -647,39 +722,46 @@ class _Gather:
         missing_keys: Any = None,
         **_: Any,
     ) -> dict[str, Tensor]:
+        """Return the parameter of a layer's name."""
         parts = {}
         for pattern, value in input_dict.items():
             suffix = next((suffix for suffix in PARTS[1:] if pattern.endswith(suffix + "$")), "")
             parts[f"weight{suffix}"] = value[0] if isinstance(value, list) else value
-        owner, entry = full_layer_name.rpartition(".")[::2]
+        owner, _dot, entry = full_layer_name.rpartition(".")
         layer = model.get_submodule(owner)
-        own = getattr(layer, entry)  # without values
-        if (
-            missing_keys is not None
-        ):  # names of the model's state, of which one alone stands for all parts
+        # without values
+        parameter = getattr(layer, entry)
+        if missing_keys is not None:
+            # Of the names of the model's state one alone stands for all parts.
             missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS[1:]})
-        gather_parts(parts, "weight", own)
+        gather_parts(parts, "weight", parameter)
         value = parts["weight"]
         if isinstance(value, FP8Tensor):
-            if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (
-                own.format,
-                own.scale.shape,
-            ):
-                its, wanted = ((x.format.name, x.granularity) for x in (value, own))
-                raise ValueError(
-                    f"{full_layer_name} is {its} in the file, and {wanted} in config.json"
-                )
-            value = value.with_parts(lambda part: part, own.dtype).requires_grad_(own.requires_grad)
+            _check_is_same_kind(full_layer_name, value, parameter)
+            value = value.with_parts(lambda part: part, parameter.dtype)
+            value = value.requires_grad_(parameter.requires_grad)
         else:
-            value = value.to(own.dtype) if value.dtype in FLOATS else value
+            value = value.to(parameter.dtype) if value.dtype in FLOATS else value
             value = value.t().contiguous() if isinstance(layer, QuantizedConv1D) else value
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
             value = GridParameter(value, manifold=layer.manifold)
         return {full_layer_name: value}
 
 
+def _check_is_same_kind(name: str, value: FP8Tensor, parameter: Tensor) -> None:
+    """Refuse codes of another format or granularity than the settings say."""
+    if not isinstance(parameter, FP8Tensor):
+        return
+    if (value.format, value.scale.shape) != (parameter.format, parameter.scale.shape):
+        in_file = (value.format.name, value.granularity)
+        in_config = (parameter.format.name, parameter.granularity)
+        raise ValueError(f"{name} is {in_file} in the file, and {in_config} in config.json")
+
+
 class TrainerOptimizer:
-    """The factory that a trainer makes, then calls with the model and the options of
+    """The factory of an optimizer.
+
+    A trainer makes it, then calls it with the model and the options of
     :func:`trainer_optimizer`.
     """
 
@@ -699,26 +781,29 @@ class TrainerOptimizer:
         in_backward: dict[str, Any] | None,
         **options: Any,
     ) -> Any:
-        """Make the optimizer of a model that is where it is trained; axolotl gives it
-        the arguments once more.
+        """Make the optimizer of a model, which is on the device where it is trained.
+
+        axolotl passes the trainer's arguments once more; they are not read.
         """
-        made: Any
+        optimizer: Any
         if rule == "muon":
-            made = StiffnessMuon.for_model(model, **options)
+            optimizer = StiffnessMuon.for_model(model, **options)
         else:
-            made = StiffnessAdamW(_groups(model, options.pop("weight_decay")), **options)
+            groups = _groups_by_decay(model, options.pop("weight_decay"))
+            optimizer = StiffnessAdamW(groups, **options)
         if in_backward is not None:
-            step_in_backward(made, **in_backward)
-        return made
+            step_in_backward(optimizer, **in_backward)
+        return optimizer
 
 
 def trainer_optimizer(
     arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
 ) -> tuple[type[Any], dict[str, Any]]:
-    """The ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers, or of a
-    library that builds on it.
+    r"""Return the ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers.
 
-    .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
+    It serves libraries that build on it, too.
+
+    .. math:: (F, o) \text{ with } F()(\text{model}, **o) = \text{the optimizer}
 
     Learning rate, betas, eps and decay are those of the arguments, and biases and norms
     don't decay. ``in_backward`` uses :func:`fp8manifold.optim.step_in_backward`: with
@@ -732,7 +817,7 @@ def trainer_optimizer(
         rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
             (``StiffnessMuon.for_model``).
         in_backward: whether to step in the backward pass.
-        options: the optimizer's, in place of the arguments'; for ``muon`` those of
+        **options: the optimizer's, in place of the arguments'; for ``muon`` those of
             ``for_model`` too.
 
     Returns:
@@ -758,50 +843,53 @@ def trainer_optimizer(
     Source: the interface of transformers 5 for optimizers that see the model.
     """
     check_choice("rule", rule, _RULES)
-    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-    for name in (*names, "max_grad_norm", "gradient_accumulation_steps"):
+    for name in _ARGUMENTS:
         if not hasattr(arguments, name):
             raise TypeError(
                 f"arguments is a {type(arguments).__name__} without {name}: TrainingArguments are "
-                f"needed"
+                "needed"
             )
-    lr, weight_decay, *betas, eps = (getattr(arguments, name) for name in names)
-    shared = {
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "betas": (*betas,),
-        "adam_eps" if rule == "muon" else "eps": eps,
+    options_of_arguments = {
+        "lr": arguments.learning_rate,
+        "weight_decay": arguments.weight_decay,
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "adam_eps" if rule == "muon" else "eps": arguments.adam_epsilon,
     }
-    how: dict[str, Any] | None = None
     if in_backward and getattr(arguments, "fp16", False):
         raise ValueError(
             "in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True"
         )
+    backward_options: dict[str, Any] | None = None
     if in_backward and arguments.gradient_accumulation_steps > 1:
-        how = {"accumulate": "bfloat16"}
+        backward_options = {"accumulate": "bfloat16"}
     elif in_backward:
-        how = {
+        backward_options = {
             "clip": "previous",
             "max_norm": float(arguments.max_grad_norm or math.inf),
             "first": "measure",
         }
-    return TrainerOptimizer, shared | options | {"rule": rule, "in_backward": how}
+    chosen = options_of_arguments | options
+    return TrainerOptimizer, chosen | {"rule": rule, "in_backward": backward_options}
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of the parameters that decay and of those that do not, as Trainer divides
-    them.
+def _groups_by_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups of the parameters that decay and of those that do not.
+
+    They are divided as Trainer divides them.
     """
-    trainer = import_optional(
+    transformers = import_optional(
         "transformers", "hf", "fp8manifold.huggingface.trainer_optimizer"
-    ).Trainer
-    decays = set(trainer.get_decay_parameter_names(None, model))
-    groups: dict[bool, dict[str, Any]] = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            decaying = name in decays
-            groups.setdefault(
-                decaying, {"params": [], "weight_decay": weight_decay if decaying else 0.0}
-            )
-            groups[decaying]["params"].append((name, p))
-    return [groups[decaying] for decaying in (True, False) if decaying in groups]
+    )
+    decaying_names = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    decaying: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = decaying if name in decaying_names else others
+            group.append((name, parameter))
+    groups: list[dict[str, Any]] = []
+    if decaying:
+        groups.append({"params": decaying, "weight_decay": weight_decay})
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    return groups

@@ -1,10 +1,20 @@
-"""The layout of a published folder: its description in a model's settings, and the
-places of its tensors in a model.
+"""A published folder as a whole: its description, and the places of its tensors in a model.
+
+::
+
+    folder       --described-->    description: files, tensors, documents, other files
+    description  --Layout-->       weights in codes, floats, extras
+    model        --Layout.find-->  the place of each tensor: a parameter, or a part of one
+
+The description is kept in the model's settings, so that the folder can be written again from
+the model alone: it is a dict in JSON's types, whose keys are a file format. Transformers
+renames tensors, stacks experts and joins matrices when it reads a model. ``places_of`` asks it
+for these conversions, and follows the two that only move weights.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -14,87 +24,87 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import import_optional
 from fp8manifold._base.wrappers import plain_name
-from fp8manifold._published.found import quantization_of, stored_weights
-from fp8manifold._published.places import Place
-from fp8manifold._published.replaced import ADAPTER, INDEX
-from fp8manifold._published.stored import Header
+from fp8manifold._published.find_weights import quantization_of, stored_weights
+from fp8manifold._published.places import Index, Place
+from fp8manifold._published.replace_files import ADAPTER, INDEX
+from fp8manifold._published.stored_weight import Header
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
-OF_SERVER: Final = "hf_quant_config.json"
-DOCUMENTS: Final = (CONFIG, GENERATION, OF_SERVER)
-WEIGHTS: Final = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-)  #: Of files that may be a second copy of all weights.
+SERVER_CONFIG: Final = "hf_quant_config.json"
+DOCUMENTS: Final = (CONFIG, GENERATION, SERVER_CONFIG)
+WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Suffixes of files that may be a second copy of all weights."""
 
 
-def described(place: Path, tensors: Any) -> dict[str, Any]:
-    """The description of a folder; ``tensors`` has ``names()``, ``header`` and
-    ``metadata`` of its files.
+def described(folder: Path, tensors: Any) -> dict[str, Any]:
+    """Return the description of a folder.
+
+    ``tensors`` has ``names()``, ``header`` and ``metadata`` of its files.
     """
     files: dict[str, Any] = {}
     for name in tensors.names():
         header = tensors.header(name)
-        said = files.setdefault(header.file, {"metadata": tensors.metadata(name), "tensors": {}})
-        said["tensors"][name] = [header.dtype, list(header.shape)]
-    documents = {
-        name: (place / name).read_text("utf-8") for name in DOCUMENTS if (place / name).is_file()
-    }
+        file = files.setdefault(header.file, {"metadata": tensors.metadata(name), "tensors": {}})
+        file["tensors"][name] = [header.dtype, list(header.shape)]
+    documents = {}
+    for name in DOCUMENTS:
+        if (folder / name).is_file():
+            documents[name] = (folder / name).read_text("utf-8")
     if CONFIG not in documents:
         raise FileNotFoundError(
-            f"{str(place)!r} has no {CONFIG}: give the folder of a transformers model"
+            f"{str(folder)!r} has no {CONFIG}: give the folder of a transformers model"
         )
-    # an adapter would be put over the weights that the model is trained to
-    known = {*files, *DOCUMENTS, INDEX, ADAPTER}
+    # An adapter would be put over the weights that the model is trained to.
+    known_files = {*files, *DOCUMENTS, INDEX, ADAPTER}
     others = sorted(
-        f.name
-        for f in place.iterdir()
-        if f.is_file() and f.name not in known and f.suffix not in WEIGHTS
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path.name not in known_files and path.suffix not in WEIGHT_SUFFIXES
     )
-    made = {
-        "source": str(place),
+    description = {
+        "source": str(folder),
         "files": files,
         "documents": documents,
         "kept": {},
         "others": others,
     }
-    if (place / INDEX).is_file():
-        made["index"] = json.loads((place / INDEX).read_text("utf-8")).get("metadata", {})
-    return made
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text("utf-8"))
+        description["index"] = index.get("metadata", {})
+    return description
 
 
 class Layout:
-    """The tensors of a folder by its description and, once it is found in a model,
-    their places there.
+    """The tensors of a folder, by its description, and their places in a model.
+
+    Attributes:
+        published: the description.
+        headers: of all tensors, by name.
+        stored: weights in codes, by their names in a model.
+        weight_of: the same weights, by the names of their codes and of their scales.
+        extras: names of scales of activations.
+        floats: names of all other tensors.
+        places: where each weight and float is in a model; filled by :meth:`find`.
     """
 
     def __init__(self, published: dict[str, Any]) -> None:
         self.published = published
-        for name in (*published["files"], *published["documents"], *published["others"]):
-            if (
-                Path(name).name != name
-            ):  # settings may come from anyone, and these are names of files to write
-                raise ValueError(
-                    f"the model's settings name {name!r} among its files: a plain file name is "
-                    f"needed"
-                )
-        self.headers = {
-            name: Header(dtype, tuple(shape), file)
-            for file, said in published["files"].items()
-            for name, (dtype, shape) in said["tensors"].items()
-        }
-        config, of_server = (
-            json.loads(published["documents"].get(name, "null")) for name in (CONFIG, OF_SERVER)
-        )
-        self.stored = stored_weights(self.headers, quantization_of(config, of_server))
-        self.weight_of = {
-            name: each for each in self.stored.values() for name in (each.codes, each.scale)
-        }
-        self.extras = {name for each in self.stored.values() for name in each.extras}
+        _check_file_names(published)
+        self.headers = {}
+        for file, description in published["files"].items():
+            for name, (dtype, shape) in description["tensors"].items():
+                self.headers[name] = Header(dtype, tuple(shape), file)
+        documents = published["documents"]
+        config = json.loads(documents.get(CONFIG, "null"))
+        server_config = json.loads(documents.get(SERVER_CONFIG, "null"))
+        self.stored = stored_weights(self.headers, quantization_of(config, server_config))
+        self.weight_of = {}
+        self.extras: set[str] = set()
+        for weight in self.stored.values():
+            self.weight_of[weight.codes] = weight
+            self.weight_of[weight.scale] = weight
+            self.extras.update(weight.extras)
         self.floats = [
             name for name in self.headers if name not in self.weight_of and name not in self.extras
         ]
@@ -103,17 +113,17 @@ class Layout:
     def find(self, model: Any) -> None:
         """Look for every tensor in a model."""
         shapes = {name: self.headers[name].shape for name in self.floats}
-        self.places = places_of(
-            model, shapes | {name: each.shape for name, each in self.stored.items()}
-        )
+        shapes |= {name: weight.shape for name, weight in self.stored.items()}
+        self.places = places_of(model, shapes)
 
     @property
     def left(self) -> list[str]:
-        """Tensors of floats, codes and scales that the model has no place for."""
-        names = {name: each.name for name, each in self.weight_of.items()} | {
-            name: name for name in self.floats
-        }
-        return [name for name, own in names.items() if own not in self.places]
+        """Floats, codes and scales that the model has no place for."""
+        names_in_model = {name: weight.name for name, weight in self.weight_of.items()}
+        names_in_model |= {name: name for name in self.floats}
+        return [
+            name for name, model_name in names_in_model.items() if model_name not in self.places
+        ]
 
     @property
     def copied(self) -> list[str]:
@@ -125,135 +135,182 @@ class Layout:
         self.published["copied"] = self.copied
 
     def lost(self, model: Any) -> list[str]:
-        """Tensors that had a place in the model when they were read and have none now.
+        """Return the tensors that had a place when they were read and have none now.
 
         Settings of older versions do not say which had one: there, all but those that
         the model's class ignores.
         """
-        never = self.published.get("copied")
-        if never is None:
+        never_placed = self.published.get("copied")
+        if never_placed is None:
             return [name for name in self.copied if not is_ignored(model, name)]
-        return sorted(set(self.copied) - set(never), key=self.copied.index)
+        return sorted(set(self.copied) - set(never_placed), key=self.copied.index)
+
+
+def _check_file_names(published: Mapping[str, Any]) -> None:
+    """Refuse paths: settings may come from anyone, and these files are written."""
+    for name in (*published["files"], *published["documents"], *published["others"]):
+        if Path(name).name != name:
+            raise ValueError(
+                f"the model's settings name {name!r} among its files: a plain file name is needed"
+            )
 
 
 def is_ignored(model: Any, name: str) -> bool:
-    """True for a tensor of files that the model's class declares to have no place for."""
+    """Return whether a model's class declares that it has no place for a tensor of files."""
     patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq")
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """The place of each tensor of the files in a model of transformers, by its name;
-    none if the model lacks it.
-
-    Transformers renames tensors and puts several into one; a parameter that it makes in
-    another way is refused.
-    """
-    loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
-    conversions = import_optional(
-        "transformers.conversion_mapping", "hf", "load_fp8"
-    ).get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
-    for each in conversions:
-        # of a model inside, by the name of its module
-        if getattr(each, "scope_prefix", None):
-            each.scope_prefix = plain_name(each.scope_prefix)
-    own, prefix = entries_of(model), model.base_model_prefix
-    found: dict[str, dict[str | None, list[str]]] = {}
-    for name in sorted(shapes, key=loading.dot_natural_key):
-        here, pattern = loading.rename_source_key(name, renamings, converters, prefix, own)
-        if here not in own and name in own:
-            here, pattern = loading.rename_source_key(name, [], [], prefix, own)
-        if here in own:
-            found.setdefault(here, {}).setdefault(pattern, []).append(name)
-    operations = {pattern: each for each in converters for pattern in each.source_patterns}
-    places: dict[str, Place] = {}
-    for target, by_pattern in found.items():
-        whole = tuple(own[target].shape)
-        if None in by_pattern:
-            made = {name: Place(target) for name in by_pattern[None]}
-        else:
-            made = _parts(target, by_pattern, operations[next(iter(by_pattern))], shapes)
-        for name, place in made.items():
-            _check_fits(name, shapes[name], place, whole)
-        if sum(prod(shapes[name]) for name in made) != prod(whole):
-            raise ValueError(
-                f"{target!r} has shape {whole} in the model; {_all(made)} in the files do not "
-                f"cover it"
-            )
-        places |= made
-    return places
-
-
 def entries_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that files have, by all their names without wrappers."""
-    hidden = {
-        f"{owner}.{name}" if owner else name
-        for owner, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    buffers = {
-        name: value
-        for name, value in model.named_buffers(remove_duplicate=False)
-        if name not in hidden
-    }
-    entries = dict(model.named_parameters(remove_duplicate=False)) | buffers
+    """Return parameters and buffers that files have, by all their names without wrappers."""
+    hidden = set()
+    for owner, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{owner}." if owner else ""
+        hidden |= {prefix + name for name in module._non_persistent_buffers_set}
+    entries: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in hidden:
+            entries[name] = buffer
     return {plain_name(name): value for name, value in entries.items()}
 
 
-def _parts(
+def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Return the place of each tensor of the files that the model has one for.
+
+    Args:
+        model: of transformers.
+        shapes: of the tensors, by name.
+
+    Raises:
+        ValueError: a parameter that transformers makes of several tensors in another way
+            than by stacking and joining them, or that they do not cover.
+    """
+    loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
+    mapping = import_optional("transformers.conversion_mapping", "hf", "load_fp8")
+    conversions = mapping.get_model_conversion_mapping(model)
+    converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
+    entries = entries_of(model)
+    groups = _tensors_by_entry(model, shapes, conversions, entries)
+    converter_of = {pattern: x for x in converters for pattern in x.source_patterns}
+    places: dict[str, Place] = {}
+    for target, names_by_pattern in groups.items():
+        shape = tuple(entries[target].shape)
+        if None in names_by_pattern:
+            target_places = {name: Place(target) for name in names_by_pattern[None]}
+        else:
+            converter = converter_of[next(iter(names_by_pattern))]
+            target_places = _places_of_parts(target, names_by_pattern, converter, shapes)
+        for name, place in target_places.items():
+            _check_fits(name, shapes[name], place, shape)
+        if sum(prod(shapes[name]) for name in target_places) != prod(shape):
+            raise ValueError(
+                f"{target!r} has shape {shape} in the model; {_first_of(target_places)} in the "
+                "files do not cover it"
+            )
+        places |= target_places
+    return places
+
+
+def _tensors_by_entry(
+    model: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    conversions: Sequence[Any],
+    entries: Mapping[str, Tensor],
+) -> dict[str, dict[str | None, list[str]]]:
+    """Return names in files by the entry of the model that they go to.
+
+    For each entry they are by the pattern of the converter that takes them; None for a
+    tensor that goes there as it is.
+    """
+    loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
+    renamings = [x for x in conversions if isinstance(x, loading.WeightRenaming)]
+    converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
+    for conversion in conversions:
+        # That of a model inside this one has the name of its module.
+        if getattr(conversion, "scope_prefix", None):
+            conversion.scope_prefix = plain_name(conversion.scope_prefix)
+    prefix = model.base_model_prefix
+    groups: dict[str, dict[str | None, list[str]]] = {}
+    for name in sorted(shapes, key=loading.dot_natural_key):
+        entry, pattern = loading.rename_source_key(name, renamings, converters, prefix, entries)
+        if entry not in entries and name in entries:
+            entry, pattern = loading.rename_source_key(name, [], [], prefix, entries)
+        if entry in entries:
+            groups.setdefault(entry, {}).setdefault(pattern, []).append(name)
+    return groups
+
+
+def _places_of_parts(
     target: str,
-    by_pattern: Mapping[Any, list[str]],
+    names_by_pattern: Mapping[Any, list[str]],
     converter: Any,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Place]:
-    """Places of tensors that are stacked, joined, or both, in the order in which
-    transformers does it.
+    """Return the places of tensors that are stacked, joined, or both.
+
+    They are in the order in which transformers does it.
     """
-    steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
-    lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
-    kinds = [kind for kind, _ in steps]
-    stacked, joined = ("MergeModulelist", 0) in steps, kinds[-1] == "Concatenate"
-    known = kinds == ["MergeModulelist"] * stacked + ["Concatenate"] * joined
-    if not known or len(converter.target_patterns) > 1 or not (joined or len(lists) == 1):
-        names = [name for each in lists for name in each]
+    operations = [(type(x).__name__, getattr(x, "dim", 0)) for x in converter.operations]
+    operation_names = [name for name, _ in operations]
+    name_lists = [
+        names_by_pattern[pattern]
+        for pattern in converter.source_patterns
+        if pattern in names_by_pattern
+    ]
+    is_stacked = ("MergeModulelist", 0) in operations
+    is_joined = operation_names[-1] == "Concatenate"
+    expected_names = ["MergeModulelist"] * is_stacked + ["Concatenate"] * is_joined
+    is_known = operation_names == expected_names and (is_joined or len(name_lists) == 1)
+    if not is_known or len(converter.target_patterns) > 1:
+        names = [name for names in name_lists for name in names]
         raise ValueError(
-            f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which can't be "
-            f"read"
+            f"transformers makes {target!r} of {_first_of(names)} by {', '.join(operation_names)}, "
+            "which can't be read"
         )
-    groups = lists if stacked else [[name] for names in lists for name in names]
-    dim = steps[-1][1] - stacked if joined else None
-    ends = [0, *(0 if dim is None else shapes[names[0]][dim] for names in groups)]
-    return {
-        name: Place(target, _index(number if stacked else None, shapes[name], dim, span))
-        for span, names in zip(pairwise(accumulate(ends)), groups, strict=True)
-        for number, name in enumerate(names)
-    }
+    # Each group is joined to the next: all experts of a pattern, or a single tensor.
+    groups = name_lists if is_stacked else [[name] for names in name_lists for name in names]
+    # The dimension that is joined, in a tensor of a file: the stack has one more.
+    dim = operations[-1][1] - is_stacked if is_joined else None
+    lengths = [0 if dim is None else shapes[names[0]][dim] for names in groups]
+    spans = pairwise(accumulate([0, *lengths]))
+    places = {}
+    for span, names in zip(spans, groups, strict=True):
+        for number, name in enumerate(names):
+            index = _index(number if is_stacked else None, shapes[name], dim, span)
+            places[name] = Place(target, index)
+    return places
 
 
 def _index(
     number: int | None,
     shape: tuple[int, ...],
-    dim: int | None = None,
-    span: tuple[int, int] = (0, 0),
-) -> Any:
-    spans = [slice(*span) if axis == dim else slice(0, size) for axis, size in enumerate(shape)]
-    return tuple(spans) if number is None else (number, *spans)
+    dim: int | None,
+    span: tuple[int, int],
+) -> Index:
+    """Return the index of a tensor in a stack (``number``), and in a matrix along ``dim``."""
+    slices = [slice(*span) if axis == dim else slice(0, size) for axis, size in enumerate(shape)]
+    return tuple(slices) if number is None else (number, *slices)
 
 
-def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[int, ...]) -> None:
-    ends = [entry.stop if isinstance(entry, slice) else entry + 1 for entry in place.index]
-    inside = len(ends) == len(whole) and all(
-        end <= size for end, size in zip(ends, whole, strict=True)
-    )
-    if not inside and (place.index or shape != whole):
+def _check_fits(
+    name: str, shape: tuple[int, ...], place: Place, target_shape: tuple[int, ...]
+) -> None:
+    if place.index:
+        fits = len(place.index) == len(target_shape)
+        for entry, size in zip(place.index, target_shape, strict=False):
+            end = entry.stop if isinstance(entry, slice) else entry + 1
+            fits = fits and end <= size
+    else:
+        # A single number may have any number of dimensions in the files.
+        fits = shape == target_shape or not target_shape
+    if not fits:
         raise ValueError(
             f"{name!r} has shape {shape} in the files; the model has {place.target!r} of shape "
-            f"{whole}"
+            f"{target_shape}"
         )
 
 
-def _all(names: Any) -> str:
+def _first_of(names: Iterable[str]) -> str:
+    """Return a text of several names."""
     first, *others = names
     return f"{first!r} and {len(others)} more" if others else repr(first)

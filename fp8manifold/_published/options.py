@@ -1,5 +1,12 @@
-"""The options of transformers' ``from_pretrained``, by what becomes of them where a
-published folder is read.
+"""Options of transformers' ``from_pretrained``, by what becomes of them in ``load_fp8``.
+
+::
+
+    revision, token, ...              where on the Hub the folder is
+    attn_implementation, ...          passed on to from_pretrained
+    use_safetensors=True, ...         say what holds anyway: dropped
+    config, trust_remote_code, ...    refused, with what holds instead
+    all others                        changes of the settings in config.json
 """
 
 from collections.abc import Mapping
@@ -25,7 +32,6 @@ _SETTINGS: Final = "settings are those of the folder: give those that differ by 
 _FORMATS: Final = "formats are those of the files: use from_pretrained for a float model"
 _NAMES: Final = "names are those that transformers knows for the class"
 _MODULES: Final = "the modules are those of the files"
-#: options that are refused, with what holds instead
 _REFUSED: Final = {
     "config": _SETTINGS,
     "name_or_path": _SETTINGS,
@@ -55,20 +61,24 @@ _REFUSED: Final = {
     "adapter_kwargs": "put the adapter on the model that was read, with PEFT",
     "adapter_name": "put the adapter on the model that was read, with PEFT",
 }
-#: options that say what holds anyway, by the values that do so
+"""Options that are refused unless they are None or False, with what holds instead."""
 _HOLDS_ANYWAY: Final = {
     "use_safetensors": (None, True),
     "low_cpu_mem_usage": (None, True),
     "weights_only": (None, True, False),
 }
+"""Options that say what holds anyway, with the values that do so."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of reading: for the Hub, for ``from_pretrained``, and of the settings."""
+    """Options of ``load_fp8``, sorted by what they are for."""
 
+    #: Those of a download.
     hub: dict[str, Any]
+    #: Those that ``from_pretrained`` gets.
     passed: dict[str, Any]
+    #: Changes of the settings in ``config.json``.
     settings: dict[str, Any]
     dtype: Any
     device: torch.device
@@ -78,21 +88,21 @@ class ReadOptions:
 def sorted_options(
     options: Mapping[str, Any], dtype: Any, device: torch.device | str | int
 ) -> ReadOptions:
-    """Sort what was given beside the folder; refuse what would be taken and ignored.
+    """Sort options by what they are for.
 
-    What is of none of the kinds is a setting, which ``config.json`` may have or not.
+    An option of none of the kinds is a setting, which ``config.json`` may have or not.
 
     Raises:
-        ValueError: an option that has no meaning here, with what holds instead.
+        ValueError: an option that would be taken and ignored, with what holds instead.
     """
     hub: dict[str, Any] = {}
     passed: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    given = dict(options)
-    dtype = _dtype(dtype, given.pop("torch_dtype", None))
-    device = _device(device, given.pop("device_map", None))
-    subfolder = given.pop("subfolder", None) or ""
-    for name, value in given.items():
+    rest = dict(options)
+    dtype = _one_dtype(dtype, rest.pop("torch_dtype", None))
+    device = _one_device(device, rest.pop("device_map", None))
+    subfolder = rest.pop("subfolder", None) or ""
+    for name, value in rest.items():
         if name in _OF_HUB:
             hub[name] = value
         elif name in _PASSED:
@@ -100,34 +110,43 @@ def sorted_options(
         elif name not in _REFUSED and name not in _HOLDS_ANYWAY:
             settings[name] = value
         elif value not in _HOLDS_ANYWAY.get(name, (None, False)):
-            why = _REFUSED.get(name, _FILES)
-            raise ValueError(f"load_fp8 takes no {name}={value!r:.60}: {why}")
+            reason = _REFUSED.get(name, _FILES)
+            raise ValueError(f"load_fp8 takes no {name}={value!r:.60}: {reason}")
     return ReadOptions(hub, passed, settings, dtype, device, subfolder)
 
 
-def _dtype(dtype: Any, older: Any) -> Any:
-    """The dtype, also by its name, or under the name that transformers had for it."""
-    names = [getattr(torch, x, x) if isinstance(x, str) else x for x in (dtype, older)]
-    dtype, older = names
-    if older is None:
+def _one_dtype(dtype: Any, torch_dtype: Any) -> Any:
+    """Return the dtype, which may be given by its name, or as transformers' older option."""
+    dtype = _dtype_of_name(dtype)
+    torch_dtype = _dtype_of_name(torch_dtype)
+    if torch_dtype is None:
         return dtype
-    if dtype not in (older, torch.bfloat16):
-        raise ValueError(f"dtype={dtype} and torch_dtype={older} differ: give dtype alone")
-    return older
+    if dtype not in (torch_dtype, torch.bfloat16):
+        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} differ: give dtype alone")
+    return torch_dtype
 
 
-def _device(device: torch.device | str | int, map_: Any) -> torch.device:
-    """The one device, also as a map of the whole model."""
-    own = torch.device(device)
-    if map_ is not None:
-        whole: Any = map_.get("") if isinstance(map_, Mapping) and len(map_) == 1 else map_
+def _dtype_of_name(dtype: Any) -> Any:
+    return getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+def _one_device(device: torch.device | str | int, device_map: Any) -> torch.device:
+    """Return the device, which may be given as transformers' map of the whole model."""
+    chosen = torch.device(device)
+    if device_map is not None:
+        is_of_whole_model = isinstance(device_map, Mapping) and len(device_map) == 1
+        entry: Any = device_map.get("") if is_of_whole_model else device_map
         try:
-            mapped = torch.device(whole)
+            mapped = torch.device(entry)
         except (TypeError, RuntimeError):
-            raise ValueError(f"load_fp8 takes no device_map={map_!r:.60}: {_ONE_DEVICE}") from None
-        if own not in (mapped, torch.device("cpu")):
-            raise ValueError(f"device={own} and device_map={map_!r:.60} differ: give device alone")
-        own = mapped
-    if own.type == "meta":
+            raise ValueError(
+                f"load_fp8 takes no device_map={device_map!r:.60}: {_ONE_DEVICE}"
+            ) from None
+        if chosen not in (mapped, torch.device("cpu")):
+            raise ValueError(
+                f"device={chosen} and device_map={device_map!r:.60} differ: give device alone"
+            )
+        chosen = mapped
+    if chosen.type == "meta":
         raise ValueError("device='meta' has no values, which are read: give another device")
-    return own
+    return chosen

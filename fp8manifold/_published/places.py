@@ -1,16 +1,26 @@
-"""Places of a file's weights in the parameters of a model: whole, or as experts and as
-parts of a fused matrix.
+"""Put the weights of files together to a parameter of a model, and take them apart again.
+
+A model may have in one parameter what files have in several tensors: stacked experts, or the
+columns of q, k and v joined to one matrix::
+
+    files       q (M, K)   k (M, K)   v (M, K)      each with scales in its own layout
+    model       qkv (3 M, K)                        one FP8Parameter, one layout of scales
+    Place       "qkv", [0:M, :]  [M:2M, :]  ...     where in the parameter each tensor is
+
+Codes are copied to their part. Scales are put where those of the part are; parts with one
+scale each share it if the model joins them in one matrix. If these differ, the parameter has
+a scale for each row instead, and its rows are rescaled to one before they are written back.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8manifold._encoded.storage import SQUARE
-from fp8manifold._published.stored import StoredWeight, read_parts
+from fp8manifold._published.stored_weight import StoredWeight, read_parts
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
@@ -22,8 +32,17 @@ Index = tuple[int | slice, ...]
 class Place:
     """The part of a parameter that one tensor of a file holds."""
 
-    target: str  #: Name of the parameter.
-    index: Index = ()  #: Its part: a number or a slice for each dimension; empty for the whole.
+    #: Name of the parameter.
+    target: str
+    #: Its part: a number or a slice for each dimension; empty for the whole.
+    index: Index = ()
+
+
+class ScalePlace(NamedTuple):
+    """Where the scales of a part are among those of a parameter, and the shape of these."""
+
+    index: Index
+    shape: tuple[int, ...]
 
 
 def weight_of(
@@ -34,133 +53,155 @@ def weight_of(
     done: Callable[[int], None],
     **options: Any,
 ) -> FP8Parameter:
-    """The parameter ``target``, put together from its parts in files, which ``read``
-    gives one at a time.
+    """Return a parameter, put together from its parts in files.
 
-    ``done`` is called with the number of bytes that are needed no more; ``options`` are
-    ``device`` and those of
-    :meth:`FP8Tensor.from_codes`.
+    Args:
+        target: its name.
+        parts: its parts.
+        shape: its shape.
+        read: returns a tensor of the files by its name.
+        done: called with the number of bytes that are needed no more.
+        options: ``device`` and those of :meth:`FP8Tensor.from_codes`.
+
+    Raises:
+        ValueError: parts whose formats or scales one parameter can't have.
     """
     first = parts[0][1]
     for _, stored in parts[1:]:
         if (stored.format, stored.granularity) != (first.format, first.granularity):
-            its, other = (
-                f"{s.format.name} with a scale for each {s.granularity}" for s in (first, stored)
-            )
             raise ValueError(
-                f"{first.codes!r} is {its}, {stored.codes!r} {other}: the model joins them in "
-                f"{target!r}"
+                f"{first.codes!r} is {_format_and_scales(first)}, {stored.codes!r} "
+                f"{_format_and_scales(stored)}: the model joins them in {target!r}"
             )
     device = options.pop("device", None)
     codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
-    found = []
+    part_scales = []
     for index, stored in parts:
-        part, scale = read_parts(stored, read)
-        codes[index].copy_(part)
-        done(part.nbytes)
-        found.append(scale.to(device=device, copy=True))
-        del part
-    scales = _joined(target, parts, found, codes.shape) if parts[0][0] else found[0]
+        part_codes, scale = read_parts(stored, read)
+        codes[index].copy_(part_codes)
+        done(part_codes.nbytes)
+        part_scales.append(scale.to(device=device, copy=True))
+        # The next part is read without this one in memory.
+        del part_codes
+    is_whole = not parts[0][0]
+    scales = part_scales[0] if is_whole else _joined_scales(target, parts, part_scales, codes.shape)
     return FP8Parameter.from_codes(
         codes, scales, first.format, block_size=first.block_size, requires_grad=True, **options
     )
 
 
-def _joined(
+def _format_and_scales(stored: StoredWeight) -> str:
+    return f"{stored.format.name} with a scale for each {stored.granularity}"
+
+
+def _joined_scales(
     target: str,
     parts: Sequence[tuple[Index, StoredWeight]],
-    found: Sequence[Tensor],
+    part_scales: Sequence[Tensor],
     shape: Sequence[int],
 ) -> Tensor:
-    """The scales of a parameter from those of its parts; unlike ones of rows of a
-    matrix become one per row.
+    """Return the scales of a parameter from those of its parts.
+
+    Unlike ones of rows of a matrix become one per row.
     """
     for by_row in (False, True):
-        unlike = False
-        # transformers sets another default dtype while it reads
-        scales = found[0].new_full(
-            scales_at(*parts[0], shape, by_row)[1], torch.nan, dtype=torch.float32
+        are_alike = True
+        # transformers sets another default dtype while it reads. NaN is where no part has
+        # put its scale yet.
+        scales = part_scales[0].new_full(
+            scales_at(*parts[0], shape, by_row).shape, torch.nan, dtype=torch.float32
         )
-        for (index, stored), scale in zip(parts, found, strict=True):
-            at = scales_at(index, stored, shape, by_row)[0]
-            scale = (
-                scale.expand(scales[at].shape)
-                if stored.granularity == "tensor"
-                else scale.view_as(scales[at])
-            )
-            unlike |= bool((scales[at] == scales[at]).any()) and not torch.equal(scales[at], scale)
-            scales[at] = scale
-        if not unlike:
+        for (index, stored), scale in zip(parts, part_scales, strict=True):
+            scale_index, _ = scales_at(index, stored, shape, by_row)
+            present = scales[scale_index]
+            if stored.granularity == "tensor":
+                scale = scale.expand(present.shape)
+            else:
+                scale = scale.view_as(present)
+            is_shared = bool((present == present).any())
+            if is_shared and not torch.equal(present, scale):
+                are_alike = False
+            scales[scale_index] = scale
+        if are_alike:
             return scales
     raise ValueError(
         f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, "
-        f"and these differ: "
-        "read a model with the same scale for all of them, or with a scale for each row "
-        "(FP8_DYNAMIC of llm-compressor)"
+        "and these differ: read a model with the same scale for all of them, or with a scale for "
+        "each row (FP8_DYNAMIC of llm-compressor)"
     )
 
 
 def scales_at(
     index: Index, stored: StoredWeight, shape: Sequence[int], by_row: bool = False
-) -> tuple[Index, tuple[int, ...]]:
-    """The index of a part's scales among those of a parameter, and the shape of these.
+) -> ScalePlace:
+    """Return where a part's scales are among those of a parameter.
 
-    Parts with one scale each share it where they are rows or columns of one matrix, or
-    have it ``by_row``.
+    Args:
+        index: the part.
+        stored: what files have of it.
+        shape: the parameter's.
+        by_row: whether parts with one scale each have it per row, where they are rows of
+            one matrix. Otherwise they share it.
+
+    Raises:
+        ValueError: the model cuts the elements that share a scale.
     """
     if stored.granularity == "tensor":
         numbers = tuple(entry for entry in index if isinstance(entry, int))
         if by_row:
-            return (*index[:-1], slice(0, 1)), (*shape[:-1], 1)
+            return ScalePlace((*index[:-1], slice(0, 1)), (*shape[:-1], 1))
         ones = [1] * (len(index) - len(numbers)) if numbers else []
-        return numbers, (*shape[: len(numbers)], *ones)
-    shared = iter(_shared(stored))
-    at: list[int | slice] = []
-    sizes: list[int] = []
+        return ScalePlace(numbers, (*shape[: len(numbers)], *ones))
+    sharing_counts = iter(_sharing_counts(stored))
+    scale_index: list[int | slice] = []
+    scale_shape: list[int] = []
     for entry, size in zip(index, shape, strict=True):
         if isinstance(entry, int):
-            at.append(entry)
-            sizes.append(size)
+            scale_index.append(entry)
+            scale_shape.append(size)
             continue
-        each = next(shared) or size
-        if entry.start % each or (entry.stop % each and entry.stop != size):
+        count = next(sharing_counts) or size
+        if entry.start % count or (entry.stop % count and entry.stop != size):
             raise ValueError(
                 f"{stored.codes!r} has a scale for each {stored.granularity}, and the model puts "
                 f"it at {entry.start} to {entry.stop} of {size} rows or columns, which cuts one: "
-                f"its scales could not be written back"
+                "its scales could not be written back"
             )
-        at.append(slice(entry.start // each, -(-entry.stop // each)))
-        sizes.append(-(-size // each))
-    return tuple(at), tuple(sizes)
+        scale_index.append(slice(entry.start // count, -(-entry.stop // count)))
+        scale_shape.append(-(-size // count))
+    return ScalePlace(tuple(scale_index), tuple(scale_shape))
 
 
-def _shared(stored: StoredWeight) -> list[int]:
-    """The number of entries of each dimension that share a scale; 0 for all of them."""
+def _sharing_counts(stored: StoredWeight) -> list[int]:
+    """Return how many entries of each dimension share a scale; 0 for all of them."""
     dims = len(stored.shape)
     if stored.granularity == "channel":
         return [1] + [0] * (dims - 1)
-    last = {"row": [0], "block": [BLOCK_SIZE], "square": list(SQUARE)}[stored.granularity]
-    return [1] * (dims - len(last)) + last
+    last_counts = {"row": [0], "block": [BLOCK_SIZE], "square": list(SQUARE)}[stored.granularity]
+    return [1] * (dims - len(last_counts)) + last_counts
 
 
 def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
-    """The part of a parameter that a file has; rows that share a scale in the file are
-    rescaled to one first.
+    """Return the part of a parameter that a file has.
+
+    Rows of the parameter that share a scale in the file are rescaled to one first.
     """
     if not place.index:
         return weight
-    at, sizes = scales_at(place.index, stored, weight.shape)
-    if by_row := tuple(weight.kept_scale.shape) != sizes:
-        at, _ = scales_at(place.index, stored, weight.shape, by_row)
+    scale_index, shape = scales_at(place.index, stored, weight.shape)
+    by_row = tuple(weight.kept_scale.shape) != shape
+    if by_row:
+        scale_index, _ = scales_at(place.index, stored, weight.shape, by_row)
         scale = weight.scale.clone()
-        scale[at] = scale[at].max()
+        scale[scale_index] = scale[scale_index].max()
         if not torch.equal(scale, weight.scale):
             weight.rescale_(scale)
-    scale = weight.kept_scale[at]
-    scale = scale.flatten()[:1].reshape(()) if stored.granularity == "tensor" else scale
+    part_scale = weight.kept_scale[scale_index]
+    if stored.granularity == "tensor":
+        part_scale = part_scale.flatten()[:1].reshape(())
     return FP8Tensor.from_codes(
         weight.codes[place.index].contiguous(),
-        scale,
+        part_scale,
         weight.format,
         block_size=weight.block_size,
         dtype=weight.dtype,

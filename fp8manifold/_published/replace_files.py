@@ -1,5 +1,14 @@
-"""A model's folder written over an earlier one: wholly or not at all, and without the
-earlier files that would be read instead of the new ones.
+"""Write a model's folder over an earlier one, wholly or not at all.
+
+::
+
+    folder/.saving-xyz/     the new files are written here first
+    folder/                 then each is moved over the one of its name
+                            then earlier weights and indices go, which would be read
+                            beside the new files, or instead of them
+
+Files that no save of weights has written, and that readers would take too, are refused
+before anything is written.
 """
 
 import json
@@ -15,14 +24,15 @@ WEIGHTS_FILE: Final = "model.safetensors"
 """The file that every reader takes first, before an index of shards."""
 INDEX: Final = "model.safetensors.index.json"
 ADAPTER: Final = "adapter_config.json"
-LARGEST_INDEX: Final = 2**26  #: Bytes; those of the largest models have ten million.
+LARGEST_INDEX: Final = 2**26
+"""Bytes; the indices of the largest models have ten million."""
 _SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_ENDING: Final = ".safetensors"
-#: what readers take beside weights, and what it is
-_OTHERS: Final = {
+_SUFFIX: Final = ".safetensors"
+_READ_BESIDE_WEIGHTS: Final = {
     ADAPTER: "an adapter, which transformers would put over the weights",
     "hf_quant_config.json": "settings of other weights in codes, which servers would read",
 }
+"""Files that readers take beside weights, and what they are."""
 
 
 @contextmanager
@@ -43,58 +53,60 @@ def replacing(folder: Path, names: Collection[str] = (WEIGHTS_FILE,)) -> Iterato
     folder.mkdir(parents=True, exist_ok=True)
     earlier = _earlier_weights(folder)
     _check_nothing_else_is_read(folder, names, earlier)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as place:
-        yield Path(place)
-        written = sorted(path for path in Path(place).rglob("*") if path.is_file())
-        new = {path.relative_to(place).as_posix() for path in written}
-        for path in written:
-            target = folder / path.relative_to(place)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary_name:
+        temporary = Path(temporary_name)
+        yield temporary
+        new_files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        new_names = {path.relative_to(temporary).as_posix() for path in new_files}
+        for path in new_files:
+            target = folder / path.relative_to(temporary)
             target.parent.mkdir(parents=True, exist_ok=True)
-            # never into a file that is mapped
+            # Moved, never written into the old file, which may be mapped.
             path.replace(target)
-    for name in earlier - new:
+    for name in earlier - new_names:
         (folder / name).unlink(missing_ok=True)
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the files that an index of shards names, all of them beside it."""
+    """Return the files that an index of shards names, all of them in its folder."""
     try:
-        if (size := index.stat().st_size) > LARGEST_INDEX:
+        size = index.stat().st_size
+        if size > LARGEST_INDEX:
             raise ValueError(f"it has {size} bytes, {LARGEST_INDEX} are read at most")
-        said: Any = json.loads(index.read_text(encoding="utf-8"))
-        names = sorted(set(said["weight_map"].values()))
+        document: Any = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(document["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{error!r:.200}"
         raise ValueError(
-            f"{str(index)!r} can't be read as an index of safetensors files: {why}"
+            f"{str(index)!r} can't be read as an index of safetensors files: {error!r:.200}"
         ) from None
-    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{str(index)!r} names {name!r}, which is no file beside it")
     return names
 
 
 def _earlier_weights(folder: Path) -> set[str]:
-    """Names of the weights and of the index that an earlier save has written there."""
-    there = {name for name in os.listdir(folder) if (folder / name).is_file()}
-    names = {name for name in there if name in (WEIGHTS_FILE, INDEX) or _SHARD.fullmatch(name)}
-    # an index that can't be read names nothing, and is replaced or removed itself
+    """Return the names of the weights and of the index that an earlier save has written."""
+    files = {name for name in os.listdir(folder) if (folder / name).is_file()}
+    names = {name for name in files if name in (WEIGHTS_FILE, INDEX) or _SHARD.fullmatch(name)}
+    # An index that can't be read names nothing, and is replaced or removed itself.
     with suppress(ValueError):
-        names |= {name for name in indexed_names(folder / INDEX) if name.endswith(_ENDING)}
-    return names & there
+        names |= {name for name in indexed_names(folder / INDEX) if name.endswith(_SUFFIX)}
+    return names & files
 
 
 def _check_nothing_else_is_read(
     folder: Path, names: Collection[str], earlier: Collection[str]
 ) -> None:
     """Refuse files that readers would take too, and that are not to be removed."""
-    for name, what in _OTHERS.items():
+    for name, description in _READ_BESIDE_WEIGHTS.items():
         if name not in names and (folder / name).is_file():
             raise ValueError(
-                f"{str(folder)!r} has {name!r}, {what}: remove it, or give another folder"
+                f"{str(folder)!r} has {name!r}, {description}: remove it, or give another folder"
             )
     if WEIGHTS_FILE in names or INDEX in names:
         return
-    for path in sorted(folder.glob(f"*{_ENDING}")):
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
         if path.name not in names and path.name not in earlier:
             raise ValueError(
                 f"{str(folder)!r} has {path.name!r}, which would be read with {min(names)!r}: "

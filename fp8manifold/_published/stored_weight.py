@@ -1,5 +1,15 @@
-"""One stored weight: dtypes and shapes of its codes and scales, and their conversion to
-FP8Tensor and back.
+"""One stored weight: its codes and scales in files, and as an FP8Tensor.
+
+::
+
+    two tensors of files               read_parts ->         parts of an FP8Tensor
+      codes: float8, one in a byte                             codes: uint8, one in a byte
+             E2M1, two in a byte         <- written_parts
+      scale: float32, bfloat16, float16                        scale: float32
+             E8M0 (exponents)
+
+A file may have the scale 0 where all codes are 0. An FP8Tensor may not: such a scale is
+replaced by one that no file has, and becomes 0 again when it is written.
 """
 
 import math
@@ -24,12 +34,15 @@ FORMATS: Final = {
 }
 """Formats with one code per byte, by the dtypes of safetensors."""
 PACKED: Final = ("F4", "U8", "I8")
-"""Dtypes of codes of E2M1, two per byte; of ``F4`` a header counts the codes, torch the
-bytes.
+"""Dtypes of codes of E2M1, two per byte.
+
+Of ``F4`` a header counts the codes, torch the bytes.
 """
-EXPONENTS: Final = ("F8_E8M0", "U8")  #: Dtypes in which scales are exponents, E8M0.
-SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)  #: Dtypes that scales are read from.
-_A_BYTE: Final = 2
+EXPONENTS: Final = ("F8_E8M0", "U8")
+"""Dtypes in which scales are exponents, E8M0."""
+SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)
+"""Dtypes that scales are read from."""
+_CODES_A_BYTE: Final = 2
 _DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -43,8 +56,8 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-_TINY: Final = torch.finfo(torch.float32).tiny
-_NOTHING: Final = {True: 2.0, False: 1 + 2.0**-7}
+_SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny
+_STAND_IN_FOR_0: Final = {True: 2.0, False: 1 + 2.0**-7}
 """The scale of codes whose scale in the file is 0, by whether it is an exponent there.
 
 Quantisers write the scale 0 where all weights are 0 (or 0 / 0 is NaN): no value depends
@@ -65,25 +78,28 @@ class Header:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight that files hold as codes and scales, by their names in the files;
-    ``name`` is the weight's in a model.
+    """One weight that files hold as codes and scales.
 
-    ``shape`` is that of the codes, unpacked; a model may have its weight transposed, as
-    transformers has experts whose codes are called ``_blocks``. ``extras`` are tensors
-    beside the weight, such as ``input_scale``.
+    A model may have it transposed: transformers has so experts whose codes are called
+    ``_blocks``.
     """
 
+    #: The weight's name in a model.
     name: str
+    #: Names of the two tensors in the files.
     codes: str
     scale: str
     format: FloatFormat
     granularity: StoredGranularity
+    #: The shape of the codes, one in a byte.
     shape: tuple[int, ...]
+    #: Dtypes and shapes in the files.
     code_dtype: str
     code_shape: tuple[int, ...]
     scale_dtype: str
     scale_shape: tuple[int, ...]
     file: str
+    #: Names of tensors beside the weight, such as ``input_scale``.
     extras: tuple[str, ...] = ()
 
     @property
@@ -97,22 +113,17 @@ class StoredWeight:
 
     @property
     def block_size(self) -> BlockSize:
-        """The elements that share a scale, as :meth:`fp8manifold.FP8Tensor.from_codes`
-        takes them.
-        """
-        return (
-            BLOCK_SIZE
-            if self.granularity == "block"
-            else SQUARE
-            if self.granularity == "square"
-            else None
-        )
+        """The elements that share a scale, as ``FP8Tensor.from_codes`` takes them."""
+        if self.granularity == "block":
+            return BLOCK_SIZE
+        return SQUARE if self.granularity == "square" else None
 
 
 def scale_shapes(shape: tuple[int, ...]) -> Iterator[tuple[StoredGranularity, tuple[int, ...]]]:
-    """Shapes that scales of a weight may have, for each granularity ours first.
+    """Yield (granularity, shape) of scales that a weight may have.
 
-    Where two granularities have the same shape, the same weights share a scale.
+    Of each granularity the shape in an FP8Tensor is first. Where two granularities have
+    the same shape, the same weights share a scale.
     """
     yield "tensor", ()
     yield "tensor", (1,)
@@ -130,100 +141,126 @@ def scale_shapes(shape: tuple[int, ...]) -> Iterator[tuple[StoredGranularity, tu
 
 
 def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shapes of a weight in E2M1 and of the bytes that hold it, by rows or by blocks of
-    32; None of anything else.
+    """Return the shapes of a weight in E2M1 and of the bytes that hold it.
+
+    The bytes may be by rows or by blocks of 32. Return None if these are no such codes.
     """
     if codes.dtype not in PACKED or scale.dtype not in EXPONENTS or not scale.shape:
         return None
     *rows, blocks = scale.shape
-    shape, flat = (*rows, blocks * BLOCK_SIZE), (*rows, blocks * BLOCK_SIZE // _A_BYTE)
+    shape = (*rows, blocks * BLOCK_SIZE)
+    bytes_by_row = (*rows, blocks * BLOCK_SIZE // _CODES_A_BYTE)
+    bytes_by_block = (*rows, blocks, BLOCK_SIZE // _CODES_A_BYTE)
     if codes.dtype == "F4":
-        return (shape, flat) if codes.shape == shape else None
-    return (
-        (shape, codes.shape)
-        if codes.shape in (flat, (*rows, blocks, BLOCK_SIZE // _A_BYTE))
-        else None
-    )
+        return (shape, bytes_by_row) if codes.shape == shape else None
+    if codes.shape in (bytes_by_row, bytes_by_block):
+        return shape, codes.shape
+    return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of a dtype of codes or scales; torch's name of any other."""
-    return next((name for name, known in _DTYPES.items() if known is dtype), str(dtype))
+    """Return safetensors' name of a dtype of codes or scales; torch's of any other."""
+    for name, known_dtype in _DTYPES.items():
+        if known_dtype is dtype:
+            return name
+    return str(dtype)
 
 
 def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes, uint8, and scales as :meth:`FP8Tensor.from_codes` takes them; ``read``
-    gives a tensor by its name.
+    """Return codes (uint8) and scales as :meth:`FP8Tensor.from_codes` takes them.
 
-    A scale below 2^-126 or not finite is refused, except 0 (in E8M0 the byte 0) where
-    all codes are 0 or NaN.
+    ``read`` returns a tensor of the files by its name.
+
+    Raises:
+        ValueError: codes of Inf; a scale that is below 2^-126 or not finite, except 0 (in
+            E8M0 the byte 0) where all codes are 0 or NaN.
     """
     codes = read(stored.codes).view(torch.uint8)
     if stored.code_dtype not in FORMATS:
-        codes = torch.stack((codes & 15, codes >> 4), -1).view(
-            stored.shape
-        )  # the first of two in the low bits
+        # The first of two codes is in the low bits.
+        codes = torch.stack((codes & 15, codes >> 4), -1).view(stored.shape)
     if stored.format.inf_code is not None:
         try:
             checked_codes(codes, stored.format)
         except ValueError as error:
             raise ValueError(f"{stored.codes} of {stored.file!r}: {error}") from None
-    scale = read(stored.scale).reshape(stored.own_scale_shape)
-    exponents = stored.scale_dtype in EXPONENTS
-    if exponents:
-        kept = scale.view(torch.uint8)
-        wrong, scale = (kept == 0) | (kept == 255), decoded_scale(kept)
+    stored_scale = read(stored.scale).reshape(stored.own_scale_shape)
+    are_exponents = stored.scale_dtype in EXPONENTS
+    if are_exponents:
+        stored_scale = stored_scale.view(torch.uint8)
+        scale = decoded_scale(stored_scale)
+        is_wrong = (stored_scale == 0) | (stored_scale == 255)
     else:
-        kept = scale = scale.float()
-        wrong = ~((scale >= _TINY) & scale.isfinite())
-    nothing = _NOTHING[exponents]
-    if bool((wrong | (scale == nothing)).any()):
-        is_empty = _holds_nothing(stored, codes)
-        wrong &= ~(is_empty & (scale == 0) & ~scale.signbit())
-        clash = is_empty & (scale == nothing)
-        if bool((wrong | clash).any()):
-            entry = ("the exponent " if exponents else "") + f"{kept[wrong | clash][0].item():g}"
+        stored_scale = scale = stored_scale.float()
+        is_wrong = ~((scale >= _SMALLEST_SCALE) & scale.isfinite())
+    stand_in = _STAND_IN_FOR_0[are_exponents]
+    if bool((is_wrong | (scale == stand_in)).any()):
+        is_of_zeros = _mask_of_zeros(stored, codes)
+        is_wrong &= ~(is_of_zeros & (scale == 0) & ~scale.signbit())
+        is_wrong |= is_of_zeros & (scale == stand_in)
+        if bool(is_wrong.any()):
+            value = f"{stored_scale[is_wrong][0].item():g}"
+            entry = f"the exponent {value}" if are_exponents else value
             raise ValueError(
                 f"{stored.scale}, of the codes {stored.codes} of {stored.file!r}, holds {entry}: "
-                f"scales are finite and 2^-126 at least; where all codes are 0, it may be 0 (E8M0: "
-                f"the byte 0), but not {nothing:g}"
+                "scales are finite and 2^-126 at least; where all codes are 0, it may be 0 (E8M0: "
+                f"the byte 0), but not {stand_in:g}"
             )
-        scale = scale.masked_fill(scale == 0, nothing)
+        scale = scale.masked_fill(scale == 0, stand_in)
     return codes, scale
 
 
 def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
-    """The two tensors of the files by their names: the same bytes for a weight that no
-    step has changed.
+    """Return the two tensors of the files by their names.
+
+    They are the same bytes for a weight that no step has changed.
+
+    Raises:
+        ValueError: a weight of another format, shape or granularity, or a scale that the
+            file's dtype can't hold.
     """
-    if (weight.format, tuple(weight.shape), weight.block_size, tuple(weight.scale.shape)) != (
-        stored.format, stored.shape, stored.block_size, stored.own_scale_shape,
-    ):  # fmt: skip
-        its, wanted = ((x.format.name, x.granularity, tuple(x.shape)) for x in (weight, stored))
-        raise ValueError(
-            f"{stored.name} is {its}, and was {wanted} in {stored.file!r}: it can't be written back"
-        )
-    codes, scale, dtype = weight.codes, weight.scale, _DTYPES[stored.scale_dtype]
-    exponents = stored.scale_dtype in EXPONENTS
-    if bool((nothing := scale == _NOTHING[exponents]).any()):
-        scale = scale.masked_fill(nothing & _holds_nothing(stored, codes), 0.0)
-    kept = exponents_of(scale) if exponents else scale.to(dtype)
-    if not torch.equal(decoded_scale(kept).float(), scale):
-        entry = scale[decoded_scale(kept).float() != scale][0].item()
+    _check_is_stored_alike(stored, weight)
+    codes, scale = weight.codes, weight.scale
+    dtype = _DTYPES[stored.scale_dtype]
+    are_exponents = stored.scale_dtype in EXPONENTS
+    is_stand_in = scale == _STAND_IN_FOR_0[are_exponents]
+    if bool(is_stand_in.any()):
+        scale = scale.masked_fill(is_stand_in & _mask_of_zeros(stored, codes), 0.0)
+    stored_scale = exponents_of(scale) if are_exponents else scale.to(dtype)
+    read_back = decoded_scale(stored_scale).float()
+    if not torch.equal(read_back, scale):
+        entry = scale[read_back != scale][0].item()
         raise ValueError(
             f"{stored.name} has the scale {entry!r}: {stored.scale_dtype} of {stored.scale} can't "
-            f"hold it"
+            "hold it"
         )
     if stored.code_dtype not in FORMATS:
         pairs = codes.unflatten(-1, (-1, 2))
         codes = (pairs[..., 0] | pairs[..., 1] << 4).view(stored.code_shape)
     return {
         stored.codes: codes.view(_DTYPES[stored.code_dtype]),
-        stored.scale: kept.view(dtype).reshape(stored.scale_shape),
+        stored.scale: stored_scale.view(dtype).reshape(stored.scale_shape),
     }
 
 
-def _holds_nothing(stored: StoredWeight, codes: Tensor) -> Tensor:
-    """A mask of scales whose codes are all zeros or NaN."""
+def _check_is_stored_alike(stored: StoredWeight, weight: FP8Tensor) -> None:
+    is_same = (
+        weight.format == stored.format
+        and tuple(weight.shape) == stored.shape
+        and weight.block_size == stored.block_size
+        and tuple(weight.scale.shape) == stored.own_scale_shape
+    )
+    if is_same:
+        return
+    present = (weight.format.name, weight.granularity, tuple(weight.shape))
+    original = (stored.format.name, stored.granularity, tuple(stored.shape))
+    raise ValueError(
+        f"{stored.name} is {present}, and was {original} in {stored.file!r}: it can't be written "
+        "back"
+    )
+
+
+def _mask_of_zeros(stored: StoredWeight, codes: Tensor) -> Tensor:
+    """Return a mask of the scales whose codes are all zeros or NaN."""
     ones = torch.ones(stored.own_scale_shape, device=codes.device)
     return largest_magnitude(codes, ones, stored.format, stored.block_size) == 0

@@ -34,7 +34,7 @@ from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._numerics.charts import Retraction
-from fp8manifold._published.found import FLOATS
+from fp8manifold._published.find_weights import FLOATS
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_int
 from fp8manifold._base.replaced import note_replaced
 from fp8manifold._encoded.scaled import Rounding
-from fp8manifold._published.found import FLOATS, refuse_codes
+from fp8manifold._published.find_weights import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
 from fp8manifold.nn import _tensor_files
 from fp8manifold.nn._buffers import computed_buffers

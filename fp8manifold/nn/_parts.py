@@ -30,7 +30,7 @@ from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold._encoded.stored_scale import as_kept
 from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._published import Header, dtype_name, read_parts, stored_weights
-from fp8manifold._published.found import names_beside, refuse_codes
+from fp8manifold._published.find_weights import names_beside, refuse_codes
 from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import import_optional
 from fp8manifold._published import Header, quantization_of, stored_weights
-from fp8manifold._published.found import may_be_weight, refuse_codes
-from fp8manifold._published.replaced import INDEX, WEIGHTS_FILE, indexed_names
+from fp8manifold._published.find_weights import may_be_weight, refuse_codes
+from fp8manifold._published.replace_files import INDEX, WEIGHTS_FILE, indexed_names
 
 _MAPPINGS: Final = Path("/proc/self/smaps")
 #: The advice of ``madvise`` that gives pages back.
