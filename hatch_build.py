@@ -77,8 +77,8 @@ def build(
             "code"
         )
         return None
-    # Replaced in one move: programs that start meanwhile find a whole library, and those
-    # that run still have the old one.
+    # Replaced in one move: programs that start meanwhile find a whole library, and
+    # those that run still have the old one.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as build_folder:
         library = Path(build_folder) / target.name
         command = _command(compiler, folder, library, flags)

@@ -14,16 +14,16 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-# `origin` in a checkout's .git/config, over HTTPS or SSH: its host and its path, without
-# user, port and `.git`.
+# `origin` in a checkout's .git/config, over HTTPS or SSH: its host and its path,
+# without user, port and `.git`.
 ORIGIN = re.compile(
     r'^\[remote "origin"\][^[]*?^\s*url\s*=\s*'
     r"(?:https://|ssh://|(?=git@))(?:[^@/\s]*@)?"
     r"(?P<host>[\w.-]+)(?::\d+(?=/))?[:/](?P<path>[\w./-]+?)(?:\.git)?/?\s*$",
     re.MULTILINE,
 )
-# Code, which is not changed; or a link or a picture: its beginning, and the repository's
-# file that it names.
+# Code, which is not changed; or a link or a picture: its beginning, and the
+# repository's file that it names.
 LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]*`)"
     r'|(?P<beginning>\]\(|\b(?:href|src|srcset)=")(?![a-z+]+:|[#/])(?P<file>[^)"\s]+)',

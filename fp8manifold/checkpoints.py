@@ -3,8 +3,9 @@
 ::
 
     load_fp8    files --headers--> Layout: which tensors are codes, scales, floats
-                transformers makes the model without values, and calls _CodeReader.begin:
-                    codes become parameters, which are kept out of the model meanwhile
+                transformers makes the model without values, and calls
+                    _CodeReader.begin: codes become parameters, which are kept out of
+                    the model meanwhile
                 transformers reads the floats
                 _CodeReader.finish puts the parameters in
     save_fp8    Layout (from the model's settings) + model --> the same files
@@ -56,7 +57,7 @@ _ACTIVATIONS: Final = ("float", "as stored")
 _CALLER: Final = "load_fp8"
 _INPUT_SCALES: Final = ("input_scale", "activation_scale")
 _PEFT_ENTRIES: Final = frozenset({"base_layer", "original_module"})
-"""Names under which PEFT's modules have the layer that they adapt or train a copy of."""
+"""Names under which PEFT's modules have the layer that they adapt or copy."""
 _TRANSPOSED_SUFFIX: Final = "_blocks"
 """The end of the names of codes of gpt-oss's experts."""
 _DOWNLOADED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -93,9 +94,9 @@ def load_fp8(
     Codes, formats and scales are those of the files, in the layouts of DeepSeek
     (squares of 128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4. A
     linear layer becomes a :class:`QuantizedLinear`. Experts and other weights become an
-    :class:`FP8Parameter` where they are, and floats stay float. :func:`save_fp8` writes the
-    model back, also after ``save_pretrained``. Reading takes the memory of the codes
-    and of one tensor.
+    :class:`FP8Parameter` where they are, and floats stay float. :func:`save_fp8` writes
+    the model back, also after ``save_pretrained``. Reading takes the memory of the
+    codes and of one tensor.
 
     Args:
         folder: with ``*.safetensors`` and ``config.json``, or a model's name on the
@@ -112,9 +113,9 @@ def load_fp8(
         **options: of transformers' ``from_pretrained``. ``subfolder``, ``revision``,
             ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` say
             where the files are. ``attn_implementation``, ``experts_implementation``,
-            ``generation_config`` and those of kernels are passed on. Others are settings
-            of ``config.json`` (``attention_dropout=0.1``), which :func:`save_fp8` does
-            not write, or are refused.
+            ``generation_config`` and those of kernels are passed on. Others are
+            settings of ``config.json`` (``attention_dropout=0.1``), which
+            :func:`save_fp8` does not write, or are refused.
 
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode.
@@ -137,7 +138,7 @@ def load_fp8(
         >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
         >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean ...
+        ValueError: activations='e4m3' is unknown: one of float, as stored; did ...
 
     Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
     Model-Optimizer; OCP MX Formats 1.0.
@@ -216,7 +217,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def _set_name(model: Any, name: str) -> None:
-    """Note where a model was read, for libraries that write its name into an adapter."""
+    """Note where a model was read: libraries write its name into an adapter."""
     model.config.name_or_path = name
     for module in model.modules():
         if "name_or_path" in vars(module):
@@ -224,7 +225,7 @@ def _set_name(model: Any, name: str) -> None:
 
 
 def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
-    r"""Write a model that :func:`load_fp8` read in the layout in which it was published.
+    r"""Write a model that :func:`load_fp8` read back in its published layout.
 
     A server loads it as it loads the original.
 
@@ -271,7 +272,7 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
         >>> fm.save_fp8(model, "trained")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: the model was not read by fm.load_fp8, or was decoded since, and knows ...
+        ValueError: the model was not read by fm.load_fp8, or was decoded since, ...
     """
     base = _base_of(model)
     published = published_of(base)
@@ -342,8 +343,8 @@ def _check_complete(
     """Refuse a model whose tensors are not those of the files.
 
     A tensor that the model has lost can't be left out: the settings promise it, and
-    readers would draw it anew. A parameter that the files have no place for would be lost.
-    ``base`` is the model without the wrappers of ``model``.
+    readers would draw it anew. A parameter that the files have no place for would be
+    lost. ``base`` is the model without the wrappers of ``model``.
     """
     placed = {id(entries[place.target]) for place in layout.places.values()}
     ignored = base._keys_to_ignore_on_load_missing or ()
@@ -483,7 +484,7 @@ class _CodeReader:
         return False
 
     def begin(self, model: Any) -> None:
-        """Read every weight in codes, one tensor at a time, for a model without values."""
+        """Read every weight in codes for a model without values, one at a time."""
         layout = self._layout
         self._turn_experts(model)
         layout.find(model)
@@ -528,7 +529,7 @@ class _CodeReader:
         put_codes(model, self._parameters, self._input_scales)
 
     def _turn_experts(self, model: Any) -> None:
-        """Turn experts of gpt-oss, which files have transposed, to the layout of files."""
+        """Turn experts of gpt-oss to the layout of the files: transposed."""
         modules = dict(model.named_modules())
         names = []
         for stored in self._layout.stored.values():

@@ -7,8 +7,8 @@
         compressed-tensors    weight (float8_e4m3fn), weight_scale
         fp8 (DeepSeek's)      weight (float8_e4m3fn), weight_scale_inv
         torchao               weight (Float8Tensor)
-    all other tensors         as the model computes with them, parameters in codes as floats
-    config.json               quantization_config: groups of layers, or one setting for all
+    all other tensors         as the model computes with them, codes as floats
+    config.json               groups of layers, or one setting for all
 
 Nothing is rounded: the tensors share the model's memory.
 """
@@ -187,8 +187,8 @@ def export_model(
     """Write a model of transformers to a folder that another library reads.
 
     ``from_pretrained`` reads it with that library. The folder has the tensors of
-    :func:`exported_state_dict` as safetensors, and a ``config.json`` that describes them.
-    The model does not change. Save the tokenizer separately
+    :func:`exported_state_dict` as safetensors, and a ``config.json`` that describes
+    them. The model does not change. Save the tokenizer separately
     (``tokenizer.save_pretrained(folder)``).
 
     Args:

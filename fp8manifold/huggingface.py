@@ -1,18 +1,18 @@
 """Quantised models in transformers: its functions preserve every bit.
 
-transformers asks a quantiser what to do as it loads and saves. Ours is ``_Quantizer``, with
-``_Config`` as the settings that ``config.json`` has::
+transformers asks a quantiser what to do as it loads and saves. Ours is ``_Quantizer``,
+with ``_Config`` as the settings that ``config.json`` has::
 
     quantization_config(formats)   from_pretrained reads floats, and each becomes codes
     config.json with layers        from_pretrained makes the layers, then reads parts of
                                    weights, which _Gather puts together
     reading(published, reader)     load_fp8 reads codes itself
-    attach(model)                  save_pretrained writes the parts, and the layers' options
+    attach(model)                  save_pretrained writes parts and layers' options
 
-Both classes inherit from transformers' own, which may be missing: they are made at the first
-call (``_classes``). Two other libraries need help, without being imported here: TRL reads a
-trainer's reference model by its name (``_guard_references``), and trainers make optimizers
-from options (``trainer_optimizer``).
+Both classes inherit from transformers' own, which may be missing: they are made at the
+first call (``_classes``). Two other libraries need help, without being imported here:
+TRL reads a trainer's reference model by its name (``_guard_references``), and trainers
+make optimizers from options (``trainer_optimizer``).
 """
 
 import copy
@@ -72,8 +72,8 @@ _ARGUMENTS: Final = (
 _CODES_SUFFIX: Final = "_fp8_codes"
 """What transformers finds behind the name of a parameter's codes while it loads."""
 
-# Functions of TRL's modules: one finds a model's name in its settings, the other reads a
-# model by its name.
+# Functions of TRL's modules: one finds a model's name in its settings, the other reads
+# a model by its name.
 _TRL_NAMES_MODEL: Final = "get_config_model_id"
 _TRL_LOADS_MODEL: Final = "create_model_from_path"
 _GUARDED: Final = "_fp8_is_guarded"
@@ -117,9 +117,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         **options: of it.
 
     Returns:
-        A configuration of transformers. With ``storage="fp8"`` each weight becomes codes
-        once it is read, as by ``quantize_model``; one that is tied or has another dtype
-        does at the end. Codes and ``state_dict=`` are refused.
+        A configuration of transformers. With ``storage="fp8"`` each weight becomes
+        codes once it is read, as by ``quantize_model``; one that is tied or has another
+        dtype does at the end. Codes and ``state_dict=`` are refused.
 
     Raises:
         ImportError: as :func:`register`.
@@ -313,8 +313,8 @@ def _files_are_codes(name: Any) -> bool:
 def _add_wrapper_names(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename a state's tensors before a model loads it, as a hook.
 
-    Names in a saved folder are those without compiled blocks, which torch names by their
-    wrapper.
+    Names in a saved folder are those without compiled blocks, which torch names by
+    their wrapper.
     """
     for name, _ in model.named_modules():
         if not name.endswith("_orig_mod"):
@@ -374,8 +374,8 @@ def __getattr__(name: str) -> Any:
 class _Config:
     """A configuration in JSON's types.
 
-    It has formats to quantise to, or the layers and parameters that are quantised, and of
-    a published model its layout. The names of its attributes are a file format.
+    It has formats to quantise to, or the layers and parameters that are quantised, and
+    of a published model its layout. The names of its attributes are a file format.
     """
 
     def __init__(
@@ -487,7 +487,7 @@ class _Quantizer:
         return dtype if present in FLOATS else None
 
     def get_weight_conversions(self) -> list[Any]:
-        """Return conversions that gather the parts of weights, which files have apart."""
+        """Return conversions that gather the parts of weights."""
         if not self.pre_quantized:
             return []
         loading = import_optional("transformers.core_model_loading", "hf", _CALLER)
@@ -637,9 +637,9 @@ def _checked_state(
 def _group_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return a group of the settings by the names in this model.
 
-    The model may be the base of the one that was saved, or have it as its base. What the
-    model does not have, such as another output layer, is left out, as transformers leaves
-    out its weights.
+    The model may be the base of the one that was saved, or have it as its base. What
+    the model does not have, such as another output layer, is left out, as transformers
+    leaves out its weights.
     """
     prefix = f"{model.base_model_prefix}."
     seeds = group.get("seeds", {})
@@ -649,8 +649,8 @@ def _group_here(model: Any, group: Mapping[str, Any], names: Collection[str]) ->
     for name, seed in seeds.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
         name_here = next((candidate for candidate in candidates if candidate in names), name)
-        # A name that is nowhere is passed on, so that it is refused, unless the group is
-        # of a model with more than this one.
+        # A name that is nowhere is passed on, so that it is refused, unless the group
+        # is of a model with more than this one.
         is_of_this_model = not is_base and (name.startswith(prefix) or not is_whole)
         if name_here in names or is_of_this_model:
             seeds_here[name_here] = seed

@@ -31,14 +31,14 @@ class NativeUnavailableWarning(UserWarning):
 
 
 class _Loaded(NamedTuple):
-    """The library, or None, and the warnings that are still to be given (one at most)."""
+    """The library, or None, and the warning that is still to be given, if any."""
 
     kernels: ctypes.CDLL | None
     pending_warnings: list[str]
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library, with the types of its functions, or None, with one warning."""
+    """Return the library; or None, with one warning."""
     loaded = _load()
     if loaded.pending_warnings:
         # Popped before it is given: where warnings are errors, the next call does not
@@ -100,7 +100,7 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _digest(folder: Path) -> str:
-    """Return the digest of the sources in a folder, as ``hatch_build.py`` computes it."""
+    """Return the digest of the sources, as ``hatch_build.py`` computes it."""
     sources = hashlib.sha256()
     for path in sorted(folder.glob("*.[ch]")):
         sources.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))

@@ -72,7 +72,10 @@ def rounded(
     *,
     rescale: bool = True,
 ) -> Tensor | None:
-    """Return ``scale * round(x / scale)``, saturating; without ``rescale`` in its units."""
+    """Return ``scale * round(x / scale)``, saturating.
+
+    Without ``rescale`` it is in units of the scale.
+    """
     if x.dtype is not torch.float32:
         return None
     return _run_kernel("round", x, fmt, torch.float32, scale, key, offset, rescale=rescale)
@@ -237,7 +240,7 @@ def rounded_at(
     blocks: bool = False,
     rescale: bool = True,
 ) -> Tensor:
-    """Return ``s round(x / s)``, detached, saturating, by the fastest way that there is.
+    """Return ``s round(x / s)``, detached and saturating, by a kernel if there is one.
 
     Args:
         x: any float dtype, which the result has.

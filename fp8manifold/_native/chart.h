@@ -1,5 +1,5 @@
-/* The chart of the ulp metric, and powers of two by a polynomial, as in charts.py and stiffness.py
- * of fp8manifold/_numerics.
+/* The chart of the ulp metric, and powers of two by a polynomial, as in charts.py and
+ * stiffness.py of fp8manifold/_numerics.
  *
  * The chart counts ulps from zero, so that the coordinate of a code is the code itself:
  *
@@ -33,7 +33,8 @@ INLINE float chart_stiffness(const Chart chart, float x)
     return chart_power(chart, x) * power_of_two(-chart.mantissa_bits);
 }
 
-/* (e - lowest) 2^M.  Up to the binade there are 2^M steps more, which |x| / ulp counts too. */
+/* (e - lowest) 2^M.  Up to the binade there are 2^M steps more, which |x| / ulp counts
+ * too. */
 INLINE float chart_codes_below(const Chart chart, float power)
 {
     const int32_t index = (bits_of(power) >> 23) - (127 + chart.lowest);
@@ -56,7 +57,8 @@ INLINE float chart_inverse(const Chart chart, float coordinate)
     const float sign = sign_of(coordinate);
     const float magnitude = coordinate * sign;
     const float last_index = (float)(chart.highest - chart.lowest);
-    /* binade 0 has twice as many steps as the others: the subnormal ones are spaced alike */
+    /* binade 0 has twice as many steps as the others: the subnormal ones are spaced
+     * alike */
     float index = floorf(magnitude / steps_per_binade) - 1;
     index = index < 0 ? 0 : index;
     index = index > last_index ? last_index : index;
@@ -64,8 +66,8 @@ INLINE float chart_inverse(const Chart chart, float coordinate)
     return (magnitude - index * steps_per_binade) * spacing * sign;
 }
 
-/* The value so many steps from x.  Whole steps are counted apart from the fraction of one: their
- * floats are exact, so that only the fraction is rounded. */
+/* The value so many steps from x.  Whole steps are counted apart from the fraction of
+ * one: their floats are exact, so that only the fraction is rounded. */
 INLINE float chart_shift(const Chart chart, float x, float steps)
 {
     const float power = chart_power(chart, x);

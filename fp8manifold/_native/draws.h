@@ -2,8 +2,8 @@
  *
  *     word(position) = hash(position; three round keys) + phase
  *
- * A word depends on nothing but its position and the keys, so that threads, tiles and processes
- * can draw theirs in any order. */
+ * A word depends on nothing but its position and the keys, so that threads, tiles and
+ * processes can draw theirs in any order. */
 #ifndef FP8MANIFOLD_DRAWS_H
 #define FP8MANIFOLD_DRAWS_H
 

@@ -1,17 +1,17 @@
-/* The stages of a step for one element, as fp8manifold/optim/_step.py, _directions.py and
- * fp8manifold/_numerics/stiffness.py have them for whole tensors.
+/* The stages of a step for one element, as fp8manifold/optim/_step.py, _directions.py
+ * and fp8manifold/_numerics/stiffness.py have them for whole tensors.
  *
  * Weights are stepped in units of their scale:
  *
  *     memory: code, scale s  ->  value x = decode(code), ulp S(x)
- *     linear                     target = keep x - direction * (rate / s) * (s S(x) / S_ref)^k
+ *     linear                     target = keep x - direction (rate / s) (s S(x) / S_ref)^k
  *     on the chart               target = the value -direction * rate ulps from x
  *     memory: code'         <-   target, rounded once
  *
- * 8-bit moments are codes of MOMENT_FORMAT at a power of two for each row.  It follows from a bound
- * of the row's magnitudes, which is advanced as the moment is, so that no value leaves the format.
- * The second moment is stored as its root.  Muon's momentum is in MOMENTUM_FORMAT, whose scale is
- * fitted to the row's largest magnitude. */
+ * 8-bit moments are codes of MOMENT_FORMAT at a power of two for each row.  It follows
+ * from a bound of the row's magnitudes, which is advanced as the moment is, so that no
+ * value leaves the format.  The second moment is stored as its root.  Muon's momentum
+ * is in MOMENTUM_FORMAT, whose scale is fitted to the row's largest magnitude. */
 #ifndef FP8MANIFOLD_ELEMENTS_H
 #define FP8MANIFOLD_ELEMENTS_H
 
@@ -61,7 +61,8 @@ typedef struct {
     int is_exact;        /* whether division by the scale is exact */
 } PerScale;
 
-/* The scales of a block of moments: of what is stored, and 1 over those of what will be. */
+/* The scales of a block of moments: of what is stored, and 1 over those of what will
+ * be. */
 typedef struct {
     float first, new_first_inverse, second, new_second_inverse;
 } BlockScales;
@@ -124,8 +125,9 @@ INLINE PerScale per_scale_of(const Job *job, float scale, int is_exact)
     return per_scale;
 }
 
-/* ------------------------------------------------------------------------------------- weights */
-/* The value of a code, with its residual if there are extra bits, and the ulp of the format. */
+/* -------------------------------------------------------------------------- weights */
+/* The value of a code, with its residual if there are extra bits, and the ulp of the
+ * format. */
 INLINE Decoded load_code(const Format *format, int32_t code, int32_t residual, int32_t extra_bits)
 {
     if (!extra_bits)
@@ -154,7 +156,8 @@ INLINE Decoded load_float(const Spec *spec, const PerScale *per_scale, float wei
     return (Decoded){x, chart_stiffness(per_scale->format_chart, x)};
 }
 
-/* The nearest code of a signed code with extra bits, and what is left: load_code undone. */
+/* The nearest code of a signed code with extra bits, and what is left: load_code
+ * undone. */
 INLINE int32_t split_code(const Format *format, int32_t signed_code, int32_t extra_bits,
                           int32_t *residual)
 {
@@ -169,15 +172,16 @@ INLINE int32_t keep_negative_zero(const Format *format, int32_t code, int32_t ol
     return code | (code == 0 && old_code == format->sign_bit ? format->sign_bit : 0);
 }
 
-/* A code as a byte, or the old one if that was NaN or Inf, which a step leaves as they are. */
+/* A code as a byte, or the old one if that was NaN or Inf, which a step leaves as they
+ * are. */
 INLINE uint8_t keep_special(const Format *format, int32_t code, uint8_t old_code)
 {
     return (uint8_t)(is_special(format, old_code) ? old_code : code);
 }
 
-/* ------------------------------------------------------------------------------------- moments */
-/* The power of two that takes a bound, or its root, to 2^6 .. 2^7: below the 448 of MOMENT_FORMAT
- * there is room for rounding noise. */
+/* -------------------------------------------------------------------------- moments */
+/* The power of two that takes a bound, or its root, to 2^6 .. 2^7: below the 448 of
+ * MOMENT_FORMAT there is room for rounding noise. */
 INLINE float scale_of_bound(float bound, int is_of_root)
 {
     const int32_t field = bits_of(bound) >> 23;
@@ -206,8 +210,8 @@ INLINE uint16_t to_bfloat16(float x, uint32_t draw)
 
 INLINE float of_bfloat16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
 
-/* The code of a first moment, rounded by a draw of 16 bits.  The draw stands for the middle of what
- * 24 bits would make of it, so that mirroring keeps the odds. */
+/* The code of a first moment, rounded by a draw of 16 bits.  The draw stands for the
+ * middle of what 24 bits would make of it, so that mirroring keeps the odds. */
 INLINE int32_t encode_moment(float x, float inverse_scale, uint32_t draw)
 {
     return encode_finite(&MOMENT_FORMAT, x * inverse_scale, 1, (int32_t)(draw << 8 | 0x80), 1);
@@ -218,10 +222,10 @@ INLINE int32_t encode_fitted_moment(float x, float inverse_scale, uint32_t word)
     return encode_finite(&MOMENTUM_FORMAT, x * inverse_scale, 1, draw_of(word), 1);
 }
 
-/* The code of a second moment's root.  For `whole + part` steps it goes on with the probability
- * part (unit + 1 - part) / unit,  unit = 4 whole + 2.  That preserves the mean of v^(1/4), and so
- * that of 1 / root, as _root_codes of optim/_step.py derives.  A root that is not 0 does not
- * become 0. */
+/* The code of a second moment's root.  For `whole + part` steps it goes on with the
+ * probability part (unit + 1 - part) / unit,  unit = 4 whole + 2.  That preserves the
+ * mean of v^(1/4), and so that of 1 / root, as optim/_step.py derives.  A root that is
+ * not 0 does not become 0. */
 INLINE int32_t encode_root(float root, float inverse_scale, uint32_t word)
 {
     const int32_t mantissa_bits = MOMENT_FORMAT.mantissa_bits;
@@ -240,7 +244,7 @@ INLINE int32_t encode_root(float root, float inverse_scale, uint32_t word)
     return max_int(code, smallest);
 }
 
-/* ------------------------------------------------------------------------------------ geometry */
+/* ------------------------------------------------------------------------- geometry */
 /* clamp(S / S_ref)^k of a stiffness S in value. */
 INLINE float field_factor(const Hyper *hyper, int mode, float stiffness, float log_reference)
 {

@@ -1,24 +1,27 @@
-/* Codes to values and back, and rounding to the grid, as in fp8manifold/_numerics/codec.py.
+/* Codes to values and back, and rounding to the grid, as in
+ * fp8manifold/_numerics/codec.py.
  *
  * A code without its sign counts the representable values from zero up.  Every binade
- * [2^e, 2^(e+1)) has 2^M of them, spaced by ulp = 2^(e - M); subnormals share the spacing of the
- * first binade.
+ * [2^e, 2^(e+1)) has 2^M of them, spaced by ulp = 2^(e - M); subnormals share the
+ * spacing of the first binade.
  *
  *     E4M3 (M = 3, bias = 7), code 62      0 0111 110
  *     first code of its binade             0 0111 000        56
  *     ulp, a float32 by its field          E + 127 - bias - M -> 2^(7 - 7 - 3) = 1/8
  *     value                                (62 - 56 + 2^M) * 1/8 = 1.75
  *
- * Encoding runs the same backwards.  The float32 whose exponent field is 2 * 127 + M minus that of
- * 2^e is the exact 1 / ulp, and steps = |x| / ulp are rounded to a whole number:
+ * Encoding runs the same backwards.  The float32 whose exponent field is 2 * 127 + M
+ * minus that of 2^e is the exact 1 / ulp, and steps = |x| / ulp are rounded to a whole
+ * number:
  *
  *     x = 1.8                              e = 0, steps = 1.8 * 8 = 14.4 -> 14
  *     codes below the binade               (e - emin) * 2^M = 6 * 8 = 48
  *     code                                 48 + 14 = 62
  *
- * With `extra_bits` all of this runs on the grid of a format with that many more mantissa bits: a
- * stored residual is the part of such a code that the format's own code has no bits for.  A signed
- * code has its sign as a number has, and counts from the lowest value up. */
+ * With `extra_bits` all of this runs on the grid of a format with that many more
+ * mantissa bits: a stored residual is the part of such a code that the format's own
+ * code has no bits for.  A signed code has its sign as a number has, and counts from
+ * the lowest value up. */
 #ifndef FP8MANIFOLD_FORMAT_H
 #define FP8MANIFOLD_FORMAT_H
 
@@ -38,7 +41,7 @@ typedef struct {
     float largest;
 } Format;
 
-/* ------------------------------------------------------------------------------- code to value */
+/* -------------------------------------------------------------------- code to value */
 typedef struct {
     float value, ulp;
 } Decoded;
@@ -54,7 +57,8 @@ INLINE Decoded decode_magnitude(const Format *format, int32_t magnitude, int32_t
     return (Decoded){(float)(magnitude - first_code + codes_per_binade) * ulp, ulp};
 }
 
-/* The value of a code as if it were a number: those of NaN and Inf are read beyond the largest. */
+/* The value of a code as if it were a number: those of NaN and Inf are read beyond the
+ * largest. */
 INLINE Decoded decode_code(const Format *format, int32_t code)
 {
     Decoded decoded = decode_magnitude(format, code & (format->sign_bit - 1), 0);
@@ -79,9 +83,9 @@ INLINE int is_special(const Format *format, int32_t code)
     return (code == format->one_nan) | (format->many_nans & is_above);
 }
 
-/* ------------------------------------------------------------------------------- value to code */
-/* Whether steps in parts of 2^-24 can be counted in 31 bits.  The factor from values to parts must
- * be a normal float32, too. */
+/* -------------------------------------------------------------------- value to code */
+/* Whether steps in parts of 2^-24 can be counted in 31 bits.  The factor from values to
+ * parts must be a normal float32, too. */
 INLINE int in_fixed_point(const Format *format, int32_t mantissa_bits)
 {
     const int32_t low = mantissa_bits + 24 - format->emin;
@@ -91,8 +95,9 @@ INLINE int in_fixed_point(const Format *format, int32_t mantissa_bits)
 
 /* The code of x, which is not negative, rounded to nearest or by a draw of 24 bits.
  *
- * `fixed_point` is in_fixed_point() of the mantissa bits.  Callers pass it and `stochastic` as
- * constants, so that a loop over elements has one of the three roundings alone. */
+ * `fixed_point` is in_fixed_point() of the mantissa bits.  Callers pass it and
+ * `stochastic` as constants, so that a loop over elements has one of the three
+ * roundings alone. */
 INLINE int32_t encode_magnitude(const Format *format, float x, int stochastic, int32_t draw,
                                 int32_t extra_bits, int fixed_point)
 {
@@ -105,7 +110,8 @@ INLINE int32_t encode_magnitude(const Format *format, float x, int stochastic, i
     const float inverse_ulp = float_of((int32_t)((field << 23) - (uint32_t)power));
     float steps = float_of(magnitude) * inverse_ulp;
     if (format->coarse) {
-        /* the quotient of the smallest floats underflows, but is not 0 to a draw of 0 */
+        /* the quotient of the smallest floats underflows, but is not 0 to a draw of 0
+         */
         const float not_zero = float_of(min_int(magnitude, bits_of(0x1p-100f)));
         steps = steps > not_zero ? steps : not_zero;
     }
@@ -113,13 +119,14 @@ INLINE int32_t encode_magnitude(const Format *format, float x, int stochastic, i
     int32_t whole;
     if (!stochastic) {
         whole = (int32_t)rintf(steps);
-        /* One value per binade: 1.5 steps were rounded to the even number of steps, 2.  The even
-         * code may be the lower one, after an odd number of codes below. */
+        /* One value per binade: 1.5 steps were rounded to the even number of steps, 2.
+         * The even code may be the lower one, after an odd number of codes below. */
         const int codes_below_are_odd = (power_code + lowest_field) & 1;
         whole -= (mantissa_bits == 0) & (steps == 1.5f) & codes_below_are_odd;
     } else if (fixed_point) {
-        /* A fraction f exceeds the draw r exactly where f + (2^24 - 1 - r) carries into the whole
-         * steps.  What is less than a part counts as one: a draw of 0 moves every fraction. */
+        /* A fraction f exceeds the draw r exactly where f + (2^24 - 1 - r) carries into
+         * the whole steps.  What is less than a part counts as one: a draw of 0 moves
+         * every fraction. */
         whole = ((int32_t)ceilf(steps) + (draw ^ 0xFFFFFF)) >> 24;
     } else {
         whole = (int32_t)steps;
@@ -130,8 +137,8 @@ INLINE int32_t encode_magnitude(const Format *format, float x, int stochastic, i
     return whole + power_code - lowest_field * (1 << mantissa_bits);
 }
 
-/* The draw for a number with these bits, whose magnitude is rounded: r, or 2^24 - 1 - r if it is
- * negative.  One draw then moves both signs in one direction on the line. */
+/* The draw for a number with these bits, whose magnitude is rounded: r, or 2^24 - 1 - r
+ * if it is negative.  One draw then moves both signs in one direction on the line. */
 INLINE int32_t mirror_draw(int32_t draw, int32_t bits) { return draw ^ ((bits >> 31) & 0xFFFFFF); }
 
 /* The code of a number; Inf saturates. */
@@ -144,7 +151,8 @@ INLINE int32_t encode_finite(const Format *format, float x, int stochastic, int3
     const int32_t sign = (bits >> (32 - format->bits)) & format->sign_bit;
     if (format->signed_zero)
         return code | sign;
-    /* code + (sign_bit - 1) has the sign bit set unless the code is 0, which stays +0 */
+    /* code + (sign_bit - 1) has the sign bit set unless the code is 0, which stays +0
+     */
     return code + ((code + (format->sign_bit - 1)) & sign);
 }
 
@@ -159,8 +167,8 @@ INLINE int32_t encode_signed(const Format *format, float x, int stochastic, int3
     return (code ^ negative) - negative;
 }
 
-/* Whether a format needs no special cases in a loop: it has mantissa bits and a -0, and NaN, if
- * there is any, above the largest code. */
+/* Whether a format needs no special cases in a loop: it has mantissa bits and a -0, and
+ * NaN, if there is any, above the largest code. */
 INLINE int is_usual(const Format *format)
 {
     return format->signed_zero && !format->coarse && format->mantissa_bits > 0 &&
@@ -177,24 +185,25 @@ INLINE Format usual_format(const Format *format)
     return usual;
 }
 
-/* ------------------------------------------------------------------------------ value to value */
+/* ------------------------------------------------------------------- value to value */
 /* 2^max(floor(log2|x|), lowest). */
 INLINE float binade_of(float x, int32_t lowest)
 {
     return float_of(max_int(bits_of(x) & 0x7F800000, (lowest + 127) * (1 << 23)));
 }
 
-/* A number of the format's range, to nearest, ties to the even code.  Adding 1.5 * 2^(23 - M) times
- * its power of two pushes out the bits below the last one; subtracting it leaves the rounded value,
- * without the sign of a zero. */
+/* A number of the format's range, to nearest, ties to the even code.  Adding 1.5 *
+ * 2^(23 - M) times its power of two pushes out the bits below the last one; subtracting
+ * it leaves the rounded value, without the sign of a zero. */
 INLINE float round_to_nearest(const Format *format, float x)
 {
     const float power = binade_of(x, format->emin);
     const float constant = 0x1.8p23f * power_of_two(-format->mantissa_bits);
     float magic;
     if (format->mantissa_bits == 0) {
-        /* One value per binade: the even code is that of an even exponent field.  An odd multiple
-         * of the power of two in the constant turns the tie the other way. */
+        /* One value per binade: the even code is that of an even exponent field.  An
+         * odd multiple of the power of two in the constant turns the tie the other way.
+         */
         const int32_t odd_field = (bits_of(power) >> 23) & 1;
         const float odd_multiple = constant + (float)(1 ^ ((127 - format->bias) & 1));
         magic = float_of(bits_of(power * odd_multiple) ^ odd_field);
@@ -207,8 +216,8 @@ INLINE float round_to_nearest(const Format *format, float x)
 /* A number of the format's range that is not negative, to one of its neighbours. */
 INLINE float round_by_draw(const Format *format, float x, int32_t draw)
 {
-    /* if the smallest ulp exceeds 1, the quotient of the smallest float by it would underflow:
-     * count finer units */
+    /* if the smallest ulp exceeds 1, the quotient of the smallest float by it would
+     * underflow: count finer units */
     const float units_per_ulp = format->coarse ? 0x1p24f : 1.0f;
     const float unit =
         binade_of(x, format->emin) * (power_of_two(-format->mantissa_bits) / units_per_ulp);

@@ -61,7 +61,7 @@ static void run(const Array *array, TakePiece take_piece, int threads)
     run_in_threads(take_share, &work, threads);
 }
 
-/* -------------------------------------------------------------------------------------- decode */
+/* --------------------------------------------------------------------------- decode */
 /* The value of any code, NaN and Inf included. */
 INLINE float any_value(const Format *format, int32_t code)
 {
@@ -82,8 +82,8 @@ INLINE uint16_t nearest_bfloat16(float x)
     return (uint16_t)(x != x ? 0x7FC0 : rounded);
 }
 
-/* From this many elements on a table of all codes is faster than arithmetic: one load for each
- * element in place of two dozen operations. */
+/* From this many elements on a table of all codes is faster than arithmetic: one load
+ * for each element in place of two dozen operations. */
 #define WORTH_A_TABLE 1024
 
 CLONED static void fill_table(const Array *array, float scale, float *restrict table)
@@ -135,7 +135,7 @@ EXPORT void fp8manifold_decode(const Array *array, int threads)
     run(array, array->bfloat16 ? decode_piece_bfloat16 : decode_piece, threads);
 }
 
-/* --------------------------------------------------------------------------------------- round */
+/* ---------------------------------------------------------------------------- round */
 /* `stochastic`, and `scaled` where there is a scale, are constants. */
 INLINE void round_piece(const Array *array, int64_t start, int n, float scale, int stochastic,
                         int scaled)
@@ -182,7 +182,7 @@ EXPORT void fp8manifold_round(const Array *array, int threads)
         run(array, array->stochastic ? round_stochastic : round_nearest, threads);
 }
 
-/* -------------------------------------------------------------------------------------- encode */
+/* --------------------------------------------------------------------------- encode */
 /* `stochastic` and `fixed_point` are constants. */
 INLINE void encode_piece(const Array *array, int64_t start, int n, int stochastic, int fixed_point)
 {
@@ -226,9 +226,10 @@ EXPORT void fp8manifold_encode(const Array *array, int threads)
         run(array, fixed_point ? encode_stochastic_fixed : encode_stochastic, threads);
 }
 
-/* ------------------------------------------------------------------------------------- content */
-/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both as signed
- * numbers.  Every NaN counts as the quiet one: a GPU's arithmetic gives other bits than a CPU's. */
+/* -------------------------------------------------------------------------- content */
+/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both
+ * as signed numbers.  Every NaN counts as the quiet one: a GPU's arithmetic gives other
+ * bits than a CPU's. */
 CLONED static uint64_t content_of(const int32_t *bits, int64_t n, Keys keys)
 {
     uint64_t sum = 0;

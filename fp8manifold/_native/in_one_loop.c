@@ -1,5 +1,5 @@
-/* The usual step, Adam over codes, in one loop: an element passes through all stages without memory
- * between them.
+/* The usual step, Adam over codes, in one loop: an element passes through all stages
+ * without memory between them.
  *
  *     for each kind of moments (float32, bfloat16, eight bits)
  *       and of field (none, linear, power)
@@ -38,8 +38,8 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
     uint16_t *second_halves = (uint16_t *)job->second + tile->start;
     float *restrict first_floats = (float *)job->first + tile->start;
     float *restrict second_floats = (float *)job->second + tile->start;
-    /* Bytes are widened and narrowed in loops of their own: in one with floats, vectors of four
-     * sizes crowd each other. */
+    /* Bytes are widened and narrowed in loops of their own: in one with floats, vectors
+     * of four sizes crowd each other. */
     int32_t *restrict wide_code = tile->codes, *restrict wide_residual = tile->residuals;
     int32_t *restrict wide_first = tile->first_codes, *restrict wide_second = tile->second_codes;
     for (int i = 0; i < n; i++)
@@ -147,7 +147,8 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
         adam_over_codes(job, per_scale, block, tile, writeback, moments, stiffness); \
     }
 
-/* Functions for each write-back, and for each power of the field with each write-back. */
+/* Functions for each write-back, and for each power of the field with each write-back.
+ */
 #define ADAMS_FOR_WRITEBACKS(name, moments, stiffness) \
     ADAM_FOR(name##_nearest, moments, stiffness, WRITE_NEAREST) \
     ADAM_FOR(name##_stochastic, moments, stiffness, WRITE_STOCHASTIC) \
@@ -172,7 +173,8 @@ ADAMS_FOR_FIELDS(adam8, EIGHT_BITS)
         [FIELD_POWER] = BY_WRITEBACK(name##_power) \
     }
 
-/* By moments, field and write-back; NULL for the fields 1/2 and 2, which the stages take. */
+/* By moments, field and write-back; NULL for the fields 1/2 and 2, which the stages
+ * take. */
 static const TakeTile ADAMS[3][FIELD_POWER + 1][3] = {
     [FLOAT32] = BY_FIELD(adam),
     [BFLOAT16] = BY_FIELD(adam16),

@@ -13,8 +13,9 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Compiles a function for several widths of vectors.  The program's loader takes the widest that
- * the processor has.  ONE_CLONE is for builds with a sanitizer, which starts after the loader. */
+/* Compiles a function for several widths of vectors.  The program's loader takes the
+ * widest that the processor has.  ONE_CLONE is for builds with a sanitizer, which
+ * starts after the loader. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(ONE_CLONE)
 #define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -22,7 +23,8 @@
 #define CLONED
 #endif
 
-/* Sets a flag.  Several threads may do so at the same time, as all write the same value. */
+/* Sets a flag.  Several threads may do so at the same time, as all write the same
+ * value. */
 #if defined(__GNUC__)
 #define SET_FLAG(flag) __atomic_store_n(flag, 1, __ATOMIC_RELAXED)
 #else

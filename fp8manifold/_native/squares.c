@@ -19,8 +19,8 @@ CLONED static float sum_of_squares(const float *x, int64_t n)
     return sum;
 }
 
-/* In float32: Inf or NaN if a square is, and otherwise finite unless the sum itself is beyond
- * float32. */
+/* In float32:  Inf or NaN if a square is, and otherwise finite unless the sum itself is
+ * beyond float32. */
 EXPORT float fp8manifold_squares(const float *const *arrays, const int64_t *sizes, int64_t count)
 {
     float sum = 0;

@@ -1,14 +1,14 @@
 /* The stages of a step, a tile at a time, for every kind of step.
  *
- * Choices are made before a loop, so that a loop over elements has none and becomes vector code:
- * one loop for each choice, or one inline function that is called with constants.  Values that a
- * loop reads are copied to local variables first: as far as a compiler knows, the loop could
- * overwrite them. */
+ * Choices are made before a loop, so that a loop over elements has none and becomes
+ * vector code: one loop for each choice, or one inline function that is called with
+ * constants.  Values that a loop reads are copied to local variables first: as far as a
+ * compiler knows, the loop could overwrite them. */
 #include <stddef.h>
 
 #include "tile.h"
 
-/* ------------------------------------------------------------------------------------- weights */
+/* -------------------------------------------------------------------------- weights */
 CLONED void load_weights(const Job *job, const PerScale *per_scale, Tile *tile)
 {
     const Spec spec = *job->spec;
@@ -157,9 +157,9 @@ CLONED void store_weights(const Job *job, const PerScale *per_scale, Tile *tile)
     }
 }
 
-/* ------------------------------------------------------------------------------------ gradient */
-/* The gradient with respect to the coordinates that the direction is taken in: values, or steps of
- * the chart. */
+/* ------------------------------------------------------------------------- gradient */
+/* The gradient with respect to the coordinates that the direction is taken in: values,
+ * or steps of the chart. */
 CLONED void load_gradient(const Job *job, const PerScale *per_scale, Tile *tile)
 {
     const Spec *spec = job->spec;
@@ -181,7 +181,7 @@ CLONED void load_gradient(const Job *job, const PerScale *per_scale, Tile *tile)
     }
 }
 
-/* ------------------------------------------------------------------------------------- moments */
+/* -------------------------------------------------------------------------- moments */
 CLONED static void load_first_moment(const Job *job, const BlockScales *block, Tile *tile)
 {
     const int n = tile->n;
@@ -292,7 +292,7 @@ void store_moments(const Job *job, const BlockScales *block, Tile *tile)
         store_second_moment(job, block, tile);
 }
 
-/* ---------------------------------------------------------------------------------- directions */
+/* ----------------------------------------------------------------------- directions */
 CLONED void adam(const Job *job, Tile *tile)
 {
     const Hyper hyper = job->hyper;
@@ -318,8 +318,9 @@ CLONED void adam(const Job *job, Tile *tile)
         tile->direction[i] = tile->first[i] / tile->denominator[i];
 }
 
-/* The gradient, or its momentum; with Nesterov the momentum of the next step, as far as this
- * gradient gives it.  Muon's momentum is an average, which takes the share gain1 of a gradient. */
+/* The gradient, or its momentum; with Nesterov the momentum of the next step, as far as
+ * this gradient gives it.  Muon's momentum is an average, which takes the share gain1
+ * of a gradient. */
 CLONED void sgd(const Job *job, Tile *tile)
 {
     const Hyper hyper = job->hyper;
@@ -354,7 +355,7 @@ CLONED void lion(const Job *job, Tile *tile)
     }
 }
 
-/* ------------------------------------------------------------------------------------ geometry */
+/* ------------------------------------------------------------------------- geometry */
 /* A job and what its scale brings, copied where a loop can't overwrite them. */
 typedef struct {
     Spec spec;
@@ -428,8 +429,8 @@ CLONED void move(const Job *shared_job, const PerScale *shared_per_scale, Tile *
     }
 }
 
-/* Add the rounding error of the weights to the first moment: what the moment would have to be for
- * this step to end at the rounded weights. */
+/* Add the rounding error of the weights to the first moment: what the moment would have
+ * to be for this step to end at the rounded weights. */
 CLONED void inject(const Job *shared_job, const PerScale *shared_per_scale, Tile *tile)
 {
     LocalCopy local;

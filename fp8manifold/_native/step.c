@@ -1,18 +1,18 @@
 /* One step of many parameters: rows cut into tiles, tiles taken by threads.
  *
  *     for each job (parameter)
- *         for each piece of this thread (a row, or a run of 8192 elements of a long one)
- *             8-bit moments: all tiles once for the largest gradient, from which scales follow
+ *         for each piece of this thread (a row, or 8192 elements of a long one)
+ *             8-bit moments: all tiles once, for the largest gradient and the scales
  *             all tiles: take_tile, or the single loop of in_one_loop.c
  *
- * Which thread takes what changes nothing: draws go by an element's position, and scales of moments
- * belong to whole rows. */
+ * Which thread takes what changes nothing: draws go by an element's position, and
+ * scales of moments belong to whole rows. */
 #include <stddef.h>
 
 #include "threads.h"
 #include "tile.h"
 
-/* --------------------------------------------------------------------------------------- tiles */
+/* ---------------------------------------------------------------------------- tiles */
 CLONED static void draw_words(const Keys *shared_keys, Tile *tile)
 {
     const Keys keys = *shared_keys;
@@ -63,7 +63,7 @@ CLONED static int flags_of(const Format *format, const uint8_t *codes, int n)
     return (is_reached ? REACHES_THE_LAST_CODE : 0) | (all_bits ? 0 : IS_ALL_ZERO);
 }
 
-/* --------------------------------------------------------------------- scales of 8-bit moments */
+/* ---------------------------------------------------------- scales of 8-bit moments */
 /* The largest magnitude. */
 CLONED static float largest_magnitude(const float *x, int n)
 {
@@ -83,7 +83,8 @@ static float largest_gradient(const Job *job, const PerScale *per_scale, Tile *t
     return largest_magnitude(tile->gradient, tile->n);
 }
 
-/* The largest first moment of a tile after Muon's step, which does not depend on the weights. */
+/* The largest first moment of a tile after Muon's step, which does not depend on the
+ * weights. */
 static float largest_momentum(const Job *job, const PerScale *per_scale, const BlockScales *block,
                               Tile *tile)
 {
@@ -93,7 +94,8 @@ static float largest_momentum(const Job *job, const PerScale *per_scale, const B
     return largest_magnitude(tile->first, tile->n);
 }
 
-/* Scales from the bounds of a row's moments, which are advanced by its largest gradient. */
+/* Scales from the bounds of a row's moments, which are advanced by its largest
+ * gradient. */
 static BlockScales advance_bounds(const Job *job, float largest, int64_t row)
 {
     const Hyper *hyper = &job->hyper;
@@ -118,7 +120,7 @@ static BlockScales advance_bounds(const Job *job, float largest, int64_t row)
     return block;
 }
 
-/* ---------------------------------------------------------------------------- scales of weights */
+/* ---------------------------------------------------------------- scales of weights */
 static int64_t scale_count(const Job *job)
 {
     if (!job->scale)
@@ -151,7 +153,7 @@ static PerScale per_scale_at(const Job *job, int64_t row, int64_t position, int 
     return per_scale_of(job, scale, is_exact);
 }
 
-/* ---------------------------------------------------------------------------------------- rows */
+/* ----------------------------------------------------------------------------- rows */
 /* A run of a row's elements, from position `start` in the parameter up to `stop`. */
 typedef struct {
     const Job *job;
@@ -172,8 +174,8 @@ static void place_tile(Run *run, int64_t position, Tile *tile)
     }
 }
 
-/* Scales of a whole row's 8-bit moments.  A fitted one has its scale from the row's largest moment,
- * before the step and after it; others from bounds. */
+/* Scales of a whole row's 8-bit moments.  A fitted one has its scale from the row's
+ * largest moment, before the step and after it; others from bounds. */
 static BlockScales scales_of_moments(Run *run, Tile *tile)
 {
     const Job *job = run->job;
@@ -223,8 +225,9 @@ static void take_run(Run *run, Tile *tile)
         SET_FLAG(job->reached + 1);
 }
 
-/* ------------------------------------------------------------------------------------- threads */
-/* Elements that a thread takes at a time: a whole row where its moments share a block. */
+/* -------------------------------------------------------------------------- threads */
+/* Elements that a thread takes at a time: a whole row where its moments share a block.
+ */
 static int64_t piece_length(const Job *job)
 {
     const int64_t longest = 16 * TILE;
@@ -236,8 +239,9 @@ typedef struct {
     int64_t count;
 } Work;
 
-/* Take one thread's pieces of each job: a run of them, or, of a job with fewer pieces than threads,
- * single ones in turn, so that many small jobs do not all fall to the first thread. */
+/* Take one thread's pieces of each job: a run of them, or, of a job with fewer pieces
+ * than threads, single ones in turn, so that many small jobs do not all fall to the
+ * first thread. */
 static void take_share(const void *context, int part, int parts)
 {
     const Work *work = context;

@@ -1,4 +1,5 @@
-/* The records of a step.  fp8manifold/_numerics/records.py has the same fields, in this order. */
+/* The records of a step.  fp8manifold/_numerics/records.py has the same fields, in this
+ * order. */
 #ifndef FP8MANIFOLD_STEP_H
 #define FP8MANIFOLD_STEP_H
 
@@ -9,18 +10,19 @@
 /* Directions. */
 enum { ADAM, SGD, LION, MUON };
 
-/* How a weight is stored: codes; floats on the grid; floats anywhere in the format's range; floats
- * without a format. */
+/* How a weight is stored: codes; floats on the grid; floats anywhere in the format's
+ * range; floats without a format. */
 enum { CODES, GRID, FREE, PLAIN };
 
-/* How the target of a step is rounded.  RESIDUAL8 stores eight more bits of it; MOMENTUM adds the
- * rounding error to the first moment. */
+/* How the target of a step is rounded.  RESIDUAL8 stores eight more bits of it;
+ * MOMENTUM adds the rounding error to the first moment. */
 enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_MOMENTUM };
 
 /* How moments are stored. */
 enum { FLOAT32, BFLOAT16, EIGHT_BITS };
 
-/* How a weight moves: straight in value; along the chart of the metric; along its tangent. */
+/* How a weight moves: straight in value; along the chart of the metric; along its
+ * tangent. */
 enum { LINEAR, EXPONENTIAL, TANGENT };
 
 /* The exponent of the stiffness field that scales a step: 0, 1, 1/2, 2, any other. */
@@ -44,8 +46,8 @@ typedef struct {
     Format format;
 } Spec;
 
-/* One parameter's step.  The parameter is a matrix; the elements of a row share a block of 8-bit
- * moments, and a scale unless each has one. */
+/* One parameter's step.  The parameter is a matrix; the elements of a row share a block
+ * of 8-bit moments, and a scale unless each has one. */
 typedef struct {
     const Spec *spec;
     void *weight; /* uint8 codes or float32 */
@@ -54,9 +56,11 @@ typedef struct {
     int8_t *residual;
     void *first, *second; /* moments: float32, bfloat16 or codes */
     float *largest;       /* the largest second moments so far, of AMSGrad */
-    /* bounds of each row's 8-bit moments; of a fitted first moment, its largest magnitude */
+    /* bounds of each row's 8-bit moments; of a fitted first moment, its largest
+     * magnitude */
     float *first_bound, *second_bound;
-    /* two flags: set where a code is the format's last of either sign, and where a tile is all 0 */
+    /* two flags: set where a code is the format's last of either sign, and where a tile
+     * is all 0 */
     int32_t *reached;
     int64_t rows, length;
     int32_t scales;  /* ONE_SCALE, ... */

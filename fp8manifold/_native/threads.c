@@ -1,4 +1,5 @@
-/* Threads that live as long as a call: none outlives it, so that nothing is lost in a fork. */
+/* Threads that live as long as a call: none outlives it, so that nothing is lost in a
+ * fork. */
 #include "threads.h"
 
 #define MOST_THREADS 64

@@ -1,4 +1,5 @@
-/* A tile: some elements of a row, and what the stages of a step hand on from one to the next.
+/* A tile: some elements of a row, and what the stages of a step hand on from one to the
+ * next.
  *
  *     load_weights, load_gradient, load_moments
  *         -> adam, sgd or lion             a direction, and new moments
@@ -19,7 +20,8 @@
 typedef struct {
     int n;         /* elements */
     int64_t start; /* position of the first in the parameter */
-    /* in units of the scale: the weights, their spacing, where they go, and that after rounding */
+    /* in units of the scale: the weights, their spacing, where they go, and that after
+     * rounding */
     float value[TILE], ulp[TILE], target[TILE], rounded[TILE];
     float gradient[TILE], direction[TILE];
     float first[TILE], second[TILE]; /* moments */

@@ -7,10 +7,11 @@ Libraries write one weight under several names::
     the same, packed          layer.weight_packed   U8          layer.weight_scale
     gpt-oss                   experts_blocks        U8          experts_scales
 
-A tensor is taken for codes by its dtype or the end of its name. Its scale has the same name
-with another end. The shape of the scale says which weights share one: all, a row, 32 of a
-row, or a square of 128 x 128. What remains and may change what a weight means (a second
-scale, codes without a scale, settings that are not known) is refused by its name.
+A tensor is taken for codes by its dtype or the end of its name. Its scale has the same
+name with another end. The shape of the scale says which weights share one: all, a row,
+32 of a row, or a square of 128 x 128. What remains and may change what a weight means
+(a second scale, codes without a scale, settings that are not known) is refused by its
+name.
 """
 
 import re
@@ -96,8 +97,8 @@ def stored_weights(
 
     Args:
         headers: of all tensors of the folder.
-        config: the settings of :func:`quantization_of`. Those that change what codes mean
-            are refused.
+        config: the settings of :func:`quantization_of`. Those that change what codes
+            mean are refused.
 
     Raises:
         ValueError: codes, scales or settings that are not read.
@@ -121,10 +122,10 @@ def stored_weights(
 def refuse_codes(
     name: str, dtype: torch.dtype | str, others: Collection[str] = (), file: str = ""
 ) -> None:
-    """Raise ValueError unless the tensor from which a float weight is read holds floats.
+    """Raise ValueError unless a tensor holds floats.
 
     Args:
-        name: the tensor's.
+        name: the tensor from which a float weight is read.
         dtype: as files or as torch name it.
         others: names of the same files.
         file: the name of the tensor's file, for the message.
@@ -158,13 +159,13 @@ def may_be_weight(name: str, dtype: torch.dtype | str, others: Collection[str]) 
 
 
 def _is_short_float(dtype: torch.dtype | str) -> bool:
-    """Return whether a dtype is a float of at most eight bits, as files or torch name it."""
+    """Return whether a dtype, of files or torch, is a float of at most eight bits."""
     name = str(dtype).removeprefix("torch.").lower()
     return re.match(r"f(loat)?[468]", name) is not None and dtype not in FLOATS
 
 
 def scale_of(name: str, others: Collection[str]) -> str | None:
-    """Return the name of a tensor's scale among the names of the same files, or None."""
+    """Return the name of a tensor's scale among the names of its files, or None."""
     owner, dot, entry = name.rpartition(".")
     stem = _without_packed_suffix(entry)
     entries = [stem + suffix for suffix in _SCALE_SUFFIXES]
@@ -177,7 +178,7 @@ def scale_of(name: str, others: Collection[str]) -> str | None:
 
 
 def names_beside(name: str, others: Collection[str]) -> list[str]:
-    """Return the names of other tensors that a weight's values depend on, scales first."""
+    """Return the other tensors that a weight's values depend on, scales first."""
     owner, dot, entry = name.rpartition(".")
     stem = owner + dot + _without_packed_suffix(entry)
     suffixes = (*_SCALE_SUFFIXES, *_SECOND_SUFFIXES)

@@ -1,15 +1,15 @@
-"""A published folder as a whole: its description, and the places of its tensors in a model.
+"""A published folder: its description, and where its tensors go in a model.
 
 ::
 
     folder       --described-->    description: files, tensors, documents, other files
     description  --Layout-->       weights in codes, floats, extras
-    model        --Layout.find-->  the place of each tensor: a parameter, or a part of one
+    model        --Layout.find-->  the place of each tensor: a parameter, or a part
 
-The description is kept in the model's settings, so that the folder can be written again from
-the model alone: it is a dict in JSON's types, whose keys are a file format. Transformers
-renames tensors, stacks experts and joins matrices when it reads a model. ``places_of`` asks it
-for these conversions, and follows the two that only move weights.
+The description is kept in the model's settings, so that the folder can be written again
+from the model alone: it is a dict in JSON's types, whose keys are a file format.
+Transformers renames tensors, stacks experts and joins matrices when it reads a model.
+``places_of`` asks it for these conversions, and follows the two that only move weights.
 """
 
 import json
@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def copied(self) -> list[str]:
-        """Tensors without a place that the settings do not hold: the folder has them."""
+        """Tensors without a place that only the folder has, and not the settings."""
         return [name for name in self.left if name not in self.published["kept"]]
 
     def record_left(self) -> None:
@@ -156,13 +156,13 @@ def _check_file_names(published: Mapping[str, Any]) -> None:
 
 
 def is_ignored(model: Any, name: str) -> bool:
-    """Return whether a model's class declares that it has no place for a tensor of files."""
+    """Return whether a model's class declares that it ignores a tensor of files."""
     patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq")
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def entries_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers that files have, by all their names without wrappers."""
+    """Return parameters and buffers that files have, by all their plain names."""
     hidden = set()
     for owner, module in model.named_modules(remove_duplicate=False):
         prefix = f"{owner}." if owner else ""
@@ -182,8 +182,8 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         shapes: of the tensors, by name.
 
     Raises:
-        ValueError: a parameter that transformers makes of several tensors in another way
-            than by stacking and joining them, or that they do not cover.
+        ValueError: a parameter that transformers makes of several tensors in another
+            way than by stacking and joining them, or that they do not cover.
     """
     loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
     mapping = import_optional("transformers.conversion_mapping", "hf", "load_fp8")
@@ -287,7 +287,7 @@ def _index(
     dim: int | None,
     span: tuple[int, int],
 ) -> Index:
-    """Return the index of a tensor in a stack (``number``), and in a matrix along ``dim``."""
+    """Return the index of a tensor: its number in a stack, its span along ``dim``."""
     slices = [slice(*span) if axis == dim else slice(0, size) for axis, size in enumerate(shape)]
     return tuple(slices) if number is None else (number, *slices)
 

@@ -1,4 +1,4 @@
-"""Options of transformers' ``from_pretrained``, by what becomes of them in ``load_fp8``.
+"""What becomes of options of transformers' ``from_pretrained`` in ``load_fp8``.
 
 ::
 
@@ -116,7 +116,7 @@ def sorted_options(
 
 
 def _one_dtype(dtype: Any, torch_dtype: Any) -> Any:
-    """Return the dtype, which may be given by its name, or as transformers' older option."""
+    """Return the dtype, given by itself, by name, or as transformers' older option."""
     dtype = _dtype_of_name(dtype)
     torch_dtype = _dtype_of_name(torch_dtype)
     if torch_dtype is None:

@@ -1,15 +1,16 @@
-"""Put the weights of files together to a parameter of a model, and take them apart again.
+"""Put weights of files together to a model's parameter, and take them apart again.
 
-A model may have in one parameter what files have in several tensors: stacked experts, or the
-columns of q, k and v joined to one matrix::
+A model may have in one parameter what files have in several tensors: stacked experts,
+or the columns of q, k and v joined to one matrix::
 
-    files       q (M, K)   k (M, K)   v (M, K)      each with scales in its own layout
-    model       qkv (3 M, K)                        one FP8Parameter, one layout of scales
-    Place       "qkv", [0:M, :]  [M:2M, :]  ...     where in the parameter each tensor is
+    files       q (M, K)   k (M, K)   v (M, K)     each with its scales
+    model       qkv (3 M, K)                       one FP8Parameter
+    Place       "qkv", [0:M, :]  [M:2M, :]  ...    where in it each tensor is
 
-Codes are copied to their part. Scales are put where those of the part are; parts with one
-scale each share it if the model joins them in one matrix. If these differ, the parameter has
-a scale for each row instead, and its rows are rescaled to one before they are written back.
+Codes are copied to their part. Scales are put where those of the part are; parts with
+one scale each share it if the model joins them in one matrix. If these differ, the
+parameter has a scale for each row instead, and its rows are rescaled to one before they
+are written back.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class Place:
 
 
 class ScalePlace(NamedTuple):
-    """Where the scales of a part are among those of a parameter, and the shape of these."""
+    """Where a part's scales are among those of a parameter, whose shape it has."""
 
     index: Index
     shape: tuple[int, ...]
@@ -106,8 +107,8 @@ def _joined_scales(
     """
     for by_row in (False, True):
         are_alike = True
-        # transformers sets another default dtype while it reads. NaN is where no part has
-        # put its scale yet.
+        # transformers sets another default dtype while it reads. NaN is where no part
+        # has put its scale yet.
         scales = part_scales[0].new_full(
             scales_at(*parts[0], shape, by_row).shape, torch.nan, dtype=torch.float32
         )
@@ -140,8 +141,8 @@ def scales_at(
         index: the part.
         stored: what files have of it.
         shape: the parameter's.
-        by_row: whether parts with one scale each have it per row, where they are rows of
-            one matrix. Otherwise they share it.
+        by_row: whether parts with one scale each have it per row, where they are rows
+            of one matrix. Otherwise they share it.
 
     Raises:
         ValueError: the model cuts the elements that share a scale.

@@ -86,7 +86,7 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def _earlier_weights(folder: Path) -> set[str]:
-    """Return the names of the weights and of the index that an earlier save has written."""
+    """Return the names of weights and of an index from an earlier save."""
     files = {name for name in os.listdir(folder) if (folder / name).is_file()}
     names = {name for name in files if name in (WEIGHTS_FILE, INDEX) or _SHARD.fullmatch(name)}
     # An index that can't be read names nothing, and is replaced or removed itself.

@@ -2,10 +2,10 @@
 
 ::
 
-    two tensors of files               read_parts ->         parts of an FP8Tensor
-      codes: float8, one in a byte                             codes: uint8, one in a byte
+    two tensors of files                 read_parts ->     parts of an FP8Tensor
+      codes: float8, one in a byte                           codes: one in a byte
              E2M1, two in a byte         <- written_parts
-      scale: float32, bfloat16, float16                        scale: float32
+      scale: float32, bfloat16, float16                      scale: float32
              E8M0 (exponents)
 
 A file may have the scale 0 where all codes are 0. An FP8Tensor may not: such a scale is
@@ -172,8 +172,8 @@ def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Ten
     ``read`` returns a tensor of the files by its name.
 
     Raises:
-        ValueError: codes of Inf; a scale that is below 2^-126 or not finite, except 0 (in
-            E8M0 the byte 0) where all codes are 0 or NaN.
+        ValueError: codes of Inf; a scale that is below 2^-126 or not finite, except 0
+            (in E8M0 the byte 0) where all codes are 0 or NaN.
     """
     codes = read(stored.codes).view(torch.uint8)
     if stored.code_dtype not in FORMATS:
@@ -216,8 +216,8 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
     They are the same bytes for a weight that no step has changed.
 
     Raises:
-        ValueError: a weight of another format, shape or granularity, or a scale that the
-            file's dtype can't hold.
+        ValueError: a weight of another format, shape or granularity, or a scale that
+            the file's dtype can't hold.
     """
     _check_is_stored_alike(stored, weight)
     codes, scale = weight.codes, weight.scale

@@ -1,15 +1,15 @@
-"""The step and the codec as Triton kernels for NVIDIA GPUs, with the bits of native code.
+"""The step and the codec as Triton kernels for NVIDIA GPUs.
 
-One launch serves many tensors::
+They have the bits of native code. One launch serves many tensors::
 
     kinds    facts that a kernel is compiled for
-    launch   launches of steps, from a table of records     whole   launches over one array
-    step     kernels of the step                            arrays  kernels over one array
+    launch   launches of steps, from a table      whole    launches over one array
+    step     kernels of the step                  arrays   kernels over one array
     stages   the stages of a step
     format   codes, values, rounding, random words
 
-Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton. They are imported when
-there is something to launch: an installed Triton without a driver fails late.
+Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton. They are imported
+when there is something to launch: an installed Triton without a driver fails late.
 """
 
 import importlib

@@ -2,17 +2,19 @@
 
 ::
 
-    decode, round, encode      elements to elements, at one scale or a scale for each row
-    finite                     the verdict on gradients, before a step
-    rows, amax and columns     operands of products in 8 bits: codes, and a scale for each
-                               row, or for each column of a matrix that is read by rows
-    copy                       codes, transposed or not
+    decode, round, encode    elements to elements, at one scale or one for each row
+    finite                   the verdict on gradients, before a step
+    rows, amax and columns   operands of products in 8 bits: codes, and a scale for each
+                             row, or for each column of a matrix that is read by rows
+    copy                     codes, transposed or not
 
-Programs take R x W elements (R rows) or R x C. A scale of an operand is the least power of
-two that takes the largest magnitude of its row or column into the range of the codes.
+Programs take R x W elements (R rows) or R x C. A scale of an operand is the least power
+of two that takes the largest magnitude of its row or column into the range of the
+codes.
 
-``FORMAT``, in kernels ``F`` for short, is a ``Format`` of ``kinds.py``. bfloat16 is passed
-as uint16 bits. Arguments in capitals are constants that a kernel is compiled for.
+``FORMAT``, in kernels ``F`` for short, is a ``Format`` of ``kinds.py``. bfloat16 is
+passed as uint16 bits. Arguments in capitals are constants that a kernel is compiled
+for.
 """
 
 import triton
@@ -35,7 +37,7 @@ NOT_FINITE: tl.constexpr = tl.constexpr(NOT_FINITE_WORD)
 LARGEST_INT8: tl.constexpr = tl.constexpr(0x42FE0000)  # float32 bits of 127
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Decode, round, encode
 
 
@@ -93,7 +95,10 @@ def decode_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Store ``scale * decode(codes)``, float32 or bfloat16, or with SPACING ``scale * ulp``."""
+    """Store ``scale * decode(codes)``, in float32 or bfloat16.
+
+    With SPACING store ``scale * ulp``.
+    """
     offsets, mask, row_scale = _scaled_offsets(scale, rows, length, in_row, R, W)
     code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * F.SIGN_BIT - 1)
     if SPACING:
@@ -162,7 +167,7 @@ def encode_kernel(
     tl.store(out + offsets, code, mask=mask)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # The verdict on gradients
 
 
@@ -171,7 +176,8 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
     """Set two words of the report if a gradient's square is not finite in float32.
 
     They are the first of all, ``refused``, and the parameter's own. ``table`` and
-    ``chunks`` are those of :mod:`fp8manifold._triton.step`; KIND is the gradient's dtype.
+    ``chunks`` are those of :mod:`fp8manifold._triton.step`; KIND is the gradient's
+    dtype.
     """
     chunk = chunks + 2 * tl.program_id(0)
     parameter = tl.load(chunk)
@@ -187,7 +193,7 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
         tl.store(refused + (parameter + 1) * REPORT_WORDS + NOT_FINITE, 1)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Operands of products in 8 bits
 
 
@@ -195,8 +201,8 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
 def _scales_of(amax, LARGEST: tl.constexpr):
     """Return the least powers of two that take magnitudes to at most LARGEST.
 
-    Both are float32 bits. Return (scales, reciprocals): 1 for zero, at least 2^-126, and
-    NaN, whose reciprocal is 0, for what is not finite.
+    Both are float32 bits. Return (scales, reciprocals): 1 for zero, at least 2^-126,
+    and NaN, whose reciprocal is 0, for what is not finite.
     """
     exceeds_mantissa = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     field = (amax >> 23) - ((LARGEST >> 23) - 127) + exceeds_mantissa
@@ -280,8 +286,8 @@ def rows_kernel(
 ):
     """Store the codes of ``x * fold`` at a scale for each row, and the scales.
 
-    ``fold`` has a factor for each column (FOLDS 2), one in all (1), or none (0). LONG rows
-    are read twice, for their largest magnitude and for their codes.
+    ``fold`` has a factor for each column (FOLDS 2), one in all (1), or none (0). LONG
+    rows are read twice, for their largest magnitude and for their codes.
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
@@ -307,7 +313,7 @@ def rows_kernel(
 def _load_tile(
     x, fold, height, width, stride, FOLDS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Load ``fold * x``, where each row may have its factor; return rows and columns too.
+    """Load ``fold * x``; return (values, rows, columns).
 
     ``fold`` has a factor for each row (FOLDS 2), one in all (1), or none (0).
     """

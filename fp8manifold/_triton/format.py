@@ -1,17 +1,17 @@
 """Codes to values and back, rounding and random words, for the elements of a tile.
 
-The arithmetic is that of ``format.h``, ``chart.h`` and ``draws.h`` of native code, which
-explain it, to the same bits. A code counts the values from zero up; a float32 whose
-exponent field is ``2 * 127 + M`` minus that of ``2^e`` is the exact reciprocal of an ulp.
-Where a GPU is faster another way, it is taken here:
+The arithmetic is that of ``format.h``, ``chart.h`` and ``draws.h`` of native code,
+which explain it, to the same bits. A code counts the values from zero up; a float32
+whose exponent field is ``2 * 127 + M`` minus that of ``2^e`` is the exact reciprocal of
+an ulp. Where a GPU is faster another way, it is taken here:
 
-- Decoding moves the fields of a code to those of a float32. One product then corrects the
-  bias.
-- Rounding to a whole number adds ``1.5 * 2^23`` and subtracts it again. A GPU converts at
-  an eighth of the rate at which it adds.
+- Decoding moves the fields of a code to those of a float32. One product then corrects
+  the bias.
+- Rounding to a whole number adds ``1.5 * 2^23`` and subtracts it again. A GPU converts
+  at an eighth of the rate at which it adds.
 
-``FORMAT`` is a ``Format`` of ``kinds.py``. Arguments in capitals are constants that a kernel
-is compiled for.
+``FORMAT`` is a ``Format`` of ``kinds.py``. Arguments in capitals are constants that a
+kernel is compiled for.
 """
 
 import triton
@@ -50,7 +50,7 @@ def clamp(x, low, high):
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Random words
 
 
@@ -82,7 +82,7 @@ def mirror_draw(draw, bits):
     return draw ^ ((bits >> 31) & 0xFFFFFF)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Codes to values
 
 
@@ -105,7 +105,7 @@ def magnitude_value(magnitude, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr):
 
 @triton.jit
 def code_value(code, FORMAT: tl.constexpr):
-    """Return the value of a finite code, whose sign an arithmetic shift carries along."""
+    """Return the value of a finite code; a shift carries its sign along."""
     EXPONENT_BITS: tl.constexpr = FORMAT.BITS - 1 - FORMAT.MANTISSA_BITS
     # The sign, and as many bits below it as code and mantissa have: the copies of the
     # sign between them go.
@@ -146,7 +146,7 @@ def is_special(code, FORMAT: tl.constexpr):
     return special
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Values to codes
 
 
@@ -192,8 +192,8 @@ def encode_magnitude(
     if not STOCHASTIC:
         whole = round_even(steps)
         if FORMAT.MANTISSA_BITS + EXTRA_BITS == 0:
-            # One value per binade: 1.5 steps were rounded to the even number of steps, 2.
-            # The even code may be the lower one, after an odd number of codes below.
+            # One value per binade: 1.5 steps were rounded to the even number of steps,
+            # 2. The even code may be the lower one, after an odd number of codes below.
             whole = whole - ((steps == 1.5).to(tl.int32) & below & 1)
     elif FIXED_POINT:
         # A fraction exceeds the draw r exactly where its sum with 2^24 - 1 - r carries.
@@ -228,7 +228,7 @@ def encode_finite(
 def encode_signed(
     x, draw, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr, FIXED_POINT: tl.constexpr
 ):
-    """Return a stochastic code with extra bits, which counts up from the lowest value."""
+    """Return the signed code of a stochastic rounding, with extra bits."""
     bits = bits_of(x)
     draw = mirror_draw(draw, bits)
     code = encode_magnitude(bits & 0x7FFFFFFF, draw, FORMAT, EXTRA_BITS, True, FIXED_POINT)
@@ -249,7 +249,7 @@ def split_code(signed_code, old_code, FORMAT: tl.constexpr, EXTRA_BITS: tl.const
     return code, (signed_code - (nearest << EXTRA_BITS)).to(tl.int8)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Values to values
 
 
@@ -310,7 +310,7 @@ def round_value(x, draw, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     return rounded
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # 16-bit floats
 
 
@@ -353,7 +353,7 @@ def random_half(x, draw, FLOAT16: tl.constexpr):
     return float_of(tl.where(magnitude < 0x7F800000, rounded, magnitude) | (bits & -2147483648))
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # The chart of the ulp metric
 
 
@@ -371,7 +371,7 @@ def chart_stiffness(x, lowest, highest, FORMAT: tl.constexpr):
 
 @triton.jit
 def _codes_below(stiffness, lowest, FORMAT: tl.constexpr):
-    """Return ``(e - lowest) 2^M``: the steps from 0 that a number's own binade lacks."""
+    """Return ``(e - lowest) 2^M``, which ``|x| / S`` lacks of the steps from 0."""
     exponent_field = (bits_of(stiffness) >> 23) + FORMAT.MANTISSA_BITS
     return ((exponent_field - (127 + lowest)) << FORMAT.MANTISSA_BITS).to(tl.float32)
 
@@ -414,7 +414,7 @@ def chart_shift(x, steps, lowest, highest, FORMAT: tl.constexpr):
     return (value + (fraction - whole_of_fraction) * (next_value - value)) * sign
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Powers of the stiffness field
 
 

@@ -2,10 +2,10 @@
 
 A kernel is compiled once for each combination of them::
 
-    Format      constants of a format                    FORMAT, or SPEC.format, in kernels
-    KernelSpec  what a step does, and its dtypes          SPEC of a step
-    Widening    the same for scales that double           SPEC of widen_kernel
-    Tile        how a program walks over a parameter      TILE
+    Format      constants of a format                   FORMAT in kernels, SPEC.format
+    KernelSpec  what a step does, and its dtypes        SPEC of a step
+    Widening    the same for scales that double         SPEC of widen_kernel
+    Tile        how a program walks over a parameter    TILE
 
 They are frozen and hashable: the key by which a kernel is looked up. Nothing here needs
 Triton.
@@ -61,7 +61,7 @@ def _cached_hash(facts: Any) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """A format as kernels are compiled for it, with the fields of native code's record."""
+    """A format as kernels are compiled for it: the fields of native code's record."""
 
     MANTISSA_BITS: int
     BIAS: int

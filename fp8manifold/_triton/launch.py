@@ -1,13 +1,13 @@
 """Launch steps: one launch for all parameters of a kind.
 
-What kernels read is a table of records (the structs of native code, a row per parameter),
-uploaded without a wait, and chunks that say which program takes what::
+What kernels read is a table of records (the structs of native code, a row per
+parameter), uploaded without a wait, and chunks that say which program takes what::
 
-    records, kinds  --launches_of-->  [Launch(records, calls)]       steps, doubling of scales
-                                          Call(kernel, chunks, facts)
-    launch                            upload each table, compile all kernels, run the calls
-    report                            words that the kernels write, a row per parameter; its
-                                      first word, if set, makes all later kernels return
+    launches_of    records and kinds -> [Launch(records, [Call(kernel, chunks, facts)])]
+                   first steps, then the doubling of scales
+    launch         upload each table, compile all kernels, run the calls
+    report         words that the kernels write, a row for all and one per parameter.
+                   The first word, if set, makes all later kernels return.
 
 Chunks and compiled kernels are cached: they are the same in every step.
 """
@@ -56,7 +56,7 @@ Launches = list[Launch]
 
 
 class KernelsUnavailableError(RuntimeError):
-    """An error that says that a kernel could not be compiled; nothing has been launched."""
+    """A kernel that could not be compiled, before anything was launched."""
 
 
 def launches_of(
@@ -124,7 +124,7 @@ class Tables:
             _run(self._tables, self._launches, self.report.zero_())
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Calls
 
 
@@ -200,7 +200,7 @@ def _tile_of_rows(widening: Widening) -> Tile:
     return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # On the device
 
 

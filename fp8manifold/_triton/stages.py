@@ -1,7 +1,8 @@
-"""The stages of a step over a tile, as in ``elements.h`` and ``stages.c`` of native code.
+"""The stages of a step over a tile, as in ``stages.c`` of native code.
 
 A parameter's step is described by a record, the ``Job`` that native code reads too: its
-pointers, sizes, keys and numbers. Kernels read it as int32 words and never see a tensor::
+pointers, sizes, keys and numbers. Kernels read it as int32 words and never see a
+tensor::
 
     record + 2 * WEIGHT, GRADIENT, ...  ->  addresses, 64 bits each
     record + ROWS, LENGTH               ->  64-bit sizes
@@ -12,8 +13,8 @@ A tile has ``TILE.rows`` rows of ``TILE.width`` elements: ``offsets`` are the el
 positions in the parameter, ``mask`` says which of them exist, and ``row`` and
 ``row_mask`` are the same for rows. Weights, ulps and targets are in units of the scale.
 
-``SPEC`` and ``TILE`` are ``KernelSpec`` and ``Tile`` of ``kinds.py``. Arguments in capitals
-are constants that a kernel is compiled for.
+``SPEC`` and ``TILE`` are ``KernelSpec`` and ``Tile`` of ``kinds.py``. Arguments in
+capitals are constants that a kernel is compiled for.
 """
 
 import triton
@@ -67,7 +68,7 @@ INJECT: tl.constexpr = tl.constexpr(14)
 PER_UNIT: tl.constexpr = tl.constexpr(15)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Records and memory
 
 
@@ -118,7 +119,7 @@ def load_float(
 
 @triton.jit
 def offsets_of(row, row_mask, start, length, TILE: tl.constexpr):
-    """Return the offsets of the tile that begins at column ``start``, and their mask."""
+    """Return the offsets of the tile at column ``start``, and their mask."""
     column = start + tl.arange(0, TILE.width)[None, :]
     mask = row_mask[:, None]
     if TILE.length != TILE.width:
@@ -126,13 +127,13 @@ def offsets_of(row, row_mask, start, length, TILE: tl.constexpr):
     return (row.to(tl.int64) * length)[:, None] + column, mask
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Scales
 
 
 @triton.jit
 def load_scales(record, SLOT: tl.constexpr, offsets, mask, SPEC: tl.constexpr):
-    """Load scales, which are stored as exponents or as float32; 1 where there is none."""
+    """Load scales, stored as exponents or as float32; 1 where there is none."""
     if SPEC.exponents:
         places = pointer(record, SLOT, tl.uint8, False) + offsets
         exponents = tl.load(places, mask=mask, other=127)
@@ -162,7 +163,7 @@ def scale_at(record, row, offsets, mask, row_mask, SPEC: tl.constexpr, TILE: tl.
 
 @triton.jit
 def chart_ends(record, scale, SPEC: tl.constexpr):
-    """Return the exponents between which the chart follows the format, in units of the scale."""
+    """Return the ends of the chart: exponents, in units of the scale."""
     lowest, highest = 0, 0
     if SPEC.covector and SPEC.metric == "ulp":
         exponent = (floats.bits_of(scale) >> 23) - 127
@@ -186,7 +187,7 @@ def inverse_scale(scale, SPEC: tl.constexpr):
     return inverse
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Weights and gradients
 
 
@@ -260,7 +261,7 @@ def load_gradient(
     return gradient
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Moments, and the scales of their blocks
 
 
@@ -354,8 +355,8 @@ def load_moment(
 def _root_code(root, inverse, draw, SPEC: tl.constexpr):
     """Return the code of a second moment's root.
 
-    It is rounded with the odds that preserve the mean of ``1 / root``, as ``_root_codes``
-    of ``optim/_step.py`` derives. A root that is not 0 does not become 0.
+    It is rounded with the odds that preserve the mean of ``1 / root``, as
+    ``optim/_step.py`` derives. A root that is not 0 does not become 0.
     """
     bits = floats.bits_of(root * inverse)
     steps, below = floats.encoding_steps(bits, SPEC.moment_format, 0, 0)
@@ -382,8 +383,9 @@ def store_moment(
 ):
     """Store the moment of a slot, rounded by random words if it has fewer than 32 bits.
 
-    The first moment takes the lower half of a word, the second one of bfloat16 the upper
-    half. ``root`` is that of the second moment, which is stored in its place in 8 bits.
+    The first moment takes the lower half of a word, the second one of bfloat16 the
+    upper half. ``root`` is that of the second moment, which is stored in its place in 8
+    bits.
     """
     TAKES_UPPER_HALF: tl.constexpr = SLOT == SECOND and SPEC.first
     if SPEC.moments == "float32":
@@ -404,7 +406,7 @@ def store_moment(
             store(record, SLOT, tl.uint8, offsets, code.to(tl.uint8), mask, TILE.aligned)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Directions
 
 
@@ -412,7 +414,8 @@ def store_moment(
 def descend(record, offsets, mask, gradient, first, second, SPEC: tl.constexpr, TILE: tl.constexpr):
     """Return the direction, the new moments, the second's root and the denominator.
 
-    The denominator divides the first moment. What a direction does not have is any value.
+    The denominator divides the first moment. What a direction does not have is any
+    value.
     """
     root, denominator = gradient, gradient
     if SPEC.direction == "adam":
@@ -446,7 +449,7 @@ def descend(record, offsets, mask, gradient, first, second, SPEC: tl.constexpr, 
     return direction, first, second, root, denominator
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Moves
 
 
@@ -459,7 +462,7 @@ def _field_factor(record, ulp, scale, SPEC: tl.constexpr):
 
 @triton.jit
 def move(record, value, ulp, direction, scale, inverse, lowest, highest, SPEC: tl.constexpr):
-    """Return the target: where the weights go, in units of the scale, before rounding."""
+    """Return where the weights go, in units of the scale, before rounding."""
     if SPEC.decays:
         value = value * load_number(record, KEEP)
     rate = load_number(record, RATE)

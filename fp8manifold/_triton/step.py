@@ -2,19 +2,20 @@
 
 ::
 
-    program i  ->  chunks[i] = (parameter, start)     which record, and which rows or elements
-               ->  table[parameter]                   a record: addresses, sizes, keys, numbers
-               ->  tiles of TILE.rows x TILE.width    each through all stages, in registers
+    program i  ->  chunks[i] = (parameter, start)      which record, and where in it
+               ->  table[parameter]                    addresses, sizes, keys, numbers
+               ->  tiles of TILE.rows x TILE.width     each through all stages
 
 A program takes one tile. Only if 8-bit moments share blocks longer than a tile it takes
-whole rows, tile after tile, twice: the scales of the moments follow from the row's largest
-gradient (or, fitted, from its largest moment), which must be known first.
+whole rows, tile after tile, twice: the scales of the moments follow from the row's
+largest gradient (or, fitted, from its largest moment), which must be known first.
 
 :func:`widen_kernel` runs after the step. Where a code of a row has reached the format's
 last, and still moves, it doubles the row's scale and rounds half of each value once.
 
 Nothing runs if the first word of the report (``refused``) is set: some gradient was not
-finite. ``SPEC`` and ``TILE`` are constants of ``kinds.py``; names are those of ``stages.py``.
+finite. ``SPEC`` and ``TILE`` are constants of ``kinds.py``; names are those of
+``stages.py``.
 """
 
 import triton
@@ -34,8 +35,8 @@ REACHED: tl.constexpr = tl.constexpr(REACHED_WORD)
 DOUBLED: tl.constexpr = tl.constexpr(DOUBLED_WORD)
 ALL_ZERO: tl.constexpr = tl.constexpr(ALL_ZERO_WORD)
 
-# A record of a parameter whose scales may double: its offsets in words, and the indices of
-# its pointers.
+# A record of a parameter whose scales may double: its offsets in words, and the indices
+# of its pointers.
 WIDENED_WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // stages.WORD_BYTES)
 WIDENED_ROWS: tl.constexpr = tl.constexpr(WIDENED.fields["rows"][1] // stages.WORD_BYTES)
 WIDENED_LENGTH: tl.constexpr = tl.constexpr(WIDENED.fields["length"][1] // stages.WORD_BYTES)
@@ -48,13 +49,13 @@ WIDENED_MOMENT: tl.constexpr = tl.constexpr(4)
 WIDENED_REPORT: tl.constexpr = tl.constexpr(5)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Write-back
 
 
 @triton.jit
 def _store_float(record, offsets, mask, value, word, SPEC: tl.constexpr, TILE: tl.constexpr):
-    """Store weights that are floats; those of 16 bits are rounded, by draws or to nearest."""
+    """Store weights that are floats; those of 16 bits are rounded."""
     if SPEC.weight == "float32":
         stages.store(record, stages.WEIGHT, tl.float32, offsets, value, mask, TILE.aligned)
     else:
@@ -150,7 +151,7 @@ def _store_weights(
     return rounded
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Tiles
 
 
@@ -330,7 +331,7 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             _step_tile(record, row, start.to(tl.int64) * T.width, no_blocks, S, T)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Scales that double
 
 

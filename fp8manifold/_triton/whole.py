@@ -4,8 +4,8 @@
 
     array_on_gpu                 decode, round or encode an array
     rows_on_gpu, int8_rows_on_gpu, columns_on_gpu
-                                 operands of products in 8 bits: codes and scales of the rows
-                                 of a matrix, or of its columns, transposed
+                                 operands of products in 8 bits: codes and scales of the
+                                 rows of a matrix, or of its columns, transposed
     copied_on_gpu                codes of an operand, transposed or as whole numbers
 
 The kernels are those of :mod:`fp8manifold._triton.arrays`.
@@ -111,7 +111,7 @@ def _words(keys: tuple[int, ...] | None, device: torch.device) -> Tensor:
     return words.view(torch.uint32)
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Operands of products
 
 
@@ -124,7 +124,7 @@ def rows_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def int8_rows_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes and scales as :func:`rows_on_gpu`, in whole numbers from -127 to 127."""
+    """Return the same as :func:`rows_on_gpu`, in whole numbers from -127 to 127."""
     codes, scales = _rows_and_scales(x, fold, _LARGEST_INT8)
     return codes.view(torch.int8), scales
 
@@ -223,7 +223,7 @@ def _e4m3_constants(device: torch.device) -> Any:
     return None if has_capability else as_constants(format_of(as_format("E4M3")))
 
 
-# ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Launches
 
 
