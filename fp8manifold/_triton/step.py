@@ -161,7 +161,9 @@ def _offsets_in_rows(record, row, start, TILE: tl.constexpr):
     row_mask = row < stages.load_size(record, stages.ROWS)
     length = TILE.length
     if TILE.length == 0:
-        length = stages.load_size(record, stages.LENGTH)
+        # Not by load_size: what multiple_of says of a function's result is lost when the
+        # function is inlined, and with it wide loads.
+        length = tl.load((record + stages.LENGTH).to(tl.pointer_type(tl.int64)))
         if TILE.aligned:
             length = tl.multiple_of(length, 16)
     offsets, mask = stages.offsets_of(row, row_mask, start, length, TILE)
