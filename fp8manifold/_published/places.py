@@ -40,9 +40,10 @@ class Place:
 
 
 class ScalePlace(NamedTuple):
-    """Where a part's scales are among those of a parameter, whose shape it has."""
+    """The part of a parameter's scales that belongs to a part of the parameter."""
 
-    index: Index
+    part: Index
+    #: The shape of all scales of the parameter.
     shape: tuple[int, ...]
 
 
