@@ -230,8 +230,9 @@ def encode_signed(
 ):
     """Return the signed code of a stochastic rounding, with extra bits."""
     bits = bits_of(x)
+    magnitude = bits & 0x7FFFFFFF
     draw = mirror_draw(draw, bits)
-    code = encode_magnitude(bits & 0x7FFFFFFF, draw, FORMAT, EXTRA_BITS, True, FIXED_POINT)
+    code = encode_magnitude(magnitude, draw, FORMAT, EXTRA_BITS, True, FIXED_POINT)
     # -1 for a negative number: the code is negated in two's complement
     negative = bits >> 31
     return (code ^ negative) - negative
@@ -243,9 +244,11 @@ def split_code(signed_code, old_code, FORMAT: tl.constexpr, EXTRA_BITS: tl.const
 
     A zero is -0 where the old code was -0.
     """
+    # In another order of these statements ptxas spills registers of widen_kernel.
     nearest = (signed_code + (1 << (EXTRA_BITS - 1))) >> EXTRA_BITS
+    is_zero = nearest == 0
     zero = tl.where(old_code == FORMAT.SIGN_BIT, FORMAT.SIGN_BIT, 0)
-    code = tl.where(nearest == 0, zero, tl.abs(nearest) | (nearest & FORMAT.SIGN_BIT))
+    code = tl.where(is_zero, zero, tl.abs(nearest) | (nearest & FORMAT.SIGN_BIT))
     return code, (signed_code - (nearest << EXTRA_BITS)).to(tl.int8)
 
 

@@ -207,8 +207,7 @@ def decoded(code, residual, SPEC: tl.constexpr):
         signed_code = _joined_code(code, residual, SPEC)
         magnitude = tl.abs(signed_code)
         value = floats.magnitude_value(magnitude, SPEC.format, SPEC.residual_bits)
-        sign = signed_code & -2147483648
-        value = floats.float_of(floats.bits_of(value) | sign)
+        value = floats.float_of(floats.bits_of(value) | (signed_code & -2147483648))
     else:
         magnitude = code & (SPEC.format.SIGN_BIT - 1)
         value = floats.code_value(code, SPEC.format)

@@ -357,9 +357,9 @@ def _halve_values(record, offsets, mask, SPEC: tl.constexpr):
         residual = stages.load(record, WIDENED_RESIDUAL, tl.int8, offsets, mask, False)
         residual = residual.to(tl.int32)
     value, _ = stages.decoded(old_code, residual, SPEC)
-    half = value * 0.5
     keys = (record + WIDENED_KEYS).to(tl.pointer_type(tl.uint32))
     draw = floats.draw_of(floats.random_word(keys, offsets.to(tl.uint32)))
+    half = value * 0.5
     if SPEC.residual_bits:
         signed_code = floats.encode_signed(
             half, draw, SPEC.format, SPEC.residual_bits, SPEC.fixed_point
@@ -398,9 +398,10 @@ def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
     record = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
     report = stages.pointer(record, WIDENED_REPORT, tl.int32, False)
     if (tl.load(refused) == 0) & (tl.load(report + REACHED) != 0):
-        length = stages.load_size(record, WIDENED_LENGTH)
+        sizes = record.to(tl.pointer_type(tl.int64))
+        length = tl.load(sizes + WIDENED_LENGTH // 2)
         row = tl.load(chunk + 1) + tl.arange(0, T.rows)
-        row_mask = row < stages.load_size(record, WIDENED_ROWS)
+        row_mask = row < tl.load(sizes + WIDENED_ROWS // 2)
         tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
         is_reached = tl.zeros((T.rows,), tl.int32)
         for tile in range(tiles):
