@@ -99,7 +99,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
             entry |= {"step": torch.tensor(float(entry["step"])), "stream": stream}
             entry |= (
                 {}
-                if (fields := slot_of({}, parameter, {}).fields) is None
+                if (fields := slot_of({}, parameter, {}).grid_fields) is None
                 else {"grid": torch.tensor(fields)}
             )
         state[index] = entries[parameter] = entry
@@ -217,14 +217,15 @@ def _floats(entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
             for name, value in moments.items()
         }
     spec = _spec(moments, group, "8bit")
-    if lacking := sorted(set(spec.bounds.values()) - entry.keys()):
+    if lacking := sorted(set(spec.bound_names.values()) - entry.keys()):
         raise ValueError(
             f"a state has moments in 8 bits without {', '.join(lacking)}, which says how they are "
             f"scaled"
         )
-    arrays = {bound: entry[bound].reshape(-1, 1) for bound in spec.bounds.values()}
+    arrays = {bound: entry[bound].reshape(-1, 1) for bound in spec.bound_names.values()}
     arrays |= {
-        name: value.reshape(len(arrays[spec.bounds[name]]), -1) for name, value in moments.items()
+        name: value.reshape(len(arrays[spec.bound_names[name]]), -1)
+        for name, value in moments.items()
     }
     arrays |= prepare(spec, arrays, torch.zeros(1, 1), _STILL)
     return {
@@ -246,10 +247,13 @@ def _stored(
         slot.view_in(blocks=stored == "8bit").dims,
     )
     moments = {name: value.to(torch.float32).reshape(dims) for name, value in floats.items()}
-    bounds = {spec.bounds[name]: moments[name].abs().amax(-1, keepdim=True) for name in spec.bounds}
+    bounds = {
+        spec.bound_names[name]: moments[name].abs().amax(-1, keepdim=True)
+        for name in spec.bound_names
+    }
     arrays: dict[str, Tensor] = {}
     if spec.fitted:
-        arrays = fit(moments[spec.stores[0]])
+        arrays = fit(moments[spec.moment_names[0]])
     elif spec.blockwise:
         arrays = prepare(spec, bounds, torch.zeros(1, 1), _STILL)
     noise = torch.full(dims, _HALF, dtype=torch.int32, device=next(iter(moments.values())).device)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, ranks_by_parameter, ranks_of, share_of
-from fp8manifold.optim._slot import in_words, steps_taken
+from fp8manifold.optim._slot import describe_parameter, steps_taken
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -55,7 +55,7 @@ def check_same_start(optimizer: Optimizer) -> None:
             parameters, names = ranks.parameters(), [repr(name) for name in ranks.names]
         else:
             shared = [
-                (p, in_words(group, i, k))
+                (p, describe_parameter(group, i, k))
                 for i, group in enumerate(optimizer.param_groups)
                 for k, p in enumerate(group["params"])
                 if (share := share_of(p)) is not None and share.ranks.group == ranks.group
@@ -98,7 +98,7 @@ value here.
 """
 
 
-def are_several() -> bool:
+def is_distributed() -> bool:
     """True where processes may step together."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -111,7 +111,7 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     and of how far states are. Parameters and loaded states are compared before the
     first step after one process has begun or loaded a state.
     """
-    if not are_several():
+    if not is_distributed():
         return may_step()
     together, device = ranks_together(optimizer)
     if not together:
@@ -201,5 +201,5 @@ def _difference(
     what, *place = facts[first][0]
     where = "".join(f" of group {i}" for i in place[:1])
     if len(place) == 2:
-        where = f" of {in_words(optimizer.param_groups[place[0]], *place)}"
+        where = f" of {describe_parameter(optimizer.param_groups[place[0]], *place)}"
     return f"{what}{where} is not the same in every process: give them all the same options, gradients and state"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._directions import row_of
+from fp8manifold.optim._directions import row_from_numbers
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUND_NAMES
@@ -39,7 +39,7 @@ def run_all(slots: Sequence[Slot]) -> None:
             _upload(rest, device)
         for slot in rest:
             run_eager(slot)
-        note_changes([tensor for slot in together for tensor in slot.changed])
+        note_changes([tensor for slot in together for tensor in slot.changed_tensors])
         note_changes(
             [
                 slot.kept_scale
@@ -54,7 +54,7 @@ def gathered(slots: Sequence[Slot]) -> Iterator[None]:
     """Gather all rows of each slot that is stepped whole, in one order everywhere, and
     put them back after the step.
     """
-    homes = {slot: slot.tensors for slot in slots if slot.whole}
+    homes = {slot: slot.tensors for slot in slots if slot.steps_all_rows}
     for slot, home in homes.items():
         assert slot.share is not None
         slot.tensors = {
@@ -78,7 +78,7 @@ def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[S
     taken: list[Slot] = []
     others: list[Slot] = []
     for slot in slots:
-        (taken if slot.zero is None and takes(slot) else others).append(slot)
+        (taken if slot.fit_mask is None and takes(slot) else others).append(slot)
     return taken, others
 
 
@@ -90,12 +90,14 @@ def _upload(slots: Sequence[Slot], device: torch.device) -> None:
     for slot in slots:
         kinds.setdefault(slot.dtype, []).append(slot)
     for dtype, some in kinds.items():
-        numbers = torch.tensor([row_of(slot.numbers, dtype) for slot in some], dtype=dtype)
-        for slot, row in zip(some, uploaded(numbers, device), strict=True):
-            slot.row = row
+        numbers = torch.tensor(
+            [row_from_numbers(slot.numbers, dtype) for slot in some], dtype=dtype
+        )
+        for slot, row in zip(some, upload_rows(numbers, device), strict=True):
+            slot.number_row = row
 
 
-def uploaded(rows: Tensor, device: torch.device) -> Tensor:
+def upload_rows(rows: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return rows
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS
-from fp8manifold.optim._slot import own_manifold
+from fp8manifold.optim._slot import stiffness_manifold_of
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
@@ -233,7 +233,7 @@ def check_parameters(parameters: list[Tensor]) -> None:
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)
-        manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
+        manifold = None if isinstance(parameter, FP8Tensor) else stiffness_manifold_of(parameter)
         # a flat piece of a weight on a grid, or the flat parameter that FSDP's first
         # version makes
         flat = [

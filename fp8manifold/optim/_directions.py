@@ -1,4 +1,17 @@
-"""Directions that a step descends along, and the numbers that a step is given."""
+"""Directions that a step descends along, and the numbers that a step needs.
+
+A direction is a pure function of one parameter's gradient and moments::
+
+    descend(gradient, moments, numbers) -> Descent(direction, moments after the step)
+
+``numbers`` are the floats of this step by name (``beta1``, ``rate``, ...): an optimizer
+computes them in Python (``_numbers``), so that no direction knows of options or
+schedules. They travel to C and to a GPU's kernels as one row in the order of `NUMBERS`.
+
+Only + - * /, comparisons and ``sqrt_exact`` are used, which round alike everywhere: the
+same formulas stand in ``_native/stages.c`` and ``_triton/stages.py``, with the same bits.
+``_step.py`` calls a direction through `DIRECTIONS`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -9,34 +22,48 @@ from torch import Tensor
 from fp8manifold._numerics.stiffness import sqrt_exact
 
 NUMBERS: Final = (
-    "beta1",  # decay of the first moment
-    "gain1",  # what the gradient adds to it
+    # decay of the first moment, and what the gradient adds to it
+    "beta1",
+    "gain1",
+    # of the second moment
     "beta2",
     "gain2",
     "eps",
-    "rate",  # size of the step: the learning rate, bias corrections included
-    "keep",  # what decay leaves of the weight
-    "inverse_reference",  # 1 / S_ref
-    "log_reference",  # log2 S_ref
-    "low",  # bounds of S / S_ref
+    # size of the step: the learning rate, bias corrections included
+    "rate",
+    # what decay leaves of the weight
+    "keep",
+    # 1 / S_ref, and log2 S_ref
+    "inverse_reference",
+    "log_reference",
+    # bounds of S / S_ref, and their log2
+    "low",
     "high",
-    "log_low",  # and their log2
+    "log_low",
     "log_high",
-    "power",  # the stiffness exponent k
-    "inject",  # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the first moment
-    "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
+    # the stiffness exponent k
+    "power",
+    # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the first moment
+    "inject",
+    # what gradients with respect to codes are multiplied by, a power of two
+    "per_unit",
 )
+"""Names of the numbers of a step, in the order in which C and kernels read them."""
 POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
-Numbers = Mapping[str, Tensor]  #: The numbers of a step by name, each a 0-dim tensor.
+"""The position of each number in a row."""
+Numbers = Mapping[str, Tensor]
+"""The numbers of a step by name, each a 0-dim tensor."""
 
 
-def named(row: Tensor) -> Numbers:
+def numbers_by_name(row: Tensor) -> Numbers:
+    """Return views of a row's entries, by the names in :data:`NUMBERS`."""
     return dict(zip(NUMBERS, row.unbind(), strict=True))
 
 
-def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
-    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is above 0,
-    so that 0 / eps is 0.
+def row_from_numbers(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
+    """Return numbers in the order of :data:`NUMBERS`, with 0 for those that are missing.
+
+    ``eps`` becomes at least the dtype's smallest normal number, so that 0 / eps is 0.
     """
     row = [0.0] * len(NUMBERS)
     for name, number in numbers.items():
@@ -46,19 +73,20 @@ def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
 
 
 class Descent(NamedTuple):
-    """A direction, the moments after the step by name, and what divides the first
-    moment to give the direction.
-    """
+    """A direction, and the moments after the step by name."""
 
     direction: Tensor
     moments: dict[str, Tensor]
+    #: what divides the first moment to give the direction
     denominator: Tensor | None = None
-    root: Tensor | None = None  # of the second moment, where it has been computed
+    #: the square root of the second moment, where it has been computed
+    root: Tensor | None = None
 
 
 def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """Adam's direction, short of the bias corrections, which are part of the rate and
-    of eps.
+    """Return Adam's direction, without the bias corrections.
+
+    These are part of the numbers ``rate`` and ``eps``:
 
     .. math:: m = \\beta_1 m + (1 - \\beta_1) g, \\quad v = \\beta_2 v + (1 - \\beta_2) g^2, \\quad
               d = \\frac{m}{\\sqrt{v} + \\epsilon \\sqrt{1 - \\beta_2^t}}, \\quad
@@ -70,20 +98,21 @@ def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Desc
     """
     first = moments["exp_avg"] * numbers["beta1"] + gradient * numbers["gain1"]
     second = moments["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
-    after = {"exp_avg": first, "exp_avg_sq": second}
+    new_moments = {"exp_avg": first, "exp_avg_sq": second}
     root = sqrt_exact(second)
     if "max_exp_avg_sq" in moments:
-        after["max_exp_avg_sq"] = torch.maximum(moments["max_exp_avg_sq"], second)
-        denominator = sqrt_exact(after["max_exp_avg_sq"]) + numbers["eps"]
+        largest = torch.maximum(moments["max_exp_avg_sq"], second)
+        new_moments["max_exp_avg_sq"] = largest
+        denominator = sqrt_exact(largest) + numbers["eps"]
     else:
         denominator = root + numbers["eps"]
-    return Descent(first / denominator, after, denominator, root)
+    return Descent(first / denominator, new_moments, denominator, root)
 
 
 def sgd(
     gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False
 ) -> Descent:
-    """The gradient, or its momentum.
+    """Return the gradient, or its momentum.
 
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
 
@@ -99,10 +128,10 @@ def sgd(
 def muon(
     gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False
 ) -> Descent:
-    """The matrix that Muon takes the orthogonal factor of: the gradient, or its
-    momentum.
+    """Return the matrix whose orthogonal factor Muon takes: the gradient, or its momentum.
 
-    .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
+    .. math:: m = \\mu m + (1 - \\mu) g, \\qquad
+              u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
 
     Source: Jordan et al. 2024, in torch's convention.
     """
@@ -114,31 +143,31 @@ def muon(
 
 
 def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """The sign of an interpolation between the moment and the gradient; 0 where the
-    interpolation is 0.
+    """Return the sign of an interpolation between the moment and the gradient.
 
-    .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad m = \\beta_2 m + (1 - \\beta_2) g
+    .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad
+              m = \\beta_2 m + (1 - \\beta_2) g
+
+    Where the interpolation is 0, so is the direction.
 
     Source: Chen et al. 2023 (Symbolic Discovery of Optimization Algorithms).
     """
     moment = moments["exp_avg"]
     mixed = moment * numbers["beta1"] + gradient * numbers["gain1"]
-    return Descent(
-        mixed.sign(), {"exp_avg": moment * numbers["beta2"] + gradient * numbers["gain2"]}
-    )
+    new_moment = moment * numbers["beta2"] + gradient * numbers["gain2"]
+    return Descent(mixed.sign(), {"exp_avg": new_moment})
 
 
 class Direction(NamedTuple):
-    """A direction: its pure function, the names of its moments in the state, and what
-    it refuses.
-    """
+    """A direction: its pure function, and what the state needs for it."""
 
     descend: Callable[..., Descent]
+    #: names of its moments in the state
     moments: tuple[str, ...]
-    takes_no_error: str | None = (
-        None  # the reason why no rounding error can go into its first moment
-    )
-    fitted: bool = False  # in 8 bits its moment is on a grid fitted to each block's largest value
+    #: why no rounding error can be added to its first moment; None where one can
+    takes_no_error: str | None = None
+    #: True where its moment in 8 bits is on a grid fitted to each block's largest value
+    fitted: bool = False
 
 
 DIRECTIONS: Final = {
@@ -147,5 +176,6 @@ DIRECTIONS: Final = {
     "lion": Direction(lion, ("exp_avg",), "its step is a sign, to which no error can be added"),
     "muon": Direction(muon, ("momentum_buffer",), fitted=True),
 }
+"""The directions by name. An optimizer outside of this file adds its own."""
 MOMENT_NAMES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""All moments that there are, AMSGrad's included."""
+"""Names of all moments in states, AMSGrad's included."""

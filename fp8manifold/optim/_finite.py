@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
-from fp8manifold.optim._slot import Slot, in_words
+from fp8manifold.optim._slot import Slot, describe_parameter
 
 _NAMED: Final = 3
 _ADVICE: Final = (
@@ -147,7 +147,7 @@ def _names_of(optimizer: Any, parameters: Sequence[Tensor]) -> list[str]:
     """Parameters in words, in the optimizer's order."""
     wanted = {id(parameter) for parameter in parameters}
     return [
-        in_words(group, i, k)
+        describe_parameter(group, i, k)
         for i, group in enumerate(optimizer.param_groups)
         for k, parameter in enumerate(group["params"])
         if id(parameter) in wanted

@@ -16,7 +16,7 @@ from fp8manifold._base.reading import PendingValues
 from fp8manifold._triton.launch import Tables
 from fp8manifold.optim._checks import are_same
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Slot, count_on_card
+from fp8manifold.optim._slot import Slot, count_on_gpu
 from fp8manifold.optim._triton_step import TritonStep
 from fp8manifold.tensor import FP8Tensor
 
@@ -72,7 +72,7 @@ class _StepGraph:
             self._tables, self._graphs = Tables(step.launches, step.words()), _Graphs()
             with self._graphs.recording():
                 self._tables.launch()
-                count_on_card([slot.state["step"] for slot in slots], self._tables.report)
+                count_on_gpu([slot.state["step"] for slot in slots], self._tables.report)
             self._signature = step.signature
         step.fill(slots, self._tables.report)
         self._tables.fill(step.launches)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
-from fp8manifold.optim._directions import named
+from fp8manifold.optim._directions import numbers_by_name
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
@@ -118,7 +118,7 @@ def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
     """Advance the momentum with torch's roundings: products in bfloat16 magnify a
     difference in the last bit.
     """
-    numbers, gradient = named(slot.row), slot.arrays["gradient"].to(slot.dtype)
+    numbers, gradient = numbers_by_name(slot.number_row), slot.arrays["gradient"].to(slot.dtype)
     gradient = -gradient if slot.spec.maximize else gradient
     if not slot.spec.has_moments:
         return gradient, gradient
@@ -237,7 +237,7 @@ def _write(
     for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
         if slot in observed:
             views.append(
-                _step.viewed(
+                _step.observe(
                     halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)
                 )
             )
@@ -246,7 +246,7 @@ def _write(
     return views
 
 
-def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.Stepped]:
+def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.StepOutcome]:
     """Write weights eagerly, and give the momentum the rounding error, as if the step
     were linear in it.
     """
@@ -256,13 +256,13 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
     if slot.next_scale:
         slot.arrays["next_scale"] = half.arrays["next_scale"]
     inject, target = (
-        ratio * named(slot.row)["inject"],
+        ratio * numbers_by_name(slot.number_row)["inject"],
         torch.cat([outcome.target for outcome in outcomes]),
     )
     for (arrays, part, start), (_, asked, _) in zip(
         _parts(slot, momentum), _parts(slot, target), strict=True
     ):
-        shift, arrays = _step.rescaled(arrays)
+        shift, arrays = _step.with_next_scale(arrays)
         asked = asked if shift is None else asked * shift
         error = (asked - _step.load_weights(slot.spec, arrays, slot.dtype).x) / (
             1 / arrays["scale"]
@@ -279,7 +279,10 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
 
 def _stiffness(slot: Slot, arrays: dict[str, Tensor]) -> Tensor:
     return _step.stiffness_factor(
-        slot.spec, _step.load_weights(slot.spec, arrays, slot.dtype), arrays, named(slot.row)
+        slot.spec,
+        _step.load_weights(slot.spec, arrays, slot.dtype),
+        arrays,
+        numbers_by_name(slot.number_row),
     )
 
 

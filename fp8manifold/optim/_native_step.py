@@ -46,10 +46,10 @@ def is_native(slot: Slot) -> bool:
     """True for a step of native code: on the CPU, computed in float32, without a
     logarithm or a user's function.
     """
-    return slot.weight.device.type == "cpu" and has_code(slot) and library() is not None
+    return slot.weight.device.type == "cpu" and has_kernel(slot) and library() is not None
 
 
-def has_code(slot: Slot) -> bool:
+def has_kernel(slot: Slot) -> bool:
     """True for a step that native code has, and a GPU's kernels too."""
     spec = slot.spec
     return (
@@ -78,10 +78,10 @@ class NativeStep:
             self._scales.append(scale)
             places = [
                 spec.ctypes.data,
-                *places_of(slot, slot.tensors["gradient"], scale),
+                *addresses_of(slot, slot.tensors["gradient"], scale),
                 found.ctypes.data,
             ]
-            jobs.append((places, rows, length, (kind, slot.view.repeats, *slot.ends)))
+            jobs.append((places, rows, length, (kind, slot.view.repeats, *slot.chart_ends)))
         self.records = records_of(jobs)
 
     def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
@@ -114,7 +114,7 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
     """
     rows = np.zeros((len(slots), 8), dtype=np.int32)
     streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-    words = [(slot.group["seed"], slot.done + 1) for slot in slots]
+    words = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
     if more:
         rows[:, :3] = round_key_rows(words, streams, *more)
         return rows
@@ -168,8 +168,8 @@ def _run_part(part: Sequence[Slot]) -> None:
     wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in part]
     for slot, stepped, found in zip(part, wide, NativeStep(wide).run(wide).tolist(), strict=True):
         if slot.spec.storage == "codes":
-            slot.reached.append(bool(found[0]))
-            slot.emptied.append(bool(found[1]))
+            slot.saturated.append(bool(found[0]))
+            slot.has_zero_rows.append(bool(found[1]))
         if (weight := slot.weight) is not (after := stepped.weight):  # rounded once
             if slot.spec.draws_for_weight:
                 draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device)
@@ -229,7 +229,7 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
     return rows, length, _A_ROW, scale.contiguous()
 
 
-def places_of(
+def addresses_of(
     slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False
 ) -> list[int]:
     """Addresses of all tensors, 0 for absent ones, each of the right dtype, size and
@@ -240,8 +240,8 @@ def places_of(
     spec, numel, weight = slot.spec, slot.view.numel, slot.tensors["weight"]
     tensors: dict[Any, Any] = {None: None, **slot.tensors}
     blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
-    first, second = spec.first, "exp_avg_sq" if "exp_avg_sq" in spec.stores else None
-    bounds: dict[Any, str] = dict(spec.bounds)
+    first, second = spec.first_moment, "exp_avg_sq" if "exp_avg_sq" in spec.moment_names else None
+    bounds: dict[Any, str] = dict(spec.bound_names)
     exponents = kept and scale is not None and scale.dtype is torch.uint8
     own = weight.dtype if weight.dtype in _FLOATS else torch.float32
     wanted = [

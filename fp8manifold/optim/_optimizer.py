@@ -18,9 +18,16 @@ from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
-from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize, stiffness_field
+from fp8manifold.optim._slot import (
+    Slot,
+    count_step,
+    is_quantized,
+    slot_of,
+    stabilize,
+    stiffness_field,
+)
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._steady import Table, is_steady, planned
+from fp8manifold.optim._steady import SteadyPlan, is_steady, plan_steady
 from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import count_decided
@@ -87,7 +94,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         tuple[PendingValues, dict[Tensor, int | None], BackwardPass | None], ...
     ] = ()  # arguments of ``count_decided``, by step
     _heard: BackwardPass | None = None  # the last backward pass with a verdict
-    _table: Table | None = (
+    _steady_plan: SteadyPlan | None = (
         None  # of the last steady step; compared with the present before each use
     )
     _recorder: Callable[[], None] | None = (
@@ -111,7 +118,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     defers_verdict = True
     # A steady step may be taken again as it was planned: no method of it is overridden
     # outside
-    keeps_table = True
+    keeps_plan = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Find out whether a subclass may leave verdicts to a GPU, and whether it may
@@ -121,8 +128,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         ours = ("fp8manifold.", "torch.", "builtins")
         others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
         names = {name for base in others for name in vars(base) if not name.startswith("__")}
-        names -= {"defers_verdict", "keeps_table"}
-        cls.keeps_table = not any(
+        names -= {"defers_verdict", "keeps_plan"}
+        cls.keeps_plan = not any(
             hasattr(base, name) for base in set(cls.__mro__) - {*others} for name in names
         )
         own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
@@ -165,15 +172,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         _checks.refuse_recording(self)
         if self._unheard:
             self._count_decided()
-        table, self._table = self._table, None
-        if table is None or not table.serves(self):
+        plan, self._steady_plan = self._steady_plan, None
+        if plan is None or not plan.serves(self):
             slots = self._slots()
-            table = planned(self, slots) if is_steady(self, slots) else None
-        if table is not None:
-            taken = table.take(self)
-            self._table = table if table.alive else None
+            plan = plan_steady(self, slots) if is_steady(self, slots) else None
+        if plan is not None:
+            taken = plan.take(self)
+            self._steady_plan = plan if plan.alive else None
         elif taken := self._may_step(slots):
-            self._take(counted(self._begin(slots)))
+            self._take(count_step(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
         elif taken is not None:
@@ -189,10 +196,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         _checks.refuse_recording(self)
         self._count_decided(parameter)
         slots = [self._slot(group, parameter)]
-        if is_steady(self, slots) and (table := planned(self, slots)) is not None:
-            taken = table.take(self, backward_pass)
+        if is_steady(self, slots) and (plan := plan_steady(self, slots)) is not None:
+            taken = plan.take(self, backward_pass)
         elif taken := self._may_step(slots):
-            self._take(counted(self._begin(slots)))
+            self._take(count_step(self._begin(slots)))
         if taken is None:
             return
         self._count_decided()  # verdicts are heard in the order of the steps
@@ -306,14 +313,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if (
             not isinstance(step, Tensor) or step.device != home
         ):  # older states of torch's have a number
-            state["step"] = torch.full((), slot.done, dtype=torch.float32, device=home)
+            state["step"] = torch.full((), slot.steps_done, dtype=torch.float32, device=home)
         if "stream" not in state:
             draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
             state["stream"] = new_stream(
                 parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone
             )
             self.streams_begun += 1
-        done = slot.done
+        done = slot.steps_done
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
             stabilize(slot)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
@@ -327,23 +334,25 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         slot.spec = self._spec(slot)
         if slot.storage != "plain" and (
-            slot.done % slot.group["refresh_every"] == 0 or "reference" not in slot.state
+            slot.steps_done % slot.group["refresh_every"] == 0 or "reference" not in slot.state
         ):
             self.fitted_scales += narrow(slot)
             self._refresh(slot)
         # the blocks of a vector's moments are cut by other processes' rows: each of
         # them steps all of it
-        slot.whole = slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
+        slot.steps_all_rows = (
+            slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
+        )
         slot.view = slot.view_in(blocks=slot.spec.moments == "8bit")
         _state.make_state(slot)
-        slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.keeps}
+        slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.state_entries}
         if "gradient" not in slot.tensors:
             slot.tensors["gradient"] = (
                 local_of(slot.parameter.grad).contiguous().resolve_neg()
             )  # C reads its memory
         if slot.fmt is not None and slot.spec.bounds_chart:
             bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
-            slot.ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
+            slot.chart_ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
         slot.numbers = self._numbers(slot)
 
     def _spec(self, slot: Slot) -> Spec:
@@ -422,7 +431,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose options and parameters are checked."""
         super().add_param_group(param_group)
-        self._table, group = None, self.param_groups[-1]
+        self._steady_plan, group = None, self.param_groups[-1]
         _checks.unshare(self.param_groups)
         try:
             _checks.check_parameters(group["params"])
@@ -474,7 +483,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or format,
                 or an option out of range; nothing has changed then.
         """
-        self._table = None  # it holds parts of the old state
+        self._steady_plan = None  # it holds parts of the old state
         if not isinstance(state_dict, dict):
             _state.check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]

@@ -58,7 +58,7 @@ def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
             if changed and has_one_scale(slot):
                 optimizer._refresh(slot)
     for slot in slots:  # backends report it, as they look at each code
-        if slot.emptied and not any(slot.emptied):
+        if slot.has_zero_rows and not any(slot.has_zero_rows):
             _fill(_held(slot))
 
 
@@ -88,8 +88,8 @@ def _holds_last(slot: Slot) -> bool:
     it has one.
     """
     codes, fmt = slot.weight, slot.fmt
-    if slot.reached or not codes.numel():
-        return any(slot.reached)
+    if slot.saturated or not codes.numel():
+        return any(slot.saturated)
     assert fmt is not None
     return bool(((codes & (fmt.sign_bit - 1)) == fmt.max_code).any())
 
@@ -119,7 +119,7 @@ def _moved(slot: Slot) -> Tensor:
     """A mask of weights with a gradient or first average that is not 0; in a steady
     step those of the parameter.
     """
-    first, shape = slot.spec.first, _held(slot).codes.shape
+    first, shape = slot.spec.first_moment, _held(slot).codes.shape
     if "gradient" in slot.tensors:
         moving = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
     else:
@@ -158,7 +158,7 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
     places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(
         weight.shape[1], device=x.device
     )
-    draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
+    draws = draw_of(words_at(places, (*slot.draw_words, FOR_RESCALING)))
     if bits:
         rounded, rest = split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, arrays["weight"])
         residual[rows] = rest.to(torch.int8)
@@ -210,11 +210,11 @@ def mark_zero(slots: Sequence[Slot]) -> None:
         if slot.spec.storage == "codes" and slot.spec.geometry == "linear":
             zero = zero_scales(_held(slot))
             moves = zero is not None and _moves(slot, zero)
-            slot.zero = zero if moves else None
+            slot.fit_mask = zero if moves else None
             if has_one_scale(slot) and slot.share is not None:
                 flags[slot] = [int(zero is None and slot.weight.numel() > 0), int(moves)]
     for slot, (used, moved) in _largest_anywhere(flags).items():
-        slot.zero = (
+        slot.fit_mask = (
             torch.ones((), dtype=torch.bool, device=slot.device) if moved and not used else None
         )
 
@@ -223,7 +223,7 @@ def _moves(slot: Slot, zero: Tensor) -> bool:
     """True where a gradient or a first average of weights that all are 0 is not."""
     tensors = [
         slot.tensors["gradient"],
-        *([slot.tensors[slot.spec.first]] if slot.spec.first else []),
+        *([slot.tensors[slot.spec.first_moment]] if slot.spec.first_moment else []),
     ]
     if zero.dim():
         view = slot.view_in(blocks=False)
@@ -237,8 +237,8 @@ def _moves(slot: Slot, zero: Tensor) -> bool:
 def fit_scales(slots: Sequence[Slot]) -> None:
     """Fit the marked scales to the targets of the steps to come."""
     for slot in slots:
-        if slot.zero is not None:
-            _fit(slot, slot.zero)
+        if slot.fit_mask is not None:
+            _fit(slot, slot.fit_mask)
 
 
 def _fit(slot: Slot, zero: Tensor) -> None:
@@ -251,7 +251,7 @@ def _fit(slot: Slot, zero: Tensor) -> None:
         row = 0
         for arrays, start in blocks_of(slot):
             target = step(
-                slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start)
+                slot.spec, arrays, slot.number_row, block_noise(slot, arrays["gradient"], start)
             ).target
             asked = target.abs().to(torch.float32)
             some = groups[row : row + len(target)] if groups.dim() else groups
@@ -301,7 +301,7 @@ def narrow(slot: Slot) -> int:
     """Narrow the scales of codes that have become far too large, and return how many
     were; no value moves.
     """
-    if slot.storage != "codes" or not slot.done:  # a first step leaves given scales
+    if slot.storage != "codes" or not slot.steps_done:  # a first step leaves given scales
         return 0
     held = _held(slot)
     largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())

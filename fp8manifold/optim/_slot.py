@@ -1,11 +1,28 @@
-"""A slot is one parameter in one step: where its weight lives, the view it is stepped
-in, the key of its draws.
+"""A slot: one parameter in one step.
+
+A step is planned once for all parameters and taken by whichever backend can. What a
+backend needs of a parameter is in its slot, whatever the parameter is (bytes with
+scales, floats on a manifold, ordinary floats, a shard of any of these)::
+
+    slot_of(group, parameter, state)   where the weight is: codes, floats, scale, format
+    optimizer._begin(slots)            fills in the state, the spec, the view, the
+                                       gradient and the numbers of this step
+    run_all(slots)                     a backend changes ``slot.tensors`` in place, and
+                                       reports scales that are full or have only zeros
+    optimizer._take(slots)             acts on these reports
+
+All arrays of a step are seen in one `View` of rows. A row is a block of moments in 8 bits,
+or the weights that share a scale, so that bounds and scales are one column beside it.
+
+The attributes that backends append to (``saturated``, ``doubled``, ``has_zero_rows``,
+``next_scale``) are lists because copies of a slot (`Slot.replaced`) share them: what is
+reported about a copy is found in the original.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Final
 
 import geoopt
@@ -23,7 +40,7 @@ from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._directions import row_of
+from fp8manifold.optim._directions import row_from_numbers
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
 from fp8manifold.random_bits import DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor
@@ -31,8 +48,9 @@ from fp8manifold.tensor import FP8Tensor
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """The parameters that an optimizer may be given."""
 FOR_MOMENTS, FOR_RESCALING = 1, 2
-"""A fourth key word, for draws apart from those of weights: of moments, and of weights
-whose scale doubles.
+"""A fourth key word for draws that are apart from those of weights.
+
+The first is for moments, the second for weights whose scale doubles.
 """
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
@@ -42,11 +60,12 @@ _SHORTEST_BLOCK: Final = 32
 class View:
     """A view of one or two dimensions that every array of a step broadcasts to."""
 
-    #: (rows, length), or the length alone; a row is a block of moments in blocks, or
-    #: the weights that share a scale
+    #: (rows, length), or the length alone
     dims: tuple[int, ...]
-    row_dims: tuple[int, ...]  # of scales, one per row or per element; () of a single one
-    repeats: int = 1  # rows of the view that share one of the scale's entries
+    #: of scales, one per row or per element; () of a single one
+    row_dims: tuple[int, ...]
+    #: rows of the view that share one of the scale's entries
+    repeats: int = 1
 
     @property
     def block_dims(self) -> tuple[int, ...]:
@@ -73,87 +92,107 @@ def view_of(
     block_size: int | None,
     blocks: bool,
 ) -> View:
-    """The view that a parameter is stepped in, by its shape, that of its scale, and
-    whether moments are in blocks.
+    """Return the view that a parameter is stepped in.
 
-    Blocks of ``block_size`` weights share a scale, unless it is None; with 1 each
-    weight has its own.
+    Args:
+        shape: of the parameter.
+        scale_shape: of its scale, or None if it has none.
+        block_size: the number of weights that share a scale, where scales are of blocks;
+            with 1 each weight has its own.
+        blocks: whether moments are in blocks.
     """
     numel = math.prod(shape)
-    rows, each = shape[0] if len(shape) > 1 else 1, False
-    row_dims: tuple[int, ...] | None = ()
+    rows = shape[0] if len(shape) > 1 else 1
+    has_scale_per_row = False
+    has_scale_per_element = False
     if scale_shape is None or math.prod(scale_shape) == 1:
         if not blocks and scale_shape is None:
             rows = 1
     elif block_size == 1:
-        each, rows = True, numel // shape[-1]
+        rows = numel // shape[-1]
+        has_scale_per_element = True
     elif block_size is not None:
-        rows, row_dims = numel // block_size, None
+        rows = numel // block_size
+        has_scale_per_row = True
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
-        row_dims = None
+        has_scale_per_row = True
     elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
-        rows, row_dims = numel // shape[-1], None
+        rows = numel // shape[-1]
+        has_scale_per_row = True
     else:
+        # a scale of any other shape is expanded to one per element
         return View((numel,), (numel,))
-    block = length = numel // rows
-    if blocks:  # the longest that divides a row, or the row itself where only a short one does
-        longest = range(min(length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1)
-        block = next((each for each in longest if length % each == 0), length)
+    length = numel // rows
+    block = _block_length(length) if blocks else length
     repeats = length // block
     dims = (rows * repeats, block) if rows * repeats > 1 else (block,)
-    if each:
+    if has_scale_per_element:
         return View(dims, dims)
-    row_dims = (rows * repeats, 1) if row_dims is None and len(dims) == 2 else ()
-    return View(dims, row_dims, repeats if row_dims else 1)
+    if has_scale_per_row and len(dims) == 2:
+        return View(dims, (rows * repeats, 1), repeats)
+    return View(dims, ())
 
 
-_FOLLOWING: Final = frozenset(
-    ("scale", "arrays", "row")
-)  #: Attributes of a slot that follow from the others.
+def _block_length(row_length: int) -> int:
+    """Return the longest block that divides a row, or the row where only short ones do."""
+    for length in range(min(row_length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1):
+        if row_length % length == 0:
+            return length
+    return row_length
+
+
+_DERIVED: Final = frozenset(("scale", "arrays", "number_row"))
+"""Cached attributes of a slot that follow from its fields."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter in one step, made in every step from its group, its state and the
-    parameter itself.
-    """
+    """One parameter in one step, made anew from its group, its state and the parameter."""
 
     group: dict[str, Any]
     parameter: Tensor
     state: dict[str, Any]
-    done: int  # steps taken before this one
+    #: steps taken before this one
+    steps_done: int
     storage: Storage
-    #: ``weight``, and once the step is prepared ``gradient`` and what the state has:
-    #: moments, bounds, ``residual``; contiguous, the rows that this process holds
+    #: ``weight``, and once the step is prepared ``gradient`` and what the state has
+    #: (moments, bounds, ``residual``); contiguous, the rows that this process has
     tensors: dict[str, Tensor]
-    fmt: FloatFormat | None = None  # None for an ordinary parameter
-    kept_scale: Tensor | None = None  # for blocks exponents, uint8
+    #: None for an ordinary parameter
+    fmt: FloatFormat | None = None
+    #: the scale as it is stored: for blocks exponents, uint8
+    kept_scale: Tensor | None = None
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
-    draws: str = (
-        "independent"  # or dither: how draws for the weight follow each other from step to step
-    )
+    #: how draws for the weight follow each other from step to step: independent or dither
+    draws: str = "independent"
     retraction: str = "exponential"
-    in_place: bool = True  # ``weight`` is the parameter's own memory, and no contiguous copy of it
-    share: Share | None = None  # the rows that this process holds of a sharded parameter
+    #: True if ``weight`` is the parameter's own memory, and no contiguous copy of it
+    in_place: bool = True
+    #: the rows that this process has of a sharded parameter
+    share: Share | None = None
 
     spec: Spec = field(init=False)
     view: View = field(init=False)
+    #: the numbers of this step by name
     numbers: dict[str, float] = field(init=False)
-    power: float = 0.0  # the stiffness exponent of this step
-    ends: tuple[int, int] = (
-        0,
-        0,
-    )  # exponents of values between which a chart of the ulp follows the format
-    whole: bool = False  # every process steps all rows of a sharded parameter
-    # reported by a backend: a code of the largest magnitude, how many scales it has
-    # doubled, some in a row at 0
-    reached: list[bool] = field(default_factory=list)
+    #: the stiffness exponent of this step
+    power: float = 0.0
+    #: exponents of the values between which a chart of the ulp follows the format
+    chart_ends: tuple[int, int] = (0, 0)
+    #: True if every process steps all rows of a sharded parameter
+    steps_all_rows: bool = False
+    #: reports of a backend: whether a code has the largest magnitude
+    saturated: list[bool] = field(default_factory=list)
+    #: how many scales it has doubled
     doubled: list[int] = field(default_factory=list)
-    emptied: list[bool] = field(default_factory=list)
-    zero: Tensor | None = None  # mask of the scales that the step fits, whose weights all are 0
-    next_scale: list[Tensor] = field(default_factory=list)  # in floats, after a step that fits some
+    #: whether all weights under some scale are 0
+    has_zero_rows: list[bool] = field(default_factory=list)
+    #: a mask of the scales that this step fits, as their weights all are 0
+    fit_mask: Tensor | None = None
+    #: the scales in floats after a step that fits some
+    next_scale: list[Tensor] = field(default_factory=list)
 
     @property
     def weight(self) -> Tensor:
@@ -173,74 +212,76 @@ class Slot:
         return ALONE if self.share is None else self.share.ranks
 
     @property
-    def fields(self) -> tuple[int, ...] | None:
-        """Format and granularity as numbers, which a state is made for; None for an
-        ordinary parameter.
+    def grid_fields(self) -> tuple[int, ...] | None:
+        """Format and granularity as numbers, which a state is made for.
+
+        They are None for an ordinary parameter.
         """
         if self.fmt is None:
             return None
         scales = 0 if self.kept_scale is None else self.kept_scale.numel()
         if self.share is not None and self.kept_scale is not None and self.kept_scale.dim():
             scales = self.share.shape[0]
-        per_channel = int(scales > 1)
+        granularity = int(scales > 1)
+        if self.storage == "codes":
+            granularity = number_of(local_of(self.parameter).block_size) or granularity
         layout = LAYOUTS.index(self.fmt.layout)
-        fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
-        shared = number_of(local_of(self.parameter).block_size) if self.storage == "codes" else 0
-        return (*fields, shared or per_channel)
+        fmt = self.fmt
+        return fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, layout, granularity
 
     @property
     def scale_is_power_of_two(self) -> bool:
-        """True where dividing by the scale leaves points of the grid; codes are not
-        divided by theirs.
+        """True where dividing by the scale leaves points of the grid.
+
+        Codes are not divided by their scale.
         """
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None
-        return bool(
-            read_cached(self.scale, lambda scale: bool((torch.frexp(scale).mantissa == 0.5).all()))
-        )
+        return bool(read_cached(self.scale, _are_powers_of_two))
 
     def view_in(self, *, blocks: bool) -> View:
-        """The view in which the slot is stepped, in rows of blocks or not; without rows
-        that of one row.
+        """Return the view in which the slot is stepped, in rows of blocks or not.
+
+        A shard without rows has the view of one row.
         """
-        shape, kept = tuple(self.weight.shape), self.kept_scale
-        scale_shape = None if kept is None else tuple(kept.shape)
-        if self.whole:
+        shape = tuple(self.weight.shape)
+        scale_shape = None if self.kept_scale is None else tuple(self.kept_scale.shape)
+        if self.steps_all_rows:
             assert self.share is not None
             shape = tuple(self.share.shape)
         elif self.share is not None and not shape[0]:
-            shape, scale_shape = (
-                (1, *shape[1:]),
-                (1, *scale_shape[1:]) if scale_shape else scale_shape,
-            )
+            shape = (1, *shape[1:])
+            if scale_shape:
+                scale_shape = (1, *scale_shape[1:])
         return view_of(shape, scale_shape, self.block_size, blocks)
 
     @property
     def age(self) -> int:
         """The number of this step since its moments were cleared, from 1."""
-        return self.done + 1 - int(self.state.get("since", 0))
+        return self.steps_done + 1 - int(self.state.get("since", 0))
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def draw_words(self) -> tuple[int, int, int]:
         """Seed, step and stream of its draws."""
-        return self.group["seed"], self.done + 1, self.state["stream"]
+        return self.group["seed"], self.steps_done + 1, self.state["stream"]
 
     @property
     def rounding_key(self) -> DrawKey:
-        return draw_key(self.draws, *self.key)
+        return draw_key(self.draws, *self.draw_words)
 
     @property
     def moments_key(self) -> DrawKey:
-        """Key of the moments' draws: independent, for a moment forgets, and earlier
-        draws would enter its odds.
+        """Key of the moments' draws, which are always independent.
+
+        A moment forgets, so with dither earlier draws would enter its odds.
         """
-        return DrawKey((*self.key, FOR_MOMENTS))
+        return DrawKey((*self.draw_words, FOR_MOMENTS))
 
     @cached_property
     def offset(self) -> int:
         """Position of the first element in the whole parameter."""
-        return 0 if self.share is None or self.whole else self.share.offset
+        return 0 if self.share is None or self.steps_all_rows else self.share.offset
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -248,75 +289,97 @@ class Slot:
         return torch.float64 if self.parameter.dtype is torch.float64 else torch.float32
 
     @cached_property
-    def row(self) -> Tensor:
-        """The numbers in the order of :data:`NUMBERS`, where the step is taken and in
-        the dtype it is computed in.
+    def number_row(self) -> Tensor:
+        """The numbers in the order of :data:`NUMBERS`.
+
+        They are where the step is taken, in the dtype it is computed in.
         """
-        return torch.tensor(row_of(self.numbers, self.dtype), dtype=self.dtype).to(
-            self.device, non_blocking=True
-        )
+        row = torch.tensor(row_from_numbers(self.numbers, self.dtype), dtype=self.dtype)
+        return row.to(self.device, non_blocking=True)
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other."""
-        dims, blocks = self.view.dims, self.view.block_dims
-        arrays = {
-            name: t.view(blocks if name in BOUND_NAMES else dims)
-            for name, t in self.tensors.items()
-        }
+        dims, block_dims = self.view.dims, self.view.block_dims
+        arrays = {}
+        for name, tensor in self.tensors.items():
+            arrays[name] = tensor.view(block_dims if name in BOUND_NAMES else dims)
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.weight.shape, self.view)
             if self.spec.bounds_chart:
                 assert self.fmt is not None
-                arrays |= bounded_ends(self.fmt, arrays["scale"], *self.ends)
+                arrays |= bounded_ends(self.fmt, arrays["scale"], *self.chart_ends)
         return arrays
 
     @property
-    def changed(self) -> list[Tensor]:
+    def changed_tensors(self) -> list[Tensor]:
         """The tensors that a step changes."""
-        changed = dict(self.tensors)
-        changed.pop("gradient", None)
-        return list(changed.values())
+        tensors = dict(self.tensors)
+        tensors.pop("gradient", None)
+        return list(tensors.values())
 
     def replaced(self, **fields: Any) -> "Slot":
-        """A copy with other fields, without the views of the old ones."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in _FOLLOWING}
-        other = object.__new__(Slot)
-        other.__dict__ = kept | fields
-        return other
+        """Return a copy with other fields, without the views of the old ones."""
+        unchanged = {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
+        copy = object.__new__(Slot)
+        copy.__dict__ = unchanged | fields
+        return copy
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
 def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot:
-    """A slot without its step: where the parameter's weight lives; makes no manifold
-    and changes nothing.
+    """Return a slot that knows where the parameter's weight is, and not yet its step.
+
+    Nothing is changed, and no manifold is made.
     """
-    held, share = parameter, share_of(parameter)
-    if share is not None:
-        held = share.local
-    draws, retraction = group.get("draws"), group.get("retraction")
-    of_step = (group, parameter, state, steps_taken(state))
-    if isinstance(held, FP8Tensor):
-        how: dict[str, Any] = {
-            "rounding": held.rounding,
-            "draws": draws or held.draws,
-            "retraction": retraction or held.retraction,
-            "share": share,
-        }
+    share = share_of(parameter)
+    local = parameter if share is None else share.local
+    draws = group.get("draws")
+    retraction = group.get("retraction")
+    steps_done = steps_taken(state)
+    if isinstance(local, FP8Tensor):
+        kept_scale, block_size = scales_in_runs(local)
         return Slot(
-            *of_step, "codes", {"weight": held.codes}, held.format, *scales_in_runs(held), **how
+            group,
+            parameter,
+            state,
+            steps_done,
+            storage="codes",
+            tensors={"weight": local.codes},
+            fmt=local.format,
+            kept_scale=kept_scale,
+            block_size=block_size,
+            rounding=local.rounding,
+            draws=draws or local.draws,
+            retraction=retraction or local.retraction,
+            share=share,
         )
-    weight, in_place = _memory_of(held)
-    manifold, tensors = own_manifold(held), {"weight": weight}
+    weight, in_place = _contiguous_values(local)
+    manifold = stiffness_manifold_of(local)
     if manifold is None:
         return Slot(
-            *of_step, "plain", tensors, draws=draws or "independent", in_place=in_place, share=share
+            group,
+            parameter,
+            state,
+            steps_done,
+            storage="plain",
+            tensors={"weight": weight},
+            draws=draws or "independent",
+            in_place=in_place,
+            share=share,
         )
     return Slot(
-        *of_step,
-        "grid" if isinstance(manifold, FP8Manifold) else "free",
-        tensors,
-        manifold.format,
-        manifold.scale.to(working_dtype(weight)),
+        group,
+        parameter,
+        state,
+        steps_done,
+        storage="grid" if isinstance(manifold, FP8Manifold) else "free",
+        tensors={"weight": weight},
+        fmt=manifold.format,
+        kept_scale=manifold.scale.to(working_dtype(weight)),
         metric=manifold.metric,
         rounding=getattr(manifold, "rounding", "nearest"),
         draws=draws or str(getattr(manifold, "draws", "independent")),
@@ -325,9 +388,10 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     )
 
 
-def in_words(group: dict[str, Any], i: int, k: int) -> str:
-    """A parameter of a group by its name where the groups have names, its position and
-    its shape.
+def describe_parameter(group: dict[str, Any], i: int, k: int) -> str:
+    """Return words for parameter ``k`` of ``group``, which is the optimizer's group ``i``.
+
+    They are its name, where the group has names, its position and its shape.
     """
     names = group.get("param_names")
     name = f"{names[k]!r}, " if names else ""
@@ -335,41 +399,51 @@ def in_words(group: dict[str, Any], i: int, k: int) -> str:
 
 
 def steps_taken(state: Mapping[str, Any]) -> int:
-    """The steps that a parameter's state has taken; a count on a GPU is waited for
-    unless the host knows it.
+    """Return the number of steps that a parameter's state has taken.
+
+    A count on a GPU is waited for unless the host knows it.
     """
     step = state.get("step", 0)
     return int(read_cached(step, Tensor.item) if isinstance(step, Tensor) else step)
 
 
-def counted(
-    slots: list[Slot], said: PendingValues | None = None, *, added: bool = False
+def count_step(
+    slots: list[Slot], report: PendingValues | None = None, *, added: bool = False
 ) -> list[Slot]:
-    """Count a step of slots: as taken, or as the kernels' verdict ``said``; with
-    ``added`` a graph has counted it.
+    """Count a step of slots, and return the slots.
+
+    Args:
+        slots: with ``steps_done`` as it was before the step.
+        report: of kernels that may have refused the step; None if it is taken.
+        added: whether a CUDA graph has counted the step on the GPU already.
     """
     steps = [slot.state["step"] for slot in slots]
-    if said is not None and not added:
-        count_on_card(steps, said.x)
-    elif said is None and slots:
+    if report is not None and not added:
+        count_on_gpu(steps, report.x)
+    elif report is None and slots:
         torch._foreach_add_(steps, 1)
     for slot, step in zip(slots, steps, strict=True):
-        remember_value(
-            step, lambda done=slot.done: done + 1 - (0 if said is None else said.values[0][0])
-        )
+        remember_value(step, partial(_count_after, slot.steps_done, report))
     return slots
 
 
-def count_on_card(steps: list[Tensor], said: Tensor) -> None:
+def _count_after(steps_done: int, report: PendingValues | None) -> int:
+    refused = 0 if report is None else report.values[0][0]
+    return steps_done + 1 - int(refused)
+
+
+def count_on_gpu(steps: list[Tensor], words: Tensor) -> None:
     """Count steps up by one, unless the kernels' first word says that they are refused."""
-    torch._foreach_add_(
-        steps, 1.0 - said[0, 0], alpha=1
-    )  # without alpha torch waits, for the tensor's number
+    # without alpha torch waits, for the tensor's number
+    torch._foreach_add_(steps, 1.0 - words[0, 0], alpha=1)
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
-    """The scales that a step takes, its own or others in their shape, and the length of
-    the runs that share one.
+    """Return scales as a step takes them, and the length of the runs that share one.
+
+    Args:
+        held: the tensor of codes. The rows of its squares become runs of one scale.
+        scale: None for the scales that it has, or others in their shape.
     """
     scale = held.kept_scale if scale is None else scale
     if not isinstance(held.block_size, tuple):
@@ -377,42 +451,48 @@ def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor
     return runs_of(scale, held.shape), run_length(held.shape[-1])
 
 
-def _memory_of(floats: Tensor) -> tuple[Tensor, bool]:
-    """Contiguous values, and whether they are the parameter's own memory."""
+def _contiguous_values(floats: Tensor) -> tuple[Tensor, bool]:
+    """Return contiguous values, and whether they are the parameter's own memory."""
     weight = floats.detach().as_subclass(Tensor)
     return weight.contiguous().resolve_neg(), weight.is_contiguous() and not weight.is_neg()
 
 
 def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
-    """The manifold a parameter lives on, or None for an ordinary one."""
+    """Return the manifold a parameter lives on, or None for an ordinary one."""
     return parameter.manifold if isinstance(parameter, geoopt.ManifoldTensor) else None
 
 
-def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
-    """The parameter's manifold where it is one of this library's."""
+def stiffness_manifold_of(parameter: Tensor) -> StiffnessManifold | None:
+    """Return the parameter's manifold if it is one of this library's, else None."""
     manifold = manifold_of(parameter)
     return manifold if isinstance(manifold, StiffnessManifold) else None
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """True for a parameter stored in codes or on one of this library's manifolds."""
-    return isinstance(local_of(parameter), FP8Tensor) or own_manifold(parameter) is not None
+    """Return True for a parameter in codes or on one of this library's manifolds."""
+    return (
+        isinstance(local_of(parameter), FP8Tensor) or stiffness_manifold_of(parameter) is not None
+    )
 
 
 def stabilize(slot: Slot) -> None:
-    """Project onto the manifold; codes are on their grid always."""
+    """Project onto the manifold. Codes are always on their grid."""
     parameter = slot.parameter
-    if not isinstance(parameter, FP8Tensor) and (manifold := manifold_of(parameter)) is not None:
+    if isinstance(parameter, FP8Tensor):
+        return
+    manifold = manifold_of(parameter)
+    if manifold is not None:
         parameter.copy_(manifold.projx(parameter))
-        slot.tensors["weight"], _ = _memory_of(parameter)
+        slot.tensors["weight"], _ = _contiguous_values(parameter)
 
 
 def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
-    """The field S of a metric over all weights, in value."""
+    """Return the field S of a metric over all weights, in value."""
     assert slot.fmt is not None
     assert slot.scale is not None
     if slot.storage == "codes" and metric == "ulp":
-        if (native := spacings(slot.weight, slot.fmt, slot.scale)) is not None:
+        native = spacings(slot.weight, slot.fmt, slot.scale)
+        if native is not None:
             return native
         stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
     else:

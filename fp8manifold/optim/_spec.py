@@ -1,5 +1,20 @@
-"""A spec is the part of a step that is fixed: everything that compiled code is
-specialised for.
+"""A spec: everything about a parameter's step that stays the same from step to step.
+
+One `Spec` is one combination of
+
+    direction   adam, sgd, lion, muon, ...        what the step descends along
+    stiffness   none, linear, power, ...          how the local spacing scales the step
+    write-back  nearest, stochastic, ...          how the result becomes stored bits
+    storage     codes, grid, free, plain          what is stored
+    moments     float32, bfloat16, 8bit           how averages are stored between steps
+
+It is hashable, and the same object for the same fields (`spec_of`), so that C records and
+compiled kernels are made once for it. What changes from step to step (learning rate, keys
+of random bits) is in the `Slot`.
+
+Moments in 8 bits are codes in blocks of a row. Each block has a float32 entry in the state
+that its scale follows from: a bound on its values that is known before the step (`BOUNDS`),
+or, for Muon's momentum, its largest magnitude (`LARGEST`).
 """
 
 from dataclasses import dataclass, replace
@@ -12,55 +27,68 @@ from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
+"""How moments are stored, in the order of C's enumeration."""
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
-"""The float32 bound of each block of a moment: the running average of its largest
-gradient.
+"""For each moment the state's entry of its bounds, one in float32 for each block.
 
-No value of the block exceeds it but by rounding noise, so a scale taken from it leaves
-room and needs no second pass.
+A bound is the running average of the block's largest gradient. No value of the block
+exceeds it but by rounding noise, so a scale taken from it leaves room, and no second
+pass is needed.
 """
 LARGEST: Final = "avg_largest"
-"""The entry in place of a bound for a moment whose grid is fitted: each block's largest
-magnitude, float32.
+"""The entry that takes the place of bounds for a moment on a fitted grid.
+
+It is each block's largest magnitude, in float32.
 """
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
+"""All entries of a state that have one number for each block."""
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
-"""The format of both moments in 8 bits; the second is stored as its square root, for 36
-binades of ``v``.
+"""The format of both moments in 8 bits.
+
+The second moment ``v`` is stored as its square root, which gives it 36 binades.
 """
 MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
-"""The format of a fitted moment, evenly spaced: an error in an orthogonal factor counts
-beside the whole matrix.
+"""The format of a fitted moment.
+
+It is nearly evenly spaced: an error in an orthogonal factor counts beside the whole
+matrix.
 """
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:
-    """The name of each moment's bounds in the state, for moments in 8 bits."""
+    """Return the name of each moment's bounds in the state, for moments in 8 bits."""
     fitted = direction is not None and DIRECTIONS[direction].fitted
     return BOUNDS | {"momentum_buffer": LARGEST} if fitted else BOUNDS
 
 
 Storage = Literal["codes", "grid", "free", "plain", "direction"]
+"""Where a step's result goes.
+
+- ``codes``: one byte a weight.
+- ``grid``: floats on the grid of a format.
+- ``free``: floats between the ends of a format.
+- ``plain``: the floats of an ordinary parameter.
+- ``direction``: no weight. The direction itself is stored in its place.
+"""
 Geometry = Literal["linear", "exponential", "tangent"]
+"""How a step moves: straight in value, along the chart's geodesic, or along its tangent."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One combination of direction x stiffness x write-back x storage."""
+    """One combination of direction, stiffness, write-back, storage and moments."""
 
     direction: str
-    #: codes (one byte), grid (floats on the grid), free (floats between its ends),
-    #: plain (floats), or direction: no weight, but the direction itself in its place
     storage: Storage
-    writeback: str = "nearest"  # for floats: stochastic if 16-bit ones are rounded so
+    #: for floats ``stochastic`` if 16-bit ones are rounded at random, else ``nearest``
+    writeback: str = "nearest"
     moments: str = "float32"
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
     scale_is_power_of_two: bool = True
-    geometry: Geometry = "linear"  # in value, along the chart's geodesic, or along its tangent
-    stiffness: str = (
-        "none"  # how S / S_ref enters a linear step: none, linear, sqrt, square or power
-    )
+    geometry: Geometry = "linear"
+    #: how S / S_ref enters a linear step: none, linear, sqrt, square or power
+    stiffness: str = "none"
     decays: bool = False
     has_moments: bool = True
     nesterov: bool = False
@@ -77,8 +105,9 @@ class Spec:
 
     @cached_property
     def compiles(self) -> bool:
-        """True for a step with the same bits compiled: no function of the user's, no
-        ``exp`` or ``log``.
+        """True for a step with the same bits compiled.
+
+        Such a step calls no function of the user's, and neither ``exp`` nor ``log``.
         """
         return not (callable(self.metric) or self.metric == "log")
 
@@ -88,82 +117,105 @@ class Spec:
 
     @cached_property
     def draws_for_moments(self) -> bool:
-        return self.moments != "float32" and bool(self.stores)
+        return self.moments != "float32" and bool(self.moment_names)
 
     @cached_property
     def injects(self) -> bool:
+        """True where the rounding error of the weight is added to the first moment."""
         return self.storage in ("codes", "grid") and self.rule.injects
 
     @cached_property
-    def stores(self) -> tuple[str, ...]:
+    def moment_names(self) -> tuple[str, ...]:
+        """The moments by their names in the state."""
         moments = DIRECTIONS[self.direction].moments if self.has_moments else ()
         return (*moments, "max_exp_avg_sq") if self.amsgrad else moments
 
     @cached_property
     def blockwise(self) -> bool:
-        return self.moments == "8bit" and bool(self.stores)
+        return self.moments == "8bit" and bool(self.moment_names)
 
     @cached_property
-    def first(self) -> str | None:
-        """The first moment, by its name in the state."""
-        return next((name for name in ("exp_avg", "momentum_buffer") if name in self.stores), None)
+    def first_moment(self) -> str | None:
+        """The first moment by its name in the state, or None if there is none."""
+        for name in ("exp_avg", "momentum_buffer"):
+            if name in self.moment_names:
+                return name
+        return None
 
     @cached_property
-    def bounds(self) -> dict[str, str]:
-        """The bounds of moments in 8 bits: their names in the state, by the moments'."""
+    def bound_names(self) -> dict[str, str]:
+        """For each moment in 8 bits the name of its bounds in the state."""
         names = bounds_of(self.direction)
-        return {name: names[name] for name in self.stores} if self.moments == "8bit" else {}
+        return {name: names[name] for name in self.moment_names} if self.moments == "8bit" else {}
 
     @cached_property
     def fitted(self) -> bool:
-        """True where the grid of its moment in 8 bits is fitted to each block's largest
-        value.
+        """True where its moment in 8 bits is on a fitted grid.
+
+        The grid then follows from each block's largest value.
         """
-        return LARGEST in self.bounds.values()
+        return LARGEST in self.bound_names.values()
 
     @cached_property
     def first_format(self) -> FloatFormat:
+        """The format of the first moment in 8 bits."""
         return MOMENTUM_FORMAT if self.fitted else MOMENT_FORMAT
 
     @cached_property
-    def keeps(self) -> tuple[str, ...]:
-        """Entries of the state that a step changes in place: moments, their bounds, and
-        a residual.
+    def state_entries(self) -> tuple[str, ...]:
+        """Entries of the state that a step changes in place.
+
+        They are moments, their bounds, and a residual.
         """
-        return (*self.stores, *self.bounds.values(), *self.rule.state)
+        return (*self.moment_names, *self.bound_names.values(), *self.rule.state)
 
     @cached_property
     def bounds_chart(self) -> bool:
-        """True where the step goes along the chart of the ULP, whose stiffness has
-        bounds.
-        """
+        """True where the step goes along the chart of the ULP, whose stiffness has bounds."""
         return self.geometry in ("exponential", "tangent") and self.metric == "ulp"
 
     @cached_property
     def first_half(self) -> "Spec":
-        """The step as far as its direction, which is stored; a moment that takes an
-        error later is stored in floats.
+        """The step as far as its direction, which is stored.
+
+        A moment that takes an error later is stored in floats.
         """
         moments = "float32" if self.injects else self.moments
-        floats = replace(self, storage="direction", writeback="nearest", fmt=None, moments=moments)
-        return replace(floats, stiffness="none", decays=False)
+        return replace(
+            self,
+            storage="direction",
+            writeback="nearest",
+            fmt=None,
+            moments=moments,
+            stiffness="none",
+            decays=False,
+        )
 
     @cached_property
     def second_half(self) -> "Spec":
-        """The step along a direction that is given in place of the gradient: SGD's,
-        without a moment.
+        """The step along a direction that stands in place of the gradient.
+
+        It is SGD's, without a moment.
         """
         writeback = self.rule.rounding if self.rule.injects else self.writeback
-        plain = replace(self, has_moments=False, nesterov=False, maximize=False, moments="float32")
-        return replace(plain, direction="sgd", writeback=writeback)
+        return replace(
+            self,
+            direction="sgd",
+            writeback=writeback,
+            moments="float32",
+            has_moments=False,
+            nesterov=False,
+            maximize=False,
+        )
 
 
 def spec_of(**fields: Any) -> Spec:
-    """A spec; the same object for the same fields, if they can be hashed."""
+    """Return a spec: the same object for the same fields, if they can be hashed."""
     try:
-        return _known_spec(**fields)
-    except TypeError:  # a metric that has no hash
+        return _cached_spec(**fields)
+    except TypeError:
+        # a metric that has no hash
         return Spec(**fields)
 
 
-_known_spec = lru_cache(maxsize=1024)(Spec)
+_cached_spec = lru_cache(maxsize=1024)(Spec)

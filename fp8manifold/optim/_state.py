@@ -51,17 +51,17 @@ def make_state(slot: Slot) -> None:
     """Add the entries that the step needs and the state lacks."""
     spec, parameter, state = slot.spec, slot.parameter, slot.state
     if slot.fmt is not None and "grid" not in state:
-        state["grid"] = torch.tensor(slot.fields)
-    if all(map(state.__contains__, spec.keeps)):
+        state["grid"] = torch.tensor(slot.grid_fields)
+    if all(map(state.__contains__, spec.state_entries)):
         return
     held = local_of(parameter)
-    for name in spec.stores:
+    for name in spec.moment_names:
         if name not in state:
             dtype = STORED[spec.moments] or slot.dtype
             state[name] = spread(
                 parameter, torch.zeros(held.shape, dtype=dtype, device=held.device)
             )
-        if name in spec.bounds and spec.bounds[name] not in state:
+        if name in spec.bound_names and spec.bound_names[name] not in state:
             # one per block; a sharded matrix has those of its rows, a sharded vector
             # all of them in every process
             in_rows = parameter.dim() > 1 and slot.share is not None
@@ -71,7 +71,7 @@ def make_state(slot: Slot) -> None:
                 else slot.view.block_dims
             )
             bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
-            state[spec.bounds[name]] = spread(parameter, bounds) if in_rows else bounds
+            state[spec.bound_names[name]] = spread(parameter, bounds) if in_rows else bounds
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter)
 
@@ -127,7 +127,7 @@ def _check_origin(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     _check_tensors(entry, parameter, index)
     _check_residual(entry, whose)
     if entry:
-        here = slot_of({}, parameter, {}).fields
+        here = slot_of({}, parameter, {}).grid_fields
         made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
         if made_for != here:
             raise ValueError(

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
-from fp8manifold.optim._agreement import are_several
+from fp8manifold.optim._agreement import is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
 from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
-from fp8manifold.optim._slot import Slot, counted
+from fp8manifold.optim._slot import Slot, count_step
 from fp8manifold.optim._triton_step import TritonStep, doubles_on_card, is_triton, launched
 from fp8manifold.tensor import FP8Tensor
 
@@ -39,7 +39,12 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     """True where planning a step changes nothing, so that the plan may serve again and
     a GPU may decide on it.
     """
-    if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
+    if (
+        not slots
+        or is_distributed()
+        or optimizer.observer is not None
+        or not optimizer.defers_verdict
+    ):
         return False
     if vars(optimizer).keys() & _methods(optimizer.__class__):
         return False
@@ -70,16 +75,18 @@ def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     ):
         return False
     due = [group[name] for name in _DUE if group[name]]
-    return bool(slot.done) and all(isinstance(every, int) and slot.done % every for every in due)
+    return bool(slot.steps_done) and all(
+        isinstance(every, int) and slot.steps_done % every for every in due
+    )
 
 
-def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
+def plan_steady(optimizer: Any, slots: list[Slot]) -> "SteadyPlan | None":
     """The plan of a steady step; None unless native code or kernels can take all of it."""
     optimizer._check_options()
     optimizer._check_schedules(slots)
     optimizer._begin(slots)
     takes = is_triton if on_gpu(slots[0].device) else _is_taken_in_place
-    return Table(slots) if all(map(takes, slots)) else None
+    return SteadyPlan(slots) if all(map(takes, slots)) else None
 
 
 def _is_taken_in_place(slot: Slot) -> bool:
@@ -124,7 +131,7 @@ def _methods(kind: Any) -> frozenset[str]:
     )
 
 
-class Table:
+class SteadyPlan:
     """The table of a steady step: slots, records and launches, with everything that
     they were made from.
 
@@ -142,7 +149,7 @@ class Table:
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
         self._late, self._raises = [], False
         self._parameters: list[Any] = [slot.parameter for slot in slots]
-        self._changed = [*chain.from_iterable(slot.changed for slot in slots)]
+        self._changed = [*chain.from_iterable(slot.changed_tensors for slot in slots)]
         if on_gpu(self._device):
             self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
             self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
@@ -162,9 +169,7 @@ class Table:
             if ends:
                 optimizer._widen([self._whole(*end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            if (is_new and backward_pass is None and optimizer.keeps_table) or (
-                self.alive and ends
-            ):
+            if (is_new and backward_pass is None and optimizer.keeps_plan) or (self.alive and ends):
                 self._seal(optimizer)
             self._versions = list(map(_VERSION, self._tensors))
             if self._said is not None:
@@ -189,7 +194,7 @@ class Table:
         if not self._taken:
             return None
         self._step = step
-        counted(slots)
+        count_step(slots)
         found = step.run(slots).tolist()
         torch.autograd.graph.increment_version(self._changed)
         ends = []
@@ -212,14 +217,14 @@ class Table:
             self._step, said = found
         else:
             if all_finite(optimizer, slots):
-                optimizer._take(counted(slots))
+                optimizer._take(count_step(slots))
                 self._taken = True
             return None
         self._said, self._taken = said, None
         if self._raises and said.values[0][0]:
             for slot in slots:
                 squares_are_finite(slot)  # raises if the group's options say so
-        counted(slots, said, added=graph is not None)
+        count_step(slots, said, added=graph is not None)
         torch.autograd.graph.increment_version(self._changed)
         return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
 
@@ -253,7 +258,7 @@ class Table:
         for group in optimizer.param_groups:
             check_lr(group)
         for slot, parameter, state in zip(self.slots, parameters, states, strict=True):
-            slot.done, slot.parameter, slot.state = slot.done + taken, parameter, state
+            slot.steps_done, slot.parameter, slot.state = slot.steps_done + taken, parameter, state
         optimizer._check_schedules(self.slots)
         for slot in self.slots:
             slot.numbers = optimizer._numbers(slot)
@@ -274,7 +279,7 @@ class Table:
         if (
             len(parameters) != len(self.slots)
             or {*map(type, gradients)} != {Tensor}
-            or are_several()
+            or is_distributed()
         ):
             return None
         if optimizer.observer is not None or vars(optimizer).keys() & _methods(optimizer.__class__):
@@ -326,7 +331,7 @@ class Table:
             x for x in held if not isinstance(x, Tensor)
         ]  # held, so that no other object gets their id
         every = [
-            (slot.group[name], slot.done)
+            (slot.group[name], slot.steps_done)
             for slot in self.slots
             for name in _DUE
             if slot.group[name]
@@ -350,7 +355,7 @@ class Table:
         slot, held = self.slots[i], self._parameters[i]
         if not slot.tensors:
             slot.tensors, slot.kept_scale = {"weight": held.codes}, held.kept_scale
-        slot.reached, slot.emptied = [reached], [emptied]
+        slot.saturated, slot.has_zero_rows = [reached], [emptied]
         return slot
 
 

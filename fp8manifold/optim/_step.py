@@ -13,14 +13,14 @@ from fp8manifold._base.blocks import block_on
 from fp8manifold._numerics import codec
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of
 from fp8manifold._numerics.stiffness import bounded_ratio_power
-from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
+from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, numbers_by_name
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import RANDOM_BITS, draw_of, word_range
 
 
-class Stepped(NamedTuple):
+class StepOutcome(NamedTuple):
     """The new values of stored tensors by name, the weights before, and the target in
     units of the scale.
     """
@@ -30,20 +30,24 @@ class Stepped(NamedTuple):
     target: Tensor
 
 
-def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Stepped:
+def step(
+    spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]
+) -> StepOutcome:
     """Take a step from ``arrays``, none of which is changed.
 
     The weight, its gradient, the state and the scale broadcast against each other, in
     rows of whole blocks of 8-bit moments. ``row`` has :data:`NUMBERS`, and ``noise``
     32-bit random words for the ``weight`` and the ``moments``.
     """
-    numbers, weights = named(row), load_weights(spec, arrays, row.dtype)
+    numbers, weights = numbers_by_name(row), load_weights(spec, arrays, row.dtype)
     bounds: dict[str, Tensor] = {}
     gradient = arrays["gradient"].to(row.dtype)
     gradient = covector(spec, weights, -gradient if spec.maximize else gradient, arrays, numbers)
     if spec.blockwise:
         prepared = prepare(spec, arrays, gradient, numbers)
-        bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
+        bounds = {
+            name: prepared.pop(name) for name in spec.bound_names.values() if name in prepared
+        }
         arrays = arrays | prepared
     nesterov = {"nesterov": True} if spec.nesterov else {}
     descent = DIRECTIONS[spec.direction].descend(
@@ -51,11 +55,11 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
     )
     target, stored, moments = write(spec, weights, descent, arrays, numbers, noise)
     if spec.fitted:
-        prepared = fit(moments[spec.stores[0]])
+        prepared = fit(moments[spec.moment_names[0]])
         bounds[LARGEST] = prepared.pop(LARGEST)
         arrays = arrays | prepared
     kept = store_moments(spec, moments, arrays, noise.get("moments"), descent.root)
-    return Stepped(stored | kept | bounds, weights, target)
+    return StepOutcome(stored | kept | bounds, weights, target)
 
 
 def write(
@@ -76,7 +80,7 @@ def write(
         return direction, {"weight": direction}, descent.moments
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
-    ratio, under = rescaled(arrays)
+    ratio, under = with_next_scale(arrays)
     stored, after = store_weights(
         spec, under, weights, target if ratio is None else target * ratio, draws
     )
@@ -86,7 +90,7 @@ def write(
     return target, stored, _with_error(spec, descent, weights, target, after, arrays, numbers)
 
 
-def rescaled(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+def with_next_scale(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The old scales in units of those that this step fits, a power of two, and the
     arrays under these; or None.
     """
@@ -122,7 +126,7 @@ def _with_error(
         error = chart.forward(target) - chart.forward(after)
     if descent.denominator is not None:
         error = error * descent.denominator
-    name = spec.stores[0]
+    name = spec.moment_names[0]
     return descent.moments | {name: descent.moments[name] - error * numbers["inject"]}
 
 
@@ -265,7 +269,7 @@ def prepare(
         return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     prepared = {}
-    for name in spec.stores:
+    for name in spec.moment_names:
         root, n = (
             name == "exp_avg_sq",
             "2" if name == "exp_avg_sq" or spec.direction == "lion" else "1",
@@ -293,9 +297,9 @@ def fit(moment: Tensor) -> dict[str, Tensor]:
 
 def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     if spec.moments != "8bit":
-        return {name: arrays[name].to(dtype) for name in spec.stores}
+        return {name: arrays[name].to(dtype) for name in spec.moment_names}
     moments = {}
-    for name in spec.stores:
+    for name in spec.moment_names:
         if name == "exp_avg_sq":
             root = (
                 codec.decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0]
@@ -393,11 +397,13 @@ def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-def run_eager(slot: Slot, *, observed: bool = False) -> list[Stepped]:
+def run_eager(slot: Slot, *, observed: bool = False) -> list[StepOutcome]:
     """Take the step in place, and if it is observed return the outcome of each part."""
     outcomes = []
     for arrays, start in blocks_of(slot):
-        outcome = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start))
+        outcome = step(
+            slot.spec, arrays, slot.number_row, block_noise(slot, arrays["gradient"], start)
+        )
         for name, value in outcome.stored.items():
             arrays[name].copy_(value)
         if observed:
@@ -456,10 +462,10 @@ def observed_step(slot: Slot) -> StepView:
     """Take the step eagerly and show the values before it, its targets and the values
     after it, residuals included.
     """
-    return viewed(slot, lambda: run_eager(slot, observed=True))
+    return observe(slot, lambda: run_eager(slot, observed=True))
 
 
-def viewed(slot: Slot, take: Callable[[], list[Stepped]]) -> StepView:
+def observe(slot: Slot, take: Callable[[], list[StepOutcome]]) -> StepView:
     """Show the step of a slot that ``take`` takes, part by part."""
     shape, scale = slot.weight.shape, slot.arrays["scale"]
     before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale

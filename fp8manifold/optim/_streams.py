@@ -13,7 +13,7 @@ from fp8manifold._base.reading import eager_only
 from fp8manifold._native._arrays import content
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._slot import own_manifold
+from fp8manifold.optim._slot import stiffness_manifold_of
 from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 
@@ -80,7 +80,7 @@ def _seed_words(parameter: Tensor) -> tuple[int, ...]:
 def _seed_of(parameter: Tensor) -> int | None:
     if isinstance(held := local_of(parameter), FP8Tensor):
         return held.seed
-    manifold = own_manifold(parameter)
+    manifold = stiffness_manifold_of(parameter)
     return int(manifold.seed_word) if isinstance(manifold, FP8Manifold) else None
 
 

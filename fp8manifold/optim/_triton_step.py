@@ -26,7 +26,13 @@ from fp8manifold._triton.kinds import (
     widening_of,
 )
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
-from fp8manifold.optim._native_step import has_code, key_rows, number_rows, places_of, records_of
+from fp8manifold.optim._native_step import (
+    addresses_of,
+    has_kernel,
+    key_rows,
+    number_rows,
+    records_of,
+)
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
@@ -59,7 +65,7 @@ def is_triton(slot: Slot) -> bool:
         weight.device.type == "cuda"
         and gradient.device == weight.device
         and gradient.dtype in _DTYPES
-        and has_code(slot)
+        and has_kernel(slot)
         and not _given_up
         and _triton.is_available()
     )
@@ -77,10 +83,10 @@ class TritonStep:
         self._scales = [_scale(slot) for slot in slots]
         jobs, kinds = [], []
         for slot, scale in zip(slots, self._scales, strict=True):
-            places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
+            places = [0, *addresses_of(slot, slot.tensors["gradient"], scale, kept=True)]
             rows, length, repeats, kind = kind_of(slot, places)
             kinds.append(kind)
-            jobs.append(([*places, 0], rows, length, (0, repeats, *slot.ends)))
+            jobs.append(([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
         self.records = records_of(jobs)
         self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
         self._widenings = _widenings([slots[i] for i in self._doubling])
@@ -168,8 +174,8 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues
     if any(slot.spec.storage == "codes" for slot in slots):
         for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
             if slot.spec.storage == "codes":
-                slot.reached.append(bool(reached))
-                slot.emptied.append(bool(emptied))
+                slot.saturated.append(bool(reached))
+                slot.has_zero_rows.append(bool(emptied))
             if doubles_on_card(slot):
                 slot.doubled.append(doubled)
                 _log_doubled(slot.parameter, doubled)
@@ -200,7 +206,7 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
         held, bits = slot.parameter, slot.spec.residual_bits
         assert isinstance(held, FP8Tensor)
         scale, residual = held.kept_scale, slot.tensors["residual"].data_ptr() if bits else 0
-        first = slot.spec.first
+        first = slot.spec.first_moment
         average = slot.tensors[first].data_ptr() if first else 0
         record["pointers"] = (
             slot.tensors["weight"].data_ptr(),
@@ -293,15 +299,15 @@ def kernel_spec(
         direction=spec.direction,
         storage="plain" if spec.storage == "direction" else spec.storage,
         writeback=spec.writeback,
-        moments=spec.moments if spec.stores else "float32",
+        moments=spec.moments if spec.moment_names else "float32",
         geometry=spec.geometry,
         stiffness=spec.stiffness,
         metric=str(spec.metric),
         decays=spec.decays,
         nesterov=spec.nesterov,
         maximize=spec.maximize,
-        first="exp_avg" in spec.stores or "momentum_buffer" in spec.stores,
-        second="exp_avg_sq" in spec.stores,
+        first="exp_avg" in spec.moment_names or "momentum_buffer" in spec.moment_names,
+        second="exp_avg_sq" in spec.moment_names,
         amsgrad=spec.amsgrad,
         exact=spec.scale_is_power_of_two,
         draws=spec.draws_for_weight and (spec.rule.rounding == "stochastic"),

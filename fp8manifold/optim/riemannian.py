@@ -179,7 +179,10 @@ class Riemannian(ManifoldOptimizer):
         """An upper bound of the stiffness in this step's chart, the factor from
         gradients to those of codes.
         """
-        reference, due = slot.state.get("reference"), slot.done % slot.group["refresh_every"] == 0
+        reference, due = (
+            slot.state.get("reference"),
+            slot.steps_done % slot.group["refresh_every"] == 0,
+        )
         if reference is None or due or not math.isfinite(slot.group["clip"]):
             return _largest(slot, stiffness_field(slot, slot.metric))
         return stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])[1]

@@ -18,7 +18,7 @@ from fp8manifold.optim._checks import (
     scheduled,
 )
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, manifold_of, own_manifold
+from fp8manifold.optim._slot import Parameters, Slot, manifold_of, stiffness_manifold_of
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 
@@ -39,7 +39,7 @@ class StiffnessOptimizer(ManifoldOptimizer):
             scheduled("stiffness", group["stiffness"], 0, -_LARGEST_POWER, _LARGEST_POWER)
             chart_of(FloatFormat(4, 3), group["metric"])
         for parameter in group["params"]:
-            if manifold_of(parameter) is not None and own_manifold(parameter) is None:
+            if manifold_of(parameter) is not None and stiffness_manifold_of(parameter) is None:
                 raise ValueError(
                     f"{type(self).__name__} can't step a parameter on {manifold_of(parameter)}: "
                     "use fp8manifold.optim.RiemannianAdam"
@@ -51,11 +51,11 @@ class StiffnessOptimizer(ManifoldOptimizer):
         """
         powers: dict[tuple[int, int], float] = {}
         for slot in slots:
-            power, key = slot.group.get("stiffness", 0.0), (id(slot.group), slot.done)
+            power, key = slot.group.get("stiffness", 0.0), (id(slot.group), slot.steps_done)
             if callable(power):
                 if key not in powers:
                     powers[key] = scheduled(
-                        "stiffness", power, slot.done, -_LARGEST_POWER, _LARGEST_POWER
+                        "stiffness", power, slot.steps_done, -_LARGEST_POWER, _LARGEST_POWER
                     )
                 power = powers[key]
             slot.power = power

@@ -19,7 +19,7 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
-from fp8manifold.optim._slot import own_manifold
+from fp8manifold.optim._slot import stiffness_manifold_of
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
 from fp8manifold.random_bits import Draws, mixed_word, random_bits
@@ -263,7 +263,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return self.writeback or str(getattr(manifold, "rounding", "nearest"))
 
     def _draws(self, parameter: Tensor) -> bool:
-        manifold = own_manifold(parameter)
+        manifold = stiffness_manifold_of(parameter)
         if isinstance(manifold, FP8Manifold):
             return self._rounding(manifold) == "stochastic"
         return not isinstance(parameter, FP8Tensor) and rounds_at_random(
@@ -302,7 +302,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
     def _factor(self, parameter: Tensor) -> Tensor | float:
         scale = scheduled("scale", self.scale, self.steps_taken, 0.0, float("inf"))
         exponent = scheduled("exponent", self.exponent, self.steps_taken, -8.0, 8.0)
-        manifold = own_manifold(parameter)
+        manifold = stiffness_manifold_of(parameter)
         if manifold is None or exponent == 0 or not parameter.numel():
             return scale
         x = parameter.detach().to(working_dtype(parameter))
@@ -349,14 +349,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         """
         if parameter.grad is None:
             return
-        is_half = own_manifold(parameter) is None and self._draws(parameter)
+        is_half = stiffness_manifold_of(parameter) is None and self._draws(parameter)
         if is_half and isinstance(factor, float) and factor == 1.0:
             return  # it is what the wrapped optimizer has made of it
         work = working_dtype(parameter)
         start = old.to(work)
         update = parameter.detach().to(work) - start
         target = torch.where(update == 0, start, start + update * factor)
-        manifold = own_manifold(parameter)
+        manifold = stiffness_manifold_of(parameter)
         words = {
             "seed": self.seed,
             "step": self.steps_taken,

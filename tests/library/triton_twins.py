@@ -33,7 +33,7 @@ def different(ours, expected):
 def twin(slot):
     tensors = {name: tensor.to(CARD, copy=True) for name, tensor in slot.tensors.items()}
     scale = None if slot.kept_scale is None else slot.kept_scale.to(CARD)
-    return slot.replaced(tensors=tensors, kept_scale=scale, reached=[], doubled=[])
+    return slot.replaced(tensors=tensors, kept_scale=scale, saturated=[], doubled=[])
 
 
 def step_both(slots):
@@ -49,7 +49,7 @@ def step_both(slots):
     for slot, other in zip(slots, twins, strict=True):
         COUNTS["slots"] += 1
         COUNTS["elements"] += slot.view.numel
-        assert other.reached == slot.reached[-len(other.reached) :]
+        assert other.saturated == slot.saturated[-len(other.saturated) :]
         found = {
             name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()
         }

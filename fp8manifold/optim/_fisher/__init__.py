@@ -265,9 +265,9 @@ class FisherNaturalGradient(StiffnessOptimizer):
         entry = fisher.ENTRY_OF_METRIC[group["representation"]]
         due_by_steps: dict[int, dict[Slot, _NamedLayer]] = {}
         for slot, layer in layers.items():
-            is_periodic = slot.done % group["refresh"] == 0
+            is_periodic = slot.steps_done % group["refresh"] == 0
             if is_periodic or _is_reset(slot) or entry not in slot.state:
-                due_by_steps.setdefault(slot.done, {})[slot] = layer
+                due_by_steps.setdefault(slot.steps_done, {})[slot] = layer
         for done, due in due_by_steps.items():
             self._measure(group, due, done)
         for slot, layer in layers.items():
@@ -348,7 +348,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
             return torch.ones((), device=slot.device).expand(slot.weight.shape)
         stiffness = stiffness_field(slot, group["metric"])
         # the step that begins will renew S_ref, where that is due, and find the same one
-        is_due = slot.done % group["refresh_every"] == 0
+        is_due = slot.steps_done % group["refresh_every"] == 0
         reference = reference_stiffness(stiffness) if is_due else slot.state["reference"]
         ratio = power_of_ratio(stiffness, reference, slot.power, group["floor"], group["clip"])
         assert isinstance(ratio, Tensor)
@@ -358,4 +358,4 @@ class FisherNaturalGradient(StiffnessOptimizer):
 def _is_reset(slot: Slot) -> bool:
     """Return True if the step to come begins by clearing the parameter's averages."""
     every = slot.group["reset_every"]
-    return bool(slot.done and every and slot.done % every == 0)
+    return bool(slot.steps_done and every and slot.steps_done % every == 0)

@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.replaced import refuse_replaced
-from fp8manifold.optim._agreement import are_several
+from fp8manifold.optim._agreement import is_distributed
 from fp8manifold.optim._in_backward.gradients import Accumulation, Clipping, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._passes import BackwardPass
-from fp8manifold.optim._slot import in_words
+from fp8manifold.optim._slot import describe_parameter
 
 __all__ = ["InBackward", "step_in_backward"]
 
@@ -161,7 +161,7 @@ class InBackward:
                     if other is not None and (optimizer := other._of()) is None:
                         other.remove()
                     elif other is not None and other._place_of(parameter) is not None:
-                        return in_words(group, i, k), optimizer
+                        return describe_parameter(group, i, k), optimizer
         return None
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
@@ -267,7 +267,7 @@ class InBackward:
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
-                        f"{in_words(group, i, k)} has a gradient that step_in_backward has not "
+                        f"{describe_parameter(group, i, k)} has a gradient that step_in_backward has not "
                         "seen: it was set by "
                         "hand, or the parameter was moved (model.to); remove() the handle, call "
                         "step_in_backward again"
@@ -306,7 +306,7 @@ class InBackward:
         group = self.optimizer.param_groups[place[0]]
         if gradient is None:
             raise RuntimeError(
-                f"the gradient of {in_words(group, *place)} was freed by another hook "
+                f"the gradient of {describe_parameter(group, *place)} was freed by another hook "
                 "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove "
                 "that hook"
             )
@@ -473,7 +473,7 @@ def _options(
 
 
 def _check_alone() -> None:
-    if are_several() and (size := torch.distributed.get_world_size()) > 1:
+    if is_distributed() and (size := torch.distributed.get_world_size()) > 1:
         raise RuntimeError(
             f"step_in_backward works in one process, and here are {size}: a step would be taken "
             "before the "

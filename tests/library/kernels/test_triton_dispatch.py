@@ -215,14 +215,14 @@ def test_the_next_step_goes_on_from_the_count_that_there_is(refused, on_a_card):
         optimizer.step()
     expected = 2 if refused else 3
     with Watch(set(), on_a_card):
-        assert optimizer._slots()[0].done == expected
+        assert optimizer._slots()[0].steps_done == expected
     assert on_a_card["waits"] == 0
     optimizer.state[p]["step"].fill_(7)
-    assert optimizer._slots()[0].done == 7
+    assert optimizer._slots()[0].steps_done == 7
     optimizer.state[p]["step"] = torch.tensor(5.0)
-    assert optimizer._slots()[0].done == 5
+    assert optimizer._slots()[0].steps_done == 5
     optimizer.step()
-    assert int(optimizer.state[p]["step"]) == optimizer._slots()[0].done == 6
+    assert int(optimizer.state[p]["step"]) == optimizer._slots()[0].steps_done == 6
     Kernel.bad += [(0, 0)]
     optimizer.step()
     optimizer.load_state_dict(saved)
@@ -343,7 +343,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
 
     kinds = (optim.StiffnessMuon, optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
     assert not any(kind.defers_verdict for kind in kinds)
-    assert [kind.keeps_table for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [
+    assert [kind.keeps_plan for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [
         False,
         False,
         True,

@@ -17,7 +17,7 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._triton import launch
 from fp8manifold.optim import _steady
-from fp8manifold.optim._steady import Table
+from fp8manifold.optim._steady import SteadyPlan
 
 STEPS = 9
 KINDS = {
@@ -55,7 +55,7 @@ def made(
     cls, given = KINDS[kind]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": given["lr"] / 2}]
     optimizer = by(path, cls(groups, **{"refresh_every": 1000, **given, **options}))
-    optimizer.keeps_table = keeps
+    optimizer.keeps_plan = keeps
     return optimizer
 
 
@@ -103,13 +103,13 @@ def forget(optimizer):
 @pytest.fixture
 def served(monkeypatch):
     """For each table that was looked up, True where it could be used."""
-    own, found = Table.serves, list[bool]()
+    own, found = SteadyPlan.serves, list[bool]()
 
     def serves(table, optimizer):
         found.append(own(table, optimizer))
         return found[-1]
 
-    monkeypatch.setattr(Table, "serves", serves)
+    monkeypatch.setattr(SteadyPlan, "serves", serves)
     return found
 
 
@@ -381,7 +381,7 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
 def test_steps_of_several_processes_are_planned(served, monkeypatch):
     optimizer = made()
     for t in range(4):
-        monkeypatch.setattr(_steady, "are_several", lambda t=t: t == 3)
+        monkeypatch.setattr(_steady, "is_distributed", lambda t=t: t == 3)
         put(optimizer, t)
         optimizer.step()
     assert served == [True, False]
@@ -391,7 +391,7 @@ def test_steps_of_several_processes_are_planned(served, monkeypatch):
 @pytest.mark.parametrize("i", [0, 2])
 def test_a_parameter_taken_out_is_let_go(i, path):
     optimizer = stepped(made("adamw-8bit", path=path), 4)
-    p, table = everyone(optimizer)[i], optimizer._table
+    p, table = everyone(optimizer)[i], optimizer._steady_plan
     parts = [p, p.grad, *optimizer.state[p].values(), *([p.codes, p.kept_scale] if i == 0 else [])]
     dead = [weakref.ref(x) for x in parts if isinstance(x, Tensor)]
     optimizer.param_groups[0]["params"].pop(i)

@@ -135,7 +135,7 @@ def test_rows_are_gathered_in_the_order_of_the_tensors():
     optimizer = fm.optim.StiffnessAdamW([p], moments="8bit", writeback="residual8")
     (slot,) = optimizer._begin(optimizer._slots())
     home, gathered = dict(slot.tensors), []
-    slot.whole = True
+    slot.steps_all_rows = True
 
     def gather_rows(local_rows):
         gathered.append(local_rows)
