@@ -2,10 +2,11 @@
 Under Hugging Face accelerate
 =============================
 
-``Accelerator.prepare`` takes a quantised model and its optimizer as it takes any other:
-mixed precision (bfloat16), gradient accumulation and clipping work on weights of one
+``Accelerator.prepare`` takes a quantised model and its optimizer as it takes any other.
+Mixed precision (bfloat16), gradient accumulation and clipping work on weights of one
 byte each. A small MLP learns scikit-learn's digits. ``save_state`` writes these weights
-as plain tensors; what ``load_state`` reads goes on to the same bits.
+as plain tensors, and a training that goes on after ``load_state`` ends with the same
+bits.
 
 Needs accelerate and scikit-learn (``pip install 'fp8manifold[examples]'``).
 
@@ -14,7 +15,7 @@ Expected output::
     before: loss 2.306, accuracy 0.078
     after:  loss 0.119, accuracy 0.964
     the weights are still FP8Parameter, codes torch.uint8
-    gone on from what was saved half-way: the same codes, scales and averages
+    resumed half-way: the same codes, scales and averages
 """
 
 import tempfile
@@ -29,27 +30,23 @@ import fp8manifold as fm
 
 
 def data() -> tuple[DataLoader, Tensor, Tensor]:
-    """Shuffled batches to train on, and the test images."""
+    """Return shuffled batches to train on, and the images and labels of the test."""
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x = torch.tensor(images, dtype=torch.float32) / 16
+    y = torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
-    return (
-        DataLoader(TensorDataset(x[train], y[train]), batch_size=32, shuffle=True),
-        x[test],
-        y[test],
-    )
+    batches = DataLoader(TensorDataset(x[train], y[train]), batch_size=32, shuffle=True)
+    return batches, x[test], y[test]
 
 
 @torch.no_grad()
 def report(when: str, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Print the test loss and accuracy."""
+    """Print loss and accuracy on the test images."""
     logits = model(x).float()
+    loss = nn.functional.cross_entropy(logits, y).item()
     accuracy = (logits.argmax(1) == y).float().mean().item()
-    print(
-        f"{when:<8}loss {nn.functional.cross_entropy(logits, y).item():.3f}, accuracy "
-        f"{accuracy:.3f}"
-    )
+    print(f"{when:<8}loss {loss:.3f}, accuracy {accuracy:.3f}")
 
 
 def train(
@@ -65,19 +62,16 @@ def train(
                 optimizer.step()
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """Every number of the model, and of the optimizer's averages."""
-    averages = [
-        x
-        for entry in optimizer.state_dict()["state"].values()
-        for x in entry.values()
-        if isinstance(x, Tensor)
-    ]
-    return [x.double().flatten().tolist() for x in (*model.state_dict().values(), *averages)]
+def state_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """Return every number of the model and of the optimizer's averages."""
+    tensors = list(model.state_dict().values())
+    for state in optimizer.state_dict()["state"].values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return [tensor.double().flatten().tolist() for tensor in tensors]
 
 
 def main() -> None:
-    """Train for ten epochs, and once more for the last five, from the saved state."""
+    """Train for ten epochs, then repeat the last five from the saved state."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -95,11 +89,11 @@ def main() -> None:
         report("after:", model, test_x, test_y)
         weight = accelerator.unwrap_model(model)[0].weight
         print(f"the weights are still {type(weight).__name__}, codes {weight.codes.dtype}")
-        ended = held(model, optimizer)
+        uninterrupted = state_numbers(model, optimizer)
         accelerator.load_state(folder)
     train(accelerator, model, optimizer, loader)
-    same = "the same" if held(model, optimizer) == ended else "other"
-    print(f"gone on from what was saved half-way: {same} codes, scales and averages")
+    same = "the same" if state_numbers(model, optimizer) == uninterrupted else "other"
+    print(f"resumed half-way: {same} codes, scales and averages")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,14 @@ from torch import nn
 import fp8manifold as fm
 
 STEPS = 400
-MINE = (fm.FloatFormat(3, 4, bias=4, layout="finite"), fm.FloatFormat.from_string("E2M4"))
+CUSTOM_FORMATS = (
+    fm.FloatFormat(3, 4, bias=4, layout="finite"),
+    fm.FloatFormat.from_string("E2M4"),
+)
 
 
 def network() -> nn.Sequential:
-    """The same initial weights every time."""
+    """Return the network, with the same initial weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
@@ -36,8 +39,9 @@ def network() -> nn.Sequential:
 
 
 def rounding_error(before: nn.Sequential, after: nn.Sequential) -> float:
-    """The rounding error of the hidden layer's weights, relative to their norm."""
-    exact, stored = before[2].weight.detach(), after[2].weight.dequantize()
+    """Return the rounding error of the hidden layer's weights, relative to their norm."""
+    exact = before[2].weight.detach()
+    stored = after[2].weight.dequantize()
     return ((stored - exact).norm() / exact.norm()).item()
 
 
@@ -59,15 +63,14 @@ def train(model: nn.Module) -> float:
 
 
 if __name__ == "__main__":
-    for fmt in MINE:
-        print(
-            f"{fmt}: {fmt.finite_codes} finite codes, largest {fmt.max:g}, smallest step "
-            f"{fmt.ulp_min:.5f}"
-        )
-    for fmt in (fm.FloatFormat.from_string("E4M3"), *MINE):
+    for fmt in CUSTOM_FORMATS:
+        facts = f"{fmt.finite_codes} finite codes, largest {fmt.max:g}"
+        print(f"{fmt}: {facts}, smallest step {fmt.ulp_min:.5f}")
+    for fmt in (fm.FloatFormat.from_string("E4M3"), *CUSTOM_FORMATS):
         model = fm.quantize_model(network(), fmt, storage="fp8")
         error = rounding_error(network(), model)
+        loss = train(model)
         print(
-            f"{fmt.name:<15} rounding error of the weights {error:.2%}   loss after training "
-            f"{train(model):.4f}"
+            f"{fmt.name:<15} rounding error of the weights {error:.2%}   "
+            f"loss after training {loss:.4f}"
         )

@@ -2,12 +2,13 @@
 A write-back of your own
 ========================
 
-One method of the manifold, ``round``, brings a step back to the grid. This one goes up
-or down with the odds of stochastic rounding but without chance: weight i of step t is
-compared with the fraction of (i + t) times the golden ratio, a sequence that fills [0,
-1) more evenly than random numbers do. geoopt's RiemannianAdam then trains a linear
-regression on an E4M3 grid with each write-back, with a learning rate that falls from 4
-ULPs per step to 0.04.
+One method of the manifold, ``round``, brings a step back to the grid. The one here
+goes up or down with the odds of stochastic rounding, but without chance. In place of a
+random number, weight i of step t draws the fractional part of (i + t) times the golden
+ratio, a sequence that fills [0, 1) more evenly than random numbers do.
+
+geoopt's RiemannianAdam trains a linear regression on an E4M3 grid with each of three
+write-backs. The learning rate falls from 4 ULPs per step to 0.04.
 
 Expected output::
 
@@ -26,21 +27,20 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class GoldenRatioManifold(fm.FP8Manifold):
-    """The grid of a format, written back to with evenly spread odds."""
+    """The grid of a format, with a write-back whose draws are spread evenly."""
 
     def round(self, x: Tensor) -> Tensor:
-        """Round to the grid, away from zero where the fraction of a step is above the
-        element's draw.
-        """
+        """Round each element up or down, by its draw from the sequence."""
         index = torch.arange(x.numel(), dtype=torch.float64).view(x.shape)
-        place = (index + float(self.counter)) * GOLDEN % 1
+        fraction = (index + float(self.counter)) * GOLDEN % 1
         self.counter += 1
-        draws = (place * 2**24).to(torch.int32)
+        # Stochastic rounding takes its draws as integers of 24 bits.
+        draws = (fraction * 2**24).to(torch.int32)
         return fm.round_to_grid(x, self.format, "stochastic", bits=draws)
 
 
 def train(manifold: fm.FP8Manifold, steps: int = 600) -> tuple[float, float]:
-    """Loss before and after training."""
+    """Return the loss before and after training."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 32, generator=generator)
     targets = inputs @ torch.randn(32, 1, generator=generator)

@@ -24,16 +24,20 @@ EPOCHS, BATCH = 20, 64
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pixels in [0, 1] and labels: a fifth, drawn once, is for testing."""
+    """Return pixels in [0, 1] and labels, to train on and to test with.
+
+    A fifth of the images, drawn once, is for the test.
+    """
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    x = torch.tensor(images, dtype=torch.float32) / 16
+    y = torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
     return x[train], y[train], x[test], y[test]
 
 
 def network() -> nn.Sequential:
-    """The same initial weights every time."""
+    """Return the network, with the same initial weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
@@ -45,9 +49,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     x, y, test_x, test_y = data()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
-        for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(
-            BATCH
-        ):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+        for batch in order.split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
@@ -57,38 +60,36 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def bytes_per_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of the weight matrices and of the optimizer's state for them, over the
-    number of weights.
-    """
-    weights = [p for p in model.parameters() if p.ndim == 2]
-    stored = [
-        p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes
-        for p in weights
-    ]
-    state = [
-        v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)
-    ]
-    return (sum(stored) + sum(state)) / sum(p.numel() for p in weights)
+    """Return the bytes of the weight matrices and their state, per weight."""
+    total, count = 0, 0
+    for weight in model.parameters():
+        if weight.ndim != 2:
+            continue
+        if isinstance(weight, fm.FP8Tensor):
+            total += weight.codes.nbytes + weight.scale.nbytes
+        else:
+            total += weight.nbytes
+        state = optimizer.state[weight].values()
+        total += sum(value.nbytes for value in state if isinstance(value, Tensor))
+        count += weight.numel()
+    return total / count
 
 
 def report(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train and print one line."""
     accuracy = train(model, optimizer)
-    print(
-        f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight "
-        f"{bytes_per_weight(model, optimizer):.1f}"
-    )
+    size = bytes_per_weight(model, optimizer)
+    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {size:.1f}")
 
 
 if __name__ == "__main__":
     model = network()
     report("float32, AdamW", model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-    for name, moments in (("", "float32"), (", 8-bit averages", "8bit")):
+
+    names = {"float32": "E4M3, StiffnessAdamW", "8bit": "E4M3, StiffnessAdamW, 8-bit averages"}
+    for moments, name in names.items():
         model = fm.quantize_model(network(), "E4M3", storage="fp8")
-        report(
-            f"E4M3, StiffnessAdamW{name}",
-            model,
-            fm.optim.StiffnessAdamW(
-                model.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=moments
-            ),
+        optimizer = fm.optim.StiffnessAdamW(
+            model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=moments
         )
+        report(name, model, optimizer)

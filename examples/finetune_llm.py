@@ -2,12 +2,13 @@
 Fine-tuning all of a language model
 ===================================
 
-All weights of a model of transformers learn from a text: those of the linear layers
-live in one byte each, Adam's two averages of them in another byte each, and each
-gradient is used and freed before the next is computed. Without arguments a small Llama,
-pretrained on the Python reference, learns Python code; with a folder that
-``save_pretrained`` wrote and a text file, that model learns that text.
-``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
+All weights of a model of transformers learn from a text. Those of the linear layers
+live in one byte each, and Adam's two averages of them in another byte each. Each
+gradient is used and freed before the next is computed.
+
+Without arguments a small Llama, pretrained on the Python reference, learns Python code.
+With a folder that ``save_pretrained`` wrote and a text file, that model learns that
+text. ``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
 
 Needs transformers (``pip install 'fp8manifold[hf]'``).  Expected output::
 
@@ -25,7 +26,7 @@ from pydoc_data import topics
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fp8manifold as fm
 
@@ -33,20 +34,19 @@ BATCH, LENGTH, STEPS = 8, 64, 100
 
 
 def text_bytes(text: str) -> Tensor:
-    """One token per byte."""
+    """Return the text with one token per byte."""
     return torch.tensor(list(text.encode("ascii", "replace")))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps: int) -> None:
     """Train on random stretches of the text, at a rate that falls to zero."""
-    generator, peak = torch.Generator().manual_seed(1), optimizer.param_groups[0]["lr"]
+    generator = torch.Generator().manual_seed(1)
+    peak = optimizer.param_groups[0]["lr"]
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = peak * (1 - step / steps)
-        batch = text[
-            torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
-            + torch.arange(LENGTH)
-        ]
+        starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
+        batch = text[starts + torch.arange(LENGTH)]
         optimizer.zero_grad()
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
@@ -57,49 +57,54 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step
 def report(name: str, model: nn.Module, text: Tensor) -> None:
     """Print the loss on text that was not trained on, in nats per token."""
     batch = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)[:64]
-    print(f"{name:<29}{model(input_ids=batch, labels=batch).loss.item():.3f}")
+    loss = model(input_ids=batch, labels=batch).loss.item()
+    print(f"{name:<29}{loss:.3f}")
 
 
 def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
     """Round the linear layers to E4M3 and train everything."""
-    learnt, held_out = text[: -len(text) // 5], text[-len(text) // 5 :]
-    report("as it was", model, held_out)
+    test_start = -len(text) // 5
+    training_text, test_text = text[:test_start], text[test_start:]
+    report("as it was", model, test_text)
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
-    report("in one byte per weight", model, held_out)
+    report("in one byte per weight", model, test_text)
     optimizer = fm.optim.StiffnessAdamW(
         model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit"
     )
     fm.optim.step_in_backward(optimizer)
-    train(model, optimizer, learnt, STEPS)
-    report("fine-tuned", model, held_out)
+    train(model, optimizer, training_text, STEPS)
+    report("fine-tuned", model, test_text)
+
     layer = next(module for module in model.modules() if isinstance(module, fm.QuantizedLinear))
-    state = [value for value in optimizer.state[layer.weight].values() if isinstance(value, Tensor)]
-    held = layer.weight.codes.nbytes + sum(value.nbytes for value in state)
-    print(f"{'bytes per weight with state':<29}{held / layer.weight.numel():.2f}")
+    state = optimizer.state[layer.weight].values()
+    state_bytes = sum(value.nbytes for value in state if isinstance(value, Tensor))
+    size = (layer.weight.codes.nbytes + state_bytes) / layer.weight.numel()
+    print(f"{'bytes per weight with state':<29}{size:.2f}")
+
+
+def pretrained_llama() -> nn.Module:
+    """Return a small Llama that has read the Python reference."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        max_position_embeddings=LENGTH,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    llama = LlamaForCausalLM(config)
+    reference = text_bytes("\n".join(topics.topics.values())[:200_000])
+    train(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3), reference, steps=150)
+    return llama
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         folder, path = sys.argv[1:]
-        words = AutoTokenizer.from_pretrained(folder)(Path(path).read_text(encoding="utf-8"))[
-            "input_ids"
-        ]
-        finetune(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            torch.tensor(words),
-            lr=5e-5,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokens = tokenizer(Path(path).read_text(encoding="utf-8"))["input_ids"]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        finetune(model, torch.tensor(tokens), lr=5e-5)
     else:
-        torch.manual_seed(0)
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        }
-        llama = AutoModelForCausalLM.from_config(
-            LlamaConfig(vocab_size=128, max_position_embeddings=LENGTH, **sizes)
-        )
-        prose = text_bytes("\n".join(topics.topics.values())[:200_000])
-        train(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3), prose, steps=150)
-        finetune(llama, text_bytes(inspect.getsource(difflib)), lr=1e-3)
+        finetune(pretrained_llama(), text_bytes(inspect.getsource(difflib)), lr=1e-3)

@@ -2,9 +2,9 @@
 geoopt's RiemannianAdam on eight-bit weights
 ============================================
 
-A linear regression whose weights are E4M3 numbers without another copy, stepped by
-geoopt's own optimizer. Its learning rate falls from 4 ULPs per step to 0.04: below half
-an ULP nearest rounding loses every update, and stochastic rounding does not.
+geoopt's own optimizer trains a linear regression whose weights are E4M3 numbers with no
+other copy. The learning rate falls from 4 ULPs per step to 0.04. Below half an ULP
+nearest rounding loses every update, and stochastic rounding does not.
 
 Expected output::
 
@@ -19,7 +19,7 @@ import fp8manifold as fm
 
 
 def train(rounding: str, steps: int = 600) -> tuple[float, float]:
-    """Loss before and after training."""
+    """Return the loss before and after training."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 32, generator=generator)
     targets = inputs @ torch.randn(32, 1, generator=generator)

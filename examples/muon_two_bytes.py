@@ -6,9 +6,11 @@ A small convolutional network learns scikit-learn's handwritten digits (1,797 re
 images of 8 x 8 pixels) three ways: AdamW and Muon on float32 weights, and Muon on
 linear layers whose weights are E4M3 numbers with no other copy, with a momentum of one
 byte. ``for_model`` leaves all parameters that are not hidden matrices, the head and the
-biases, to Adam. The last column counts all bytes (weights, scales and optimizer state)
-per weight of all layers, the kernels of the convolutions included, which stay floats.
-The third run steps in the backward pass: no two gradients need memory at once.
+biases, to Adam. The third run steps in the backward pass: no two gradients need memory
+at once.
+
+The last column counts all bytes (weights, scales and optimizer state) per weight of all
+layers. The kernels of the convolutions, which stay floats, count too.
 
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
@@ -29,16 +31,20 @@ EPOCHS, BATCH, RATE = 10, 64, 3e-3
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pixels in [0, 1] and labels: a fifth, drawn once, is for testing."""
+    """Return pixels in [0, 1] and labels, to train on and to test with.
+
+    A fifth of the images, drawn once, is for the test.
+    """
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    y = torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
     return x[train], y[train], x[test], y[test]
 
 
 def network() -> nn.Sequential:
-    """Two convolutions, a hidden layer and a head; the same initial weights every time."""
+    """Return two convolutions, a hidden layer and a head, with the same weights every time."""
     torch.manual_seed(0)
     layers = {
         "first": nn.Conv2d(1, 32, 3, padding=1),
@@ -58,30 +64,38 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     x, y, test_x, test_y = data()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     for epoch in range(EPOCHS):
-        for batch in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(
-            BATCH
-        ):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+        for batch in order.split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()  # under step_in_backward this only ends the step
+            # Under step_in_backward the weights are stepped already; this ends the step.
+            optimizer.step()
         schedule.step()
     with torch.no_grad():
         return (model(test_x).argmax(1) == test_y).float().mean().item()
 
 
+def bytes_per_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Return the bytes of weights and their state, per weight; biases are left out."""
+    total, count = 0, 0
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            continue
+        if isinstance(weight, fm.FP8Tensor):
+            total += weight.codes.nbytes + weight.scale.nbytes
+        else:
+            total += weight.nbytes
+        state = optimizer.state[weight].values()
+        total += sum(value.nbytes for value in state if isinstance(value, Tensor))
+        count += weight.numel()
+    return total / count
+
+
 def report(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train and print one line."""
     accuracy = train(model, optimizer)
-    weights = [p for p in model.parameters() if p.ndim > 1]
-    held = [
-        p.codes.nbytes + p.scale.nbytes if isinstance(p, fm.FP8Tensor) else p.nbytes
-        for p in weights
-    ]
-    held += [
-        v.nbytes for p in weights for v in optimizer.state[p].values() if isinstance(v, Tensor)
-    ]
-    share = sum(held) / sum(p.numel() for p in weights)
-    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {share:.1f}")
+    size = bytes_per_weight(model, optimizer)
+    print(f"{name:<42}test accuracy {accuracy:.3f}   bytes per weight {size:.1f}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ A run folder in pandas
 
 A run of ``nanogpt-bench`` leaves a folder of text: a line of ``metrics.jsonl`` for
 every step, and the totals in ``summary.json``. This script makes a short run, or takes
-the folder that is given to it, and computes with pandas how the loss fell, and what
-share of the requested updates each layer lost.
+a folder as its argument. With pandas it computes how the loss fell, and what share of
+the requested updates each layer lost.
 
 Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``).
 
@@ -33,39 +33,37 @@ import pandas as pd
 
 from nanogpt_bench.cli import main as bench
 
-SMALL = "--model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size 32 --train.max_steps 120"
+COMMAND = """
+    run e4m3.yaml --rule stochastic --name small --train.max_steps 120
+    --model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size 32
+"""
+LOST_SHARE = "stall/update_lost/"
 
 
 def make_run() -> Path:
     """Train a tiny GPT in one byte per weight and return its run folder."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert (
-            bench(["run", "e4m3.yaml", "--rule", "stochastic", "--name", "small", *SMALL.split()])
-            == 0
-        )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        exit_code = bench(COMMAND.split())
+    assert exit_code == 0, printed.getvalue()
     return Path("runs/small")
 
 
 def report(run: Path) -> None:
-    """Print the run's status, its loss by thirds, and the lost share of each layer's
-    updates.
-    """
+    """Print the run's status, its loss by thirds, and the lost share of each layer's updates."""
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    print(
-        f"{summary['rule']}, {summary['format']}: {summary['status']} after {summary['steps']} "
-        f"steps"
-    )
+    print("{rule}, {format}: {status} after {steps} steps".format(**summary))
     metrics = pd.read_json(run / "metrics.jsonl", lines=True).set_index("step")
+
     losses = metrics["train/loss"].dropna()
     third = -(-len(losses) // 3)
-    for steps, part in losses.groupby((losses.index - 1) // third):
-        print(
-            f"steps {steps * third + 1:>3} to {(steps + 1) * third:>3}: mean training loss "
-            f"{part.mean():.3f}"
-        )
-    lost = metrics.filter(regex=r"^stall/update_lost/").mean()
-    for layer, share in lost.items():
-        print(f"{layer.removeprefix('stall/update_lost/'):<26}{share:>8.3f} of the updates lost")
+    for index, part in losses.groupby((losses.index - 1) // third):
+        first, last = index * third + 1, (index + 1) * third
+        print(f"steps {first:>3} to {last:>3}: mean training loss {part.mean():.3f}")
+
+    lost_shares = metrics.filter(regex=f"^{LOST_SHARE}").mean()
+    for name, share in lost_shares.items():
+        print(f"{name.removeprefix(LOST_SHARE):<26}{share:>8.3f} of the updates lost")
 
 
 if __name__ == "__main__":

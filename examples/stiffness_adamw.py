@@ -24,7 +24,7 @@ STEPS = 600
 
 
 def network() -> nn.Sequential:
-    """One input, one output, two hidden layers; the same initial weights every time."""
+    """Return a network of two hidden layers, with the same initial weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
@@ -48,16 +48,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 def main() -> None:
     """Train three ways and print the errors."""
     model = network()
-    print(
-        f"float32, AdamW:                    "
-        f"{train(model, torch.optim.AdamW(model.parameters(), lr=4e-3)):.5f}"
-    )
+    error = train(model, torch.optim.AdamW(model.parameters(), lr=4e-3))
+    print(f"{'float32, AdamW:':<35}{error:.5f}")
     for writeback in ("nearest", "stochastic"):
         model = fm.quantize_model(network(), "E4M3", storage="fp8")
         optimizer = fm.optim.StiffnessAdamW(
             model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0, writeback=writeback
         )
-        print(f"{f'E4M3, StiffnessAdamW, {writeback}:':<35}{train(model, optimizer):.5f}")
+        error = train(model, optimizer)
+        name = f"E4M3, StiffnessAdamW, {writeback}:"
+        print(f"{name:<35}{error:.5f}")
 
 
 if __name__ == "__main__":

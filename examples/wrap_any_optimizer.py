@@ -3,9 +3,10 @@ A stiffness schedule around any optimizer
 =========================================
 
 ``StiffnessWrapper`` takes an optimizer as it is, scales its update by (S / mean S)^k
-and rounds once. Here it is around three of torch's own, over weights on the E4M3 grid:
-with nearest rounding, with stochastic rounding, and with stochastic rounding and k that
-goes from 1 to 0. The network learns y = sin(2 pi x); figures are mean squared errors.
+and rounds once; S is the spacing of the format at a weight. Here it wraps three of
+torch's optimizers over weights on the E4M3 grid: with nearest rounding, with stochastic
+rounding, and with stochastic rounding and a k that goes from 1 to 0. The network learns
+y = sin(2 pi x). The figures are mean squared errors.
 
 Expected output::
 
@@ -17,6 +18,7 @@ Expected output::
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,43 +26,47 @@ from torch import nn
 import fp8manifold as fm
 
 STEPS = 300
-Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
-WRAPS: dict[str, Wrap] = {
-    "nearest": lambda inner: fm.optim.StiffnessWrapper(inner, writeback="nearest"),
-    "stochastic": lambda inner: fm.optim.StiffnessWrapper(inner, writeback="stochastic"),
-    "k from 1 to 0": lambda inner: fm.optim.StiffnessWrapper(
-        inner, exponent=fm.optim.anneal(1.0, 0.0, STEPS), writeback="stochastic"
-    ),
+WRAPPER_OPTIONS: dict[str, dict[str, Any]] = {
+    "nearest": {"writeback": "nearest"},
+    "stochastic": {"writeback": "stochastic"},
+    "k from 1 to 0": {
+        "writeback": "stochastic",
+        "exponent": fm.optim.anneal(1.0, 0.0, STEPS),
+    },
 }
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=4e-3),
     "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=2e-3),
     "Adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=8e-3),
 }
 
 
-def train(make: Callable[[nn.Module], torch.optim.Optimizer], wrap: Wrap) -> float:
+def train(make_optimizer: MakeOptimizer, options: dict[str, Any]) -> float:
     """Fit the sine with weights on the grid, and return the mean squared error."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
     )
     model = fm.quantize_model(model, "E4M3", storage="grid")
-    optimizer = make(model)
+    optimizer = make_optimizer(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    stepper = wrap(optimizer)
+    wrapper = fm.optim.StiffnessWrapper(optimizer, **options)
     x = torch.linspace(-1, 1, 128)[:, None]
     y = torch.sin(2 * math.pi * x)
     for _ in range(STEPS):
-        stepper.zero_grad()
+        wrapper.zero_grad()
         (model(x) - y).square().mean().backward()
-        stepper.step()
+        wrapper.step()
         schedule.step()
     with torch.no_grad():
         return (model(x) - y).square().mean().item()
 
 
 if __name__ == "__main__":
-    print(f"{'optimizer':<12}" + "".join(f"{name:>15}" for name in WRAPS))
-    for name, make in OPTIMIZERS.items():
-        print(f"{name:<12}" + "".join(f"{train(make, wrap):>15.4f}" for wrap in WRAPS.values()))
+    header = "".join(f"{name:>15}" for name in WRAPPER_OPTIONS)
+    print(f"{'optimizer':<12}{header}")
+    for name, make_optimizer in OPTIMIZERS.items():
+        errors = [train(make_optimizer, options) for options in WRAPPER_OPTIONS.values()]
+        cells = "".join(f"{error:>15.4f}" for error in errors)
+        print(f"{name:<12}{cells}")
