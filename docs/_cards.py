@@ -1,10 +1,16 @@
 """Memory that training a language model of a Llama's shape takes, by arithmetic.
 
-Weights, optimizer state and gradients are counted as ``nanogpt_bench.setup.memory``
-counts them on live tensors; activations are estimated. ``python docs/_cards.py`` prints
-the tables of the pages on memory and fine-tuning.
+    at the peak = weights + optimizer state + gradients + activations
+
+Weights, state and gradients are counted by shape and come out as
+``nanogpt_bench.setup.memory`` counts them on live tensors. Activations are estimated.
+Clipping by the norm needs all gradients at once; with steps in the backward pass only
+one exists at a time, the largest of which counts.
+
+``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from _markdown import markdown
@@ -13,8 +19,11 @@ from _markdown import markdown
 LONGEST_BLOCK = 256
 #: tokens of one sequence
 TOKENS = 2048
-#: experts that a token goes through, in the only mixture of experts here
-OF_EXPERTS = 8
+#: experts that a token goes through, in the only mixture of experts of the tables
+EXPERTS_PER_TOKEN = 8
+
+#: rows and columns of a weight
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -30,50 +39,62 @@ class Model:
     keys: int
     tied: bool
     biases: bool = False
+    #: experts of a layer, each ``inner`` wide, whose matrices are one parameter for all;
+    #: 0 for no mixture
     experts: int = 0
-    """Experts of a layer, ``inner`` wide each, whose matrices are one parameter for
-    all; 0: no mixture.
-    """
+    #: width of a head, if its queries and keys have norms of their own
     head: int = 0
-    """Width of a head whose queries and keys have norms of their own."""
 
-    def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the hidden layers' weights; all experts of a layer count
-        as one weight.
+    def matrices(self) -> list[Shape]:
+        """Return the shapes of the hidden layers' weights.
+
+        All experts of a layer count as one weight.
         """
-        attention = [
+        layer = [
             (self.queries, self.width),
-            *[(self.keys, self.width)] * 2,
+            (self.keys, self.width),
+            (self.keys, self.width),
             (self.width, self.queries),
         ]
         if self.experts:
-            together = [
+            layer += [
                 (2 * self.experts * self.inner, self.width),
                 (self.experts * self.width, self.inner),
             ]
-            return [*attention, *together] * self.layers
-        return [*attention, *[(self.inner, self.width)] * 2, (self.width, self.inner)] * self.layers
+        else:
+            layer += [
+                (self.inner, self.width),
+                (self.inner, self.width),
+                (self.width, self.inner),
+            ]
+        return layer * self.layers
 
-    def heads(self) -> list[tuple[int, int]]:
-        """The output layer's weight, unless it is the embedding's."""
+    def embedding(self) -> Shape:
+        """Return the shape of the embedding."""
+        return self.vocab, self.width
+
+    def heads(self) -> list[Shape]:
+        """Return the shape of the output layer's weight, unless it is the embedding's."""
         return [] if self.tied else [(self.vocab, self.width)]
 
-    def floats(self) -> list[tuple[int, int]]:
-        """Shapes of the parameters that stay float: the embedding and the small ones."""
-        return [(self.vocab, self.width), *self.small()]
+    def small(self) -> list[Shape]:
+        """Return the shapes of norms, routers and biases, those of a kind together."""
+        shapes = [(2 * self.layers + 1, self.width)]
+        if self.head:
+            shapes.append((2 * self.layers, self.head))
+        if self.experts:
+            shapes += [(self.experts, self.width)] * self.layers
+        if self.biases:
+            shapes.append((self.layers, self.queries + 2 * self.keys))
+        return shapes
 
-    def small(self) -> list[tuple[int, int]]:
-        """Shapes of norms, routers and biases."""
-        norms = [(2 * self.layers + 1, self.width), (2 * self.layers, self.head)]
-        routers = [(self.experts, self.width)] * self.layers * bool(self.experts)
-        biases = [(self.layers, self.queries + 2 * self.keys)] * self.biases
-        return [*(each for each in norms if each[1]), *routers, *biases]
+    def all_shapes(self) -> list[Shape]:
+        """Return the shapes of all parameters."""
+        return [*self.matrices(), *self.heads(), self.embedding(), *self.small()]
 
     def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(
-            rows * columns for rows, columns in [*self.matrices(), *self.heads(), *self.floats()]
-        )
+        """Return the number of parameters."""
+        return sum(rows * columns for rows, columns in self.all_shapes())
 
 
 MODELS = (
@@ -94,120 +115,138 @@ MODELS = (
 class Memory:
     """Bytes that a training takes without activations."""
 
-    held: float
-    """Weights and optimizer state."""
+    weights_and_state: float
+    #: of all gradients
     gradients: float
-    """All gradients."""
+    #: of the largest gradient
     largest: float
-    """The largest gradient."""
 
     @property
     def peak(self) -> float:
-        """Weights, state and all gradients at once, as clipping by the norm needs them."""
-        return self.held + self.gradients
+        """Bytes with all gradients at once, as clipping by the norm needs them."""
+        return self.weights_and_state + self.gradients
 
     @property
     def in_backward(self) -> float:
-        """Weights, state and one gradient at a time, as with steps in backward."""
-        return self.held + self.largest
+        """Bytes with one gradient at a time, as with steps in the backward pass."""
+        return self.weights_and_state + self.largest
 
 
 def in_float32(model: Model) -> Memory:
-    """A model of float32 weights under torch's AdamW."""
-    return Memory(12 * model.parameters(), *_gradients(model, 4))
+    """Return the memory of float32 weights under torch's AdamW."""
+    return _with_gradients(model, 12 * model.parameters(), gradient_bytes=4)
 
 
 def in_bfloat16(model: Model, moments: float) -> Memory:
-    """A model of bfloat16 weights under AdamW, each of whose two moments takes
-    `moments` bytes per weight.
+    """Return the memory of bfloat16 weights under AdamW.
+
+    Each of the two moments takes `moments` bytes per weight.
     """
-    return Memory((2 + 2 * moments) * model.parameters(), *_gradients(model, 2))
+    return _with_gradients(model, (2 + 2 * moments) * model.parameters(), gradient_bytes=2)
 
 
 def in_one_byte(model: Model, *, muon: bool) -> Memory:
-    """Linear weights in a byte with a scale per row, the rest in float32; 8-bit
-    moments, one for Muon's matrices.
+    """Return the memory of linear weights in one byte, the rest in float32.
+
+    Linear weights have a scale per row. Moments are of 8 bits, one for Muon's matrices
+    and two for all other parameters.
     """
-    hidden = sum(
-        _byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices()
+    floats = [model.embedding(), *model.small()]
+    weights_and_state = (
+        _bytes_in_codes(model.matrices(), moments=1 if muon else 2)
+        + _bytes_in_codes(model.heads(), moments=2)
+        + _bytes_in_floats(floats, weight_bytes=4)
     )
-    heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in model.heads())
-    floats = sum(
-        4 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.floats()
-    )
-    return Memory(hidden + heads + floats, *_gradients(model, 4))
+    return _with_gradients(model, weights_and_state, gradient_bytes=4)
 
 
 def all_in_codes(model: Model, *, muon: bool) -> Memory:
-    """Linear weights and embedding in a byte, the rest and all gradients in bfloat16;
-    8-bit moments.
+    """Return the memory of linear weights and embedding in one byte, the rest in bfloat16.
+
+    All gradients are in bfloat16. Moments are as in `in_one_byte`.
     """
-    hidden = sum(
-        _byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices()
+    weights_and_state = (
+        _bytes_in_codes(model.matrices(), moments=1 if muon else 2)
+        + _bytes_in_codes([*model.heads(), model.embedding()], moments=2)
+        + _bytes_in_floats(model.small(), weight_bytes=2)
     )
-    others = [*model.heads(), (model.vocab, model.width)]
-    heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in others)
-    floats = sum(
-        2 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.small()
-    )
-    return Memory(hidden + heads + floats, *_gradients(model, 2))
+    return _with_gradients(model, weights_and_state, gradient_bytes=2)
 
 
 def activations(model: Model, tokens: int = TOKENS) -> float:
-    """An estimate in bfloat16 with activation checkpointing: the input of each block,
-    one block, and the logits.
+    """Estimate the activations in bfloat16, with activation checkpointing.
 
-    A block holds inputs and outputs of its norms and matrices; logits and their
-    gradients are in bfloat16 and float32.
+    They are the input of each block, one block, and the logits. A block holds inputs
+    and outputs of its norms and matrices. Logits and their gradients are in bfloat16
+    and in float32.
     """
-    block = (
-        6 * model.width
-        + 2 * (model.queries + model.keys)
-        + 4 * model.inner * (OF_EXPERTS if model.experts else 1)
-    )
+    experts = EXPERTS_PER_TOKEN if model.experts else 1
+    block = 6 * model.width + 2 * (model.queries + model.keys) + 4 * model.inner * experts
     return tokens * (2 * model.layers * model.width + 2 * block + 12 * model.vocab)
 
 
 def to_load(model: Model) -> float:
-    """Peak bytes while a model is read into codes, embedding included: codes, bfloat16
-    parameters, largest tensor.
+    """Return the peak while a model is read into codes, embedding included.
+
+    It holds the codes, the parameters in bfloat16, and the largest tensor.
     """
-    codes = sum(
-        _byte(*shape) for shape in [*model.matrices(), *model.heads(), (model.vocab, model.width)]
-    )
-    return (
-        codes + sum(2 * rows * columns for rows, columns in model.small()) + _gradients(model, 2)[1]
-    )
+    coded = [*model.matrices(), *model.heads(), model.embedding()]
+    codes = sum(_code_bytes(shape) for shape in coded)
+    floats = sum(2 * rows * columns for rows, columns in model.small())
+    return codes + floats + _largest_bytes(model, 2)
 
 
-def _byte(rows: int, columns: int) -> int:
+def _bytes_in_codes(shapes: Iterable[Shape], moments: int) -> int:
+    return sum(_code_bytes(shape) + moments * _moment_bytes(shape) for shape in shapes)
+
+
+def _bytes_in_floats(shapes: Iterable[Shape], weight_bytes: int) -> int:
+    total = 0
+    for rows, columns in shapes:
+        total += weight_bytes * rows * columns + 2 * _moment_bytes((rows, columns))
+    return total
+
+
+def _code_bytes(shape: Shape) -> int:
+    """Return the bytes of a weight's codes and of its scales, one per row."""
+    rows, columns = shape
     return rows * columns + 4 * rows
 
 
-def _average(rows: int, columns: int) -> int:
-    """Bytes of an 8-bit moment: one per weight, and a bound of four per block, the
-    longest that divides a row.
+def _moment_bytes(shape: Shape) -> int:
+    """Return the bytes of an 8-bit moment.
+
+    It has one per weight, and a bound of four for each block. Blocks are the longest
+    that divide a row.
     """
-    block = max(size for size in range(1, min(columns, LONGEST_BLOCK) + 1) if columns % size == 0)
+    rows, columns = shape
+    longest = min(columns, LONGEST_BLOCK)
+    block = max(size for size in range(1, longest + 1) if columns % size == 0)
     return rows * columns + 4 * rows * columns // block
 
 
-def _gradients(model: Model, width: int) -> tuple[int, int]:
-    largest = max(
-        rows * columns for rows, columns in [*model.matrices(), *model.heads(), *model.floats()]
+def _with_gradients(model: Model, weights_and_state: float, gradient_bytes: int) -> Memory:
+    return Memory(
+        weights_and_state,
+        gradients=gradient_bytes * model.parameters(),
+        largest=_largest_bytes(model, gradient_bytes),
     )
-    return width * model.parameters(), width * largest
+
+
+def _largest_bytes(model: Model, bytes_per_weight: int) -> int:
+    return bytes_per_weight * max(rows * columns for rows, columns in model.all_shapes())
 
 
 def peaks(model: Model) -> dict[str, float]:
-    """Bytes at the peak of a step, by way of training."""
-    adam, muon = all_in_codes(model, muon=False), all_in_codes(model, muon=True)
-    of_8_bits = in_bfloat16(model, 1 + 4 / LONGEST_BLOCK)
+    """Return the bytes at the peak of a step, by way of training."""
+    adam = all_in_codes(model, muon=False)
+    muon = all_in_codes(model, muon=True)
+    with_8_bits = in_bfloat16(model, 1 + 4 / LONGEST_BLOCK)
     return {
         "float32 AdamW": in_float32(model).peak,
         "bfloat16 AdamW": in_bfloat16(model, 2).peak,
-        "bfloat16, 8-bit AdamW": of_8_bits.peak,
-        "bfloat16, 8-bit AdamW, steps in backward": of_8_bits.in_backward,
+        "bfloat16, 8-bit AdamW": with_8_bits.peak,
+        "bfloat16, 8-bit AdamW, steps in backward": with_8_bits.in_backward,
         "one-byte AdamW": adam.peak,
         "one-byte AdamW, steps in backward": adam.in_backward,
         "one-byte Muon, steps in backward": muon.in_backward,
@@ -215,9 +254,7 @@ def peaks(model: Model) -> dict[str, float]:
 
 
 def memory_table() -> str:
-    """A table by model: GB at the peak with gradients, of activations, and to read into
-    codes.
-    """
+    """Return GB at the peak, of activations, and to read into codes, a line per model."""
     header = (
         "model",
         "parameters, billion",
@@ -225,20 +262,17 @@ def memory_table() -> str:
         f"activations, {TOKENS:,} tokens",
         "to load",
     )
-    rows = [
-        [
-            m.name,
-            f"{m.parameters() / 1e9:.2f}",
-            *map(gb, [*peaks(m).values(), activations(m), to_load(m)]),
-        ]
-        for m in MODELS
-    ]
+    rows = []
+    for model in MODELS:
+        sizes = [*peaks(model).values(), activations(model), to_load(model)]
+        rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *map(gb, sizes)])
     return markdown(header, rows)
 
 
-#: README's models, and its ways of training with their names in `peaks`
-OWNED = ("SmolLM2-1.7B", "Qwen3-4B", "Llama-3.1-8B")
-WAYS = {
+#: README's models
+README_MODELS = ("SmolLM2-1.7B", "Qwen3-4B", "Llama-3.1-8B")
+#: README's ways of training, and their names in `peaks`
+README_WAYS = {
     "bfloat16, torch AdamW": "bfloat16 AdamW",
     "bfloat16, 8-bit AdamW": "bfloat16, 8-bit AdamW",
     "bfloat16, 8-bit AdamW, steps in backward": "bfloat16, 8-bit AdamW, steps in backward",
@@ -248,23 +282,23 @@ WAYS = {
 }
 
 
-def named(name: str) -> Model:
-    """The model of that name."""
+def model_named(name: str) -> Model:
+    """Return the model of that name."""
     return next(model for model in MODELS if model.name == name)
 
 
-def owned_table() -> str:
-    """A table of GB for README's models by way of training, activations of one sequence
-    included.
-    """
-    found = [(peaks(model), activations(model)) for model in map(named, OWNED)]
-    rows = [[name, *(gb(peak[way] + more) for peak, more in found)] for name, way in WAYS.items()]
-    return markdown((f"GB, one sequence of {TOKENS:,} tokens", *OWNED), rows)
+def readme_table() -> str:
+    """Return GB of README's models, activations of one sequence included, a line per way."""
+    models = [model_named(name) for name in README_MODELS]
+    rows = []
+    for name, way in README_WAYS.items():
+        rows.append([name, *(gb(peaks(model)[way] + activations(model)) for model in models)])
+    return markdown((f"GB, one sequence of {TOKENS:,} tokens", *README_MODELS), rows)
 
 
 #: final losses of SmolLM2-135M after 200 steps of EU law, in nats per token, for seeds
 #: 42, 43 and 44, from the log
-ENDED: dict[str, tuple[float, ...]] = {
+FINAL_LOSSES: dict[str, tuple[float, ...]] = {
     "AdamW, float32": (2.166, 2.201, 2.106),
     "AdamW, bfloat16": (2.677, 2.683, 2.680),
     "the code above": (2.200, 2.227, 2.133),
@@ -272,22 +306,29 @@ ENDED: dict[str, tuple[float, ...]] = {
 
 
 def recipe_table() -> str:
-    """README's recipe against AdamW: loss, and bytes per parameter without and with
-    gradients.
+    """Return loss and memory of README's recipe and of AdamW.
+
+    Memory is given in bytes per parameter and in GB, without and with gradients.
     """
-    model = MODELS[0]
-    exact, half, ours = in_float32(model), in_bfloat16(model, 2), all_in_codes(model, muon=False)
-    memory = [(exact.held, exact.peak), (half.held, half.peak), (ours.held, ours.in_backward)]
-    rows = []
-    for (name, losses), sizes in zip(ENDED.items(), memory, strict=True):
-        cells = [f"{size / model.parameters():.1f} ({gb(size)} GB)" for size in sizes]
-        rows.append([name, f"{sum(losses) / len(losses):.3f}", *cells])
     header = (
         "SmolLM2-135M, 200 steps",
         "loss, nats per token",
         "bytes per parameter",
         "at the peak, with gradients",
     )
+    model = MODELS[0]
+    float32 = in_float32(model)
+    bfloat16 = in_bfloat16(model, 2)
+    recipe = all_in_codes(model, muon=False)
+    sizes = (
+        (float32.weights_and_state, float32.peak),
+        (bfloat16.weights_and_state, bfloat16.peak),
+        (recipe.weights_and_state, recipe.in_backward),
+    )
+    rows = []
+    for (name, losses), sizes_of_row in zip(FINAL_LOSSES.items(), sizes, strict=True):
+        loss = sum(losses) / len(losses)
+        rows.append([name, f"{loss:.3f}", *(_size_text(size, model) for size in sizes_of_row)])
     return markdown(header, rows)
 
 
@@ -302,30 +343,32 @@ MEASURED = {
 
 
 def measured_table() -> str:
-    """The sizes in MEASURED, in bytes per parameter and GB."""
-    count = MODELS[0].parameters()
-    sizes = {name: [mib * 2**20 for mib in found] for name, found in MEASURED.items()}
-    rows = [
-        [name, *(f"{size / count:.1f} ({gb(size)} GB)" for size in of)]
-        for name, of in sizes.items()
-    ]
+    """Return the sizes in MEASURED, in bytes per parameter and in GB."""
+    model = MODELS[0]
+    rows = []
+    for name, mebibytes in MEASURED.items():
+        rows.append([name, *(_size_text(size * 2**20, model) for size in mebibytes)])
     return markdown(("SmolLM2-135M", "bytes per parameter", "at the peak, with gradients"), rows)
 
 
+def _size_text(size: float, model: Model) -> str:
+    return f"{size / model.parameters():.1f} ({gb(size)} GB)"
+
+
 def gb(size: float) -> str:
-    """Bytes as text in GB, 10^9 bytes.
+    """Return bytes as text in GB, 10^9 bytes, with three digits or so.
 
     >>> gb(4.96e8), gb(14.84e9), gb(177e9)
     ('0.50', '14.8', '177')
     """
-    return (
-        f"{size / 1e9:.2f}"
-        if size < 1e10
-        else f"{size / 1e9:.1f}"
-        if size < 1e11
-        else f"{size / 1e9:.0f}"
-    )
+    if size < 1e10:
+        decimals = 2
+    elif size < 1e11:
+        decimals = 1
+    else:
+        decimals = 0
+    return f"{size / 1e9:.{decimals}f}"
 
 
 if __name__ == "__main__":
-    print("\n".join([owned_table(), recipe_table(), memory_table(), measured_table()]))
+    print("\n".join([readme_table(), recipe_table(), memory_table(), measured_table()]))

@@ -1,5 +1,7 @@
-"""Links to files that the site leaves out: into the repository where its address is
-known, else to copies.
+"""A Sphinx extension that redirects links to files that the site leaves out.
+
+Where the repository's address is known, such a link leads into the repository.
+Otherwise it downloads a copy of the file.
 """
 
 import re
@@ -10,31 +12,34 @@ LINK = re.compile(r"\]\(((?:\.\./)+)((?:study|fp8manifold)/[\w/-]+\.(?:md|py))(#
 
 
 def repository() -> str | None:
-    """Address of the repository's files, from the package's metadata."""
-    urls = dict(
-        line.split(", ", 1) for line in metadata("fp8manifold").get_all("Project-URL") or []
-    )
-    return urls["Documentation"].removesuffix("docs") if "Documentation" in urls else None
+    """Return the address of the repository's files, from the package's metadata."""
+    for line in metadata("fp8manifold").get_all("Project-URL") or []:
+        name, _, url = line.partition(", ")
+        if name == "Documentation":
+            return str(url).removesuffix("docs")
+    return None
 
 
 def redirected(text: str, address: str | None) -> str:
-    """A page's text with its links to `study/` redirected; a link to a copy downloads
-    the file.
+    """Return a page's text with its links to left-out files redirected.
 
-    >>> redirected("[Q1](../study/study-q1.md#a), [Q2](../study/study-q2.md)", "https://github.com/o/p/tree/main/")
-    '[Q1](https://github.com/o/p/tree/main/study/study-q1.md#a), [Q2](https://github.com/o/p/tree/main/study/study-q2.md)'
+    >>> address = "https://github.com/o/p/tree/main/"
+    >>> redirected("[Q1](../study/study-q1.md#a), [Q2](start.md)", address)
+    '[Q1](https://github.com/o/p/tree/main/study/study-q1.md#a), [Q2](start.md)'
     >>> redirected("[Q1](../study/study-q1.md#a), [Q2](start.md)", None)
     '[Q1](path:../study/study-q1.md), [Q2](start.md)'
     """
-    return LINK.sub(r"](path:\1\2)" if address is None else rf"]({address}\2\3)", text)
+    if address is None:
+        return LINK.sub(r"](path:\1\2)", text)
+    return LINK.sub(rf"]({address}\2\3)", text)
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Make Sphinx redirect the links in every page that it reads."""
     address = repository()
 
-    def read(_app: Any, _page: str, source: list[str]) -> None:
+    def redirect_links(_app: Any, _page: str, source: list[str]) -> None:
         source[0] = redirected(source[0], address)
 
-    app.connect("source-read", read)
+    app.connect("source-read", redirect_links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,6 +1,4 @@
-"""Figures of the formats themselves: where the values of each lie, and what each code
-stands for.
-"""
+"""Figures of the formats: where their values lie, and what their codes stand for."""
 
 import math
 
@@ -15,15 +13,23 @@ import fp8manifold as fm
 
 TABLED = tuple(name for name in fm.NAMED_FORMATS if not name.startswith("P3109"))
 MAPPED = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0", "E4M3FNUZ")
-NOT_A_NUMBER, INFINITE = "#D55E00", "#E69F00"
+NOT_A_NUMBER = "#D55E00"
+INFINITE = "#E69F00"
+SUBNORMAL = "#E69F00"
+NORMAL = "#0072B2"
 
 
 def number_lines() -> Figure:
-    """The positive values of every tabled format, on a logarithmic axis."""
+    """Draw the positive values of every tabled format, on a logarithmic axis."""
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     for row, name in enumerate(TABLED):
         fmt = fm.FloatFormat.from_string(name)
-        for values, color in zip(_split(fmt), ("#E69F00", "#0072B2"), strict=True):
+        positive = [value for value in fmt.values if value > 0]
+        values_by_color = {
+            SUBNORMAL: [value for value in positive if value < fmt.min_normal],
+            NORMAL: [value for value in positive if value >= fmt.min_normal],
+        }
+        for color, values in values_by_color.items():
             axes.vlines(values, -row - 0.34, -row + 0.34, color=color, linewidth=0.5)
     axes.set_xscale("log", base=2)
     axes.set(
@@ -38,15 +44,11 @@ def number_lines() -> Figure:
     return figure
 
 
-def _split(fmt: fm.FloatFormat) -> tuple[list[float], list[float]]:
-    """The positive values below the smallest normal number, and the others."""
-    positive = [value for value in fmt.values if value > 0]
-    return [v for v in positive if v < fmt.min_normal], [v for v in positive if v >= fmt.min_normal]
-
-
 def code_maps() -> Figure:
-    """The byte as a square, high half down and low half across, coloured by the size of
-    what it stands for.
+    """Draw the codes of eight formats, a square each.
+
+    The high half of the byte goes down and the low half across. The colour is the size
+    of the value.
     """
     figure, grid = plt.subplots(2, 4, figsize=(9, 5.6), layout="constrained")
     for axes, name in zip(grid.flat, MAPPED, strict=True):
@@ -64,28 +66,32 @@ def code_maps() -> Figure:
 def _code_map(axes: Axes, fmt: fm.FloatFormat) -> object:
     values = np.array([fmt.decode_code(code) for code in range(256)]).reshape(16, 16)
     finite = np.isfinite(values) & (values != 0)
-    size = np.full(values.shape, np.nan)
-    size[finite] = np.log2(np.abs(values[finite]))
-    image = axes.imshow(size, cmap="cividis", norm=Normalize(-10, 10), interpolation="nearest")
-    for color, kind in ((NOT_A_NUMBER, np.isnan(values)), (INFINITE, np.isinf(values))):
-        for row, column in np.argwhere(kind):
+    log2_sizes = np.full(values.shape, np.nan)
+    log2_sizes[finite] = np.log2(np.abs(values[finite]))
+    image = axes.imshow(
+        log2_sizes, cmap="cividis", norm=Normalize(-10, 10), interpolation="nearest"
+    )
+    special = {NOT_A_NUMBER: np.isnan(values), INFINITE: np.isinf(values)}
+    for color, mask in special.items():
+        for row, column in np.argwhere(mask):
             axes.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, color=color, linewidth=0))
     axes.axhline(7.5, color="white", linewidth=1.2)
     ticks = range(0, 16, 4)
     axes.set(
         xticks=ticks,
         yticks=ticks,
-        xticklabels=[f"_{t:X}" for t in ticks],
-        yticklabels=[f"{t:X}_" for t in ticks],
+        xticklabels=[f"_{digit:X}" for digit in ticks],
+        yticklabels=[f"{digit:X}_" for digit in ticks],
     )
     axes.tick_params(labelsize=8, length=2)
-    axes.set_title(f"{fmt.name}: to {_short(fmt.max)}", fontsize=9.5)
+    axes.set_title(f"{fmt.name}: to {_short_text(fmt.max)}", fontsize=9.5)
     return image
 
 
-def _short(value: float) -> str:
-    """The value, as a power of two where its digits would be many."""
+def _short_text(value: float) -> str:
+    """Return the value, with a power of two where its digits would be many."""
     if value < 1e6:
         return f"{value:g}"
     fraction, exponent = math.frexp(value)
-    return f"{'' if fraction == 0.5 else f'{2 * fraction:g}·'}$2^{{{exponent - 1}}}$"
+    factor = "" if fraction == 0.5 else f"{2 * fraction:g}·"
+    return f"{factor}$2^{{{exponent - 1}}}$"

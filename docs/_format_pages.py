@@ -8,46 +8,54 @@ from _tables import TABLED_FORMATS, number
 
 import fp8manifold as fm
 
+HEADER = (
+    "format",
+    "binades",
+    "values in [1, 2)",
+    "one ULP, smallest and largest",
+    "code of the largest",
+    "infinity",
+    "NaN",
+    "negative zero",
+)
+
 
 def facts(formats: Sequence[fm.FloatFormat]) -> str:
-    """Facts that `FloatFormat` derives of formats, a line per format."""
-    header = (
-        "format",
-        "binades",
-        "values in [1, 2)",
-        "one ULP, smallest and largest",
-        "code of the largest",
-    )
-    rows = []
-    for fmt in formats:
-        steps = sum(1 <= value < 2 for value in fmt.values) or "none"
-        ulps = f"{number(fmt.ulp_min)}, {number(fmt.ulp_max)}"
-        inf = "none" if fmt.inf_code is None else f"`0x{fmt.inf_code:02X}`"
-        cells = (
-            fmt.name,
-            str(fmt.emax - fmt.emin + 1),
-            str(steps),
-            ulps,
-            f"`0x{fmt.max_code:02X}`",
-            inf,
-        )
-        rows.append((*cells, spans(fmt.nan_codes), "yes" if fmt.has_negative_zero else "no"))
-    return markdown((*header, "infinity", "NaN", "negative zero"), rows)
+    """Return a table of the facts that `FloatFormat` derives, a line per format."""
+    return markdown(HEADER, [_facts_row(fmt) for fmt in formats])
+
+
+def _facts_row(fmt: fm.FloatFormat) -> list[str]:
+    values_from_1_to_2 = sum(1 <= value < 2 for value in fmt.values)
+    return [
+        fmt.name,
+        str(fmt.emax - fmt.emin + 1),
+        str(values_from_1_to_2 or "none"),
+        f"{number(fmt.ulp_min)}, {number(fmt.ulp_max)}",
+        _code_text(fmt.max_code),
+        "none" if fmt.inf_code is None else _code_text(fmt.inf_code),
+        spans(fmt.nan_codes),
+        "yes" if fmt.has_negative_zero else "no",
+    ]
 
 
 def spans(codes: Sequence[int]) -> str:
-    """Codes as text, consecutive ones as `first to last`.
+    """Return codes as text, consecutive ones as `first to last`.
 
     >>> spans([0x7D, 0x7E, 0x7F, 0xFF]), spans([])
     ('`0x7D` to `0x7F`, `0xFF`', 'none')
     """
-    first = [code for code in codes if code - 1 not in codes]
-    last = [code for code in codes if code + 1 not in codes]
-    ends = zip(first, last, strict=True)
-    return (
-        ", ".join(f"`0x{a:02X}`" if a == b else f"`0x{a:02X}` to `0x{b:02X}`" for a, b in ends)
-        or "none"
-    )
+    firsts = [code for code in codes if code - 1 not in codes]
+    lasts = [code for code in codes if code + 1 not in codes]
+    texts = []
+    for first, last in zip(firsts, lasts, strict=True):
+        end = "" if first == last else f" to {_code_text(last)}"
+        texts.append(_code_text(first) + end)
+    return ", ".join(texts) or "none"
+
+
+def _code_text(code: int) -> str:
+    return f"`0x{code:02X}`"
 
 
 def write_formats(folder: Path) -> None:

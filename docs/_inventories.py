@@ -1,13 +1,23 @@
-"""Inventories of other projects' names, as far as the pages use them, so that a build
-needs no network.
+"""Inventories of other projects' names, as far as the pages use them.
+
+They stand in this repository, so that a build needs no network.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-#: project -> (address of its pages, names by page)
-PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
-    "python": (
+
+class Project(NamedTuple):
+    """The address of a project's pages, and their names by page."""
+
+    address: str
+    #: names as `KIND:NAME`, separated by blanks
+    names: Mapping[str, str]
+
+
+PROJECTS = {
+    "python": Project(
         "https://docs.python.org/3",
         {
             "library/functions.html": "class:bool class:float class:int class:object",
@@ -24,7 +34,7 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
             "exception:RuntimeWarning exception:RuntimeError",
         },
     ),
-    "torch": (
+    "torch": Project(
         "https://docs.pytorch.org/docs/stable",
         {
             "tensors.html": "class:torch.Tensor",
@@ -39,14 +49,14 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
             "generated/torch.load.html": "function:torch.load",
         },
     ),
-    "numpy": (
+    "numpy": Project(
         "https://numpy.org/doc/stable",
         {
             "reference/generated/numpy.ndarray.html": "class:numpy.ndarray",
             "reference/generated/numpy.memmap.html": "class:numpy.memmap",
         },
     ),
-    "geoopt": (
+    "geoopt": Project(
         "https://geoopt.readthedocs.io/en/latest",
         {
             "manifolds.html": "class:geoopt.manifolds.base.Manifold class:geoopt.manifolds.Stiefel",
@@ -59,19 +69,16 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
 
 
 def inventory(project: str) -> str:
-    """An inventory in Sphinx's first format, which is plain text: a line
-    `NAME TYPE PAGE` for every name.
+    """Return an inventory in Sphinx's first format.
+
+    It is plain text with a line `NAME KIND PAGE` for every name.
     """
-    _, pages = PROJECTS[project]
-    names = [
-        (name.partition(":")[2], name.partition(":")[0], page)
-        for page, text in pages.items()
-        for name in text.split()
-    ]
-    lines = [f"{name} {kind} {page}" for name, kind, page in names]
-    return "\n".join(
-        ["# Sphinx inventory version 1", f"# Project: {project}", "# Version: 0", *lines, ""]
-    )
+    lines = ["# Sphinx inventory version 1", f"# Project: {project}", "# Version: 0"]
+    for page, names in PROJECTS[project].names.items():
+        for word in names.split():
+            kind, _, name = word.partition(":")
+            lines.append(f"{name} {kind} {page}")
+    return "\n".join([*lines, ""])
 
 
 def write_inventories(folder: Path) -> None:
@@ -82,10 +89,11 @@ def write_inventories(folder: Path) -> None:
 
 
 def intersphinx_mapping(folder: Path) -> dict[str, tuple[str, tuple[str | None, str]]]:
-    """For each project the address of its pages, and where its inventory is looked for:
-    there, then in the folder.
+    """Return Sphinx's setting of the same name.
+
+    An inventory is looked for on the project's site, then in the folder.
     """
-    return {
-        project: (pages, (None, str(folder / f"{project}.inv")))
-        for project, (pages, _) in PROJECTS.items()
-    }
+    mapping: dict[str, tuple[str, tuple[str | None, str]]] = {}
+    for name, project in PROJECTS.items():
+        mapping[name] = (project.address, (None, str(folder / f"{name}.inv")))
+    return mapping

@@ -1,5 +1,11 @@
-"""Formulas as MathML, which browsers lay out themselves: pages need neither a script
-nor a network for them.
+"""Formulas as MathML, which browsers lay out themselves.
+
+Pages need neither a script nor a network for them. Three things that latex2mathml makes
+of LaTeX are corrected in its tree:
+
+    stall            five letters that are multiplied      -> one name
+    f(-x), |x|       blanks around a sign and around bars  -> none
+    a line over ab   a sign that few fonts can stretch     -> a border
 """
 
 from typing import Any, Protocol
@@ -9,12 +15,11 @@ from xml.sax.saxutils import unescape
 from docutils import nodes
 from latex2mathml.converter import convert_to_element
 
+# latex2mathml writes an operator as a character or as an entity.
 OPENING = {"(", "&#x00028;", ",", "&#x0002C;"}
-MINUS, BARS, LINES = (
-    {"-", "&#x02212;"},
-    {"|", "&#x0007C;"},
-    {"&#x02015;", "&#x000AF;", "&#x00305;", "&#x0203E;", "¯"},
-)
+MINUS = {"-", "&#x02212;"}
+BARS = {"|", "&#x0007C;"}
+LINES = {"&#x02015;", "&#x000AF;", "&#x00305;", "&#x0203E;", "¯"}
 
 
 class Writer(Protocol):
@@ -25,32 +30,36 @@ class Writer(Protocol):
     def starttag(
         self, node: nodes.Element, tagname: str, suffix: str = "", **attributes: Any
     ) -> str:
-        """The opening tag of a node, with its classes and identifiers."""
+        """Return the opening tag of a node, with its classes and identifiers."""
         ...
 
 
 def mathml(formula: str, display: str) -> str:
-    r"""A formula in LaTeX as MathML; rows that end with two backslashes are aligned at
-    ampersands.
+    r"""Return a formula in LaTeX as MathML.
 
-    >>> '<mo form="prefix">' in mathml("f(-x)", "inline"), '<mo form="prefix">' in mathml("1 - x", "inline")
-    (True, False)
-    >>> ">stall<" in mathml("stall = 2 ab", "inline"), "<mtable" in mathml(r"a &= b \\ c &= d", "block")
-    (True, True)
+    Rows that end with two backslashes are aligned at ampersands.
+
+    >>> '<mo form="prefix">' in mathml("f(-x)", "inline")
+    True
+    >>> '<mo form="prefix">' in mathml("1 - x", "inline")
+    False
+    >>> ">stall<" in mathml("stall = 2 ab", "inline")
+    True
+    >>> "<mtable" in mathml(r"a &= b \\ c &= d", "block")
+    True
     """
-    rows = rf"\begin{{align*}}{formula}\end{{align*}}" if r"\\" in formula else formula
-    root = convert_to_element(rows, display=display)
+    if r"\\" in formula:
+        formula = rf"\begin{{align*}}{formula}\end{{align*}}"
+    root = convert_to_element(formula, display=display)
     for element in root.iter():
         _join_words(element)
-        _space(list(element))
+        _remove_blanks(list(element))
         _draw_lines(element)
     return unescape(tostring(root, encoding="unicode"))
 
 
 def _join_words(parent: Element) -> None:
-    """Three or more small letters in a row are a name, not a product; its last letter
-    may carry an index.
-    """
+    """Make three or more small letters in a row a name; its last letter may have an index."""
     run: list[Element] = []
     for child in [*parent, Element("end")]:
         if _is_letter(child):
@@ -74,47 +83,47 @@ def _join(parent: Element, letters: list[Element], last: Element) -> None:
         parent.remove(letter)
 
 
-def _space(children: list[Element]) -> None:
-    """A minus after a bracket or a comma is a sign, and a bar no operator: neither has
-    space around it.
+def _remove_blanks(children: list[Element]) -> None:
+    """Remove the blanks around signs and bars.
+
+    A minus after a bracket or a comma is a sign. A bar is no operator.
     """
-    for before, child in zip([None, *children], children, strict=False):
-        if child.tag != "mo" or child.attrib.get("form"):
-            continue
-        if (
-            child.text in MINUS
-            and before is not None
-            and before.tag == "mo"
-            and before.text in OPENING
-        ):
-            child.set("form", "prefix")
-        if child.text in BARS:
-            child.attrib |= {"lspace": "0", "rspace": "0"}
+    previous: Element | None = None
+    for child in children:
+        if child.tag == "mo" and not child.attrib.get("form"):
+            if child.text in MINUS and _is_opening(previous):
+                child.set("form", "prefix")
+            if child.text in BARS:
+                child.attrib |= {"lspace": "0", "rspace": "0"}
+        previous = child
+
+
+def _is_opening(element: Element | None) -> bool:
+    return element is not None and element.tag == "mo" and element.text in OPENING
 
 
 def _draw_lines(element: Element) -> None:
-    """A line over more than a letter is drawn as a border, because only mathematical
-    fonts can stretch the sign.
+    """Draw a line over more than a letter as a border.
+
+    Only mathematical fonts can stretch the sign.
     """
-    if (
-        element.tag == "mover"
-        and len(element) == 2
-        and element[0].tag == "mrow"
-        and element[1].text in LINES
-    ):
+    if element.tag != "mover" or len(element) != 2:
+        return
+    base, accent = element
+    if base.tag == "mrow" and accent.text in LINES:
         element.tag = "mrow"
-        element.remove(element[1])
+        element.remove(accent)
         element.set("style", "border-top: 0.07em solid; padding-top: 0.15em")
 
 
 def inline(writer: Writer, node: nodes.math) -> None:
-    """A formula within a line."""
+    """Write a formula within a line."""
     writer.body.append(mathml(node.astext(), "inline"))
     raise nodes.SkipNode
 
 
 def block(writer: Writer, node: nodes.math_block) -> None:
-    """A formula in a block, which scrolls on screens narrower than it."""
+    """Write a formula in a block, which scrolls on screens narrower than it."""
     formula = mathml(node.astext().strip(), "block")
     writer.body.append(f"{writer.starttag(node, 'div', CLASS='math')}{formula}</div>\n")
     raise nodes.SkipNode

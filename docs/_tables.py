@@ -1,11 +1,14 @@
-"""Tables of the pages, made from the library and the bench so that no fact is stored
-twice.
+"""Tables of the pages, made from the library and the bench.
+
+So no fact is stored twice. The bench is imported in the functions that need it, so that
+the tables of formats can do without.
 """
 
 import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,9 @@ from _markdown import markdown
 import fp8manifold as fm
 
 TABLED_FORMATS = tuple(name for name in fm.NAMED_FORMATS if not name.startswith("P3109"))
-
-
-#: the bench's names of storages, and the page's words for them
-STORED = {
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+#: the page's words for the bench's names of storages
+STORAGES = {
     "float32": "floats",
     "master": "a float32 copy",
     "grid": "the grid",
@@ -29,7 +31,10 @@ STORED = {
 
 
 def formats_table(names: Sequence[str] = TABLED_FORMATS) -> str:
-    """The facts of formats, each derived by the library from its four stored fields."""
+    """Return the facts of formats, a line per format.
+
+    The library derives each of them from the format's four stored fields.
+    """
     header = (
         "format",
         "bits",
@@ -44,235 +49,230 @@ def formats_table(names: Sequence[str] = TABLED_FORMATS) -> str:
 
 
 def _format_row(fmt: fm.FloatFormat) -> list[str]:
-    subnormal = "none" if fmt.min_subnormal is None else number(fmt.min_subnormal)
-    facts = (
+    return [
         fmt.name,
-        fmt.bits,
-        fmt.bias,
+        str(fmt.bits),
+        str(fmt.bias),
         fmt.layout,
         number(fmt.max),
         number(fmt.min_normal),
-        subnormal,
-    )
-    return [*map(str, facts), str(fmt.finite_codes)]
+        "none" if fmt.min_subnormal is None else number(fmt.min_subnormal),
+        str(fmt.finite_codes),
+    ]
 
 
 def number(x: float) -> str:
-    """A format's number, exactly: in decimals where they are short, otherwise with a
-    power of two.
+    """Return a format's number, exactly.
+
+    It has decimals where these are short, and a power of two otherwise.
 
     >>> number(448.0), number(0.125), number(2.0**64), number(1.5 * 2.0**32)
     ('448', '2⁻³', '2⁶⁴', '1.5·2³²')
     """
-    mantissa, exponent = math.frexp(x)
-    mantissa, exponent = 2 * mantissa, exponent - 1
     if 1 <= x < 2**17:
         return f"{x:g}" if x == float(f"{x:g}") else repr(x)
-    power = "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    fraction, exponent = math.frexp(x)
+    # frexp's fraction is in [1/2, 1), a mantissa in [1, 2).
+    mantissa = 2 * fraction
+    power = "2" + str(exponent - 1).translate(SUPERSCRIPTS)
     return power if mantissa == 1 else f"{mantissa:g}·{power}"
 
 
 def rules_table() -> str:
-    """The update rules of the bench."""
+    """Return the update rules of the bench, a line per rule."""
     from nanogpt_bench.config.rules import RULES
 
-    rows = [
-        (
-            f"`{name}`",
-            rule.help.replace(", no master copy", ""),
-            STORED[rule.storage],
-            f"{rule.lr:g}",
-        )
-        for name, rule in RULES.items()
-    ]
+    rows = []
+    for name, rule in RULES.items():
+        meaning = rule.help.replace(", no master copy", "")
+        rows.append((f"`{name}`", meaning, STORAGES[rule.storage], f"{rule.lr:g}"))
     return markdown(("rule", "what it does", "weights live in", "default lr"), rows)
 
 
 def metrics_tables() -> str:
-    """A table of the metrics that are always recorded, and one for every monitor's,
-    from the registry of metrics.
-    """
+    """Return a table of the metrics that are always recorded, and one per monitor."""
     from nanogpt_bench.monitors import METRICS
 
-    parts = []
+    header = ("metric", "what it is", "unit", "all layers", "bad")
+    titles = {"": "Always:", "shadow": "With `shadow.enabled`:"}
+    tables = []
     for monitor in dict.fromkeys(metric.monitor for metric in METRICS):
-        title = {"": "Always:", "shadow": "With `shadow.enabled`:"}.get(
-            monitor, f"With `{monitor}`:"
-        )
+        title = titles.get(monitor, f"With `{monitor}`:")
         rows = [_metric_row(metric) for metric in METRICS if metric.monitor == monitor]
-        parts.append(
-            f"{title}\n\n" + markdown(("metric", "what it is", "unit", "all layers", "bad"), rows)
-        )
-    return "\n".join(parts)
+        tables.append(f"{title}\n\n{markdown(header, rows)}")
+    return "\n".join(tables)
 
 
 def _metric_row(metric: Any) -> tuple[str, ...]:
-    name = metric.name + "/OPERAND" * bool(metric.operands)
+    name = f"{metric.name}/OPERAND" if metric.operands else metric.name
     bad = {"above": "high", "below": "low", "": ""}[metric.bad]
-    row = f"`{name}`", f"{metric.title}. {metric.meaning}", metric.unit, metric.over, bad
-    return tuple(cell.replace("|", "\\|") for cell in row)
+    row = (f"`{name}`", f"{metric.title}. {metric.meaning}", metric.unit, metric.over, bad)
+    return tuple(map(_escape_bars, row))
+
+
+def _escape_bars(text: str) -> str:
+    """Escape the bars of a cell, which would end it."""
+    return text.replace("|", "\\|")
 
 
 def failures_table() -> str:
-    """The bounds by which a run is found to fail, a row for each."""
+    """Return the bounds beyond which a run counts as failed, a line per bound."""
     from nanogpt_bench.failures import CLASSES
     from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 
+    header = ("class", "figure", "bound", "measurements in a row")
     sides = {"above": "at least", "below": "at most"}
-    names = {
-        each.name: f"{metric.name}/OPERAND"
-        for metric in (OVERFLOW, CLAMPED)
-        for each in metric.each
-    }
-    rows = [
-        (
-            f"`{row.kind}`",
-            f"`{names.get(row.figure, row.figure)}`",
-            f"{sides[row.side]} {row.bound:g}",
-            str(row.patience),
+    names = {}
+    for metric in (OVERFLOW, CLAMPED):
+        for operand_metric in metric.each:
+            names[operand_metric.name] = f"{metric.name}/OPERAND"
+    rows = []
+    for bound in CLASSES:
+        rows.append(
+            (
+                f"`{bound.kind}`",
+                f"`{names.get(bound.figure, bound.figure)}`",
+                f"{sides[bound.side]} {bound.bound:g}",
+                str(bound.patience),
+            )
         )
-        for row in CLASSES
-    ]
-    return markdown(
-        ("class", "figure", "bound", "measurements in a row"), list(dict.fromkeys(rows))
-    )
+    # The bounds of a metric's operands share a line.
+    return markdown(header, dict.fromkeys(rows))
 
 
 def settings_sections() -> str:
-    """A heading and a table for every section of a configuration, from its model."""
+    """Return a heading and a table for every section of a configuration."""
     from nanogpt_bench.config.keys import FIELDS
     from nanogpt_bench.config.schema import Config
 
-    of_run = [setting for key, setting in FIELDS.items() if "." not in key]
-    parts = ["## Of the run\n\n" + _settings_rows(of_run)]
+    run_settings = [setting for key, setting in FIELDS.items() if "." not in key]
+    sections = [f"## Of the run\n\n{_settings_table(run_settings)}"]
     for name, field in Config.model_fields.items():
         settings = [setting for key, setting in FIELDS.items() if key.startswith(f"{name}.")]
         if settings:
-            heading = f"## `{name}`\n\n{field.description}\n\n"
-            parts.append(heading + _settings_rows(settings))
-    return "\n".join(parts)
+            table = _settings_table(settings)
+            sections.append(f"## `{name}`\n\n{field.description}\n\n{table}")
+    return "\n".join(sections)
 
 
-def _settings_rows(settings: Iterable[Any]) -> str:
-    """A table of some settings with their bounds."""
+def _settings_table(settings: Iterable[Any]) -> str:
     rows = []
     for setting in settings:
-        default = setting.default
-        shown = (
-            "null"
-            if default is None
-            else str(default).lower()
-            if isinstance(default, bool)
-            else str(default)
-        )
+        default = f"`{_yaml_text(setting.default)}`"
         rows.append(
-            (f"`{setting.key}`", f"`{shown}`", setting.help.replace("|", "\\|"), _bounds(setting))
+            (f"`{setting.key}`", default, _escape_bars(setting.help), _allowed_values(setting))
         )
     return markdown(("setting", "default", "meaning", "allowed"), rows)
 
 
-def _bounds(setting: Any) -> str:
-    """The values that a setting allows, as text."""
+def _yaml_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _allowed_values(setting: Any) -> str:
     if setting.facts["choices"]:
         return ", ".join(f"`{choice}`" for choice in setting.facts["choices"])
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    limits = [
-        (sign, getattr(bound, name, None))
-        for name, sign in signs.items()
-        for bound in setting.bounds
-    ]
-    return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+    limits = []
+    for name, sign in {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}.items():
+        for bound in setting.bounds:
+            limit = getattr(bound, name, None)
+            if limit is not None:
+                limits.append(f"{sign} {limit:g}")
+    return ", ".join(limits)
 
 
 def commands() -> str:
-    """A heading for every command with its help and its options, from the parser
-    itself.
-    """
+    """Return a heading, the help and the options of every command, from its parser."""
     from nanogpt_bench.cli import COMMANDS, build_parser
 
     _, parsers = build_parser(COMMANDS)
-    return "\n".join(_command(name, COMMANDS[name], command) for name, command in parsers.items())
+    return "\n".join(_command_section(name, command) for name, command in parsers.items())
 
 
-def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) -> str:
-    """The section of one command: its summary, its usage, its options."""
+def _command_section(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return the description, the usage and the options of one command."""
     rows = []
     for action in parser._actions:
-        spelled = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        value = f" {action.metavar}" if action.option_strings and action.metavar else ""
-        text = _prose(
-            (action.help or "").replace("|", "\\|").replace("%(default)s", str(action.default))
-        )
-        rows.append((f"`{(spelled + value).replace('|', chr(92) + '|')}`", text))
+        if action.option_strings:
+            spelling = ", ".join(action.option_strings)
+            spelling += f" {action.metavar}" if action.metavar else ""
+        else:
+            spelling = str(action.metavar or action.dest)
+        meaning = _escape_bars(action.help or "").replace("%(default)s", str(action.default))
+        rows.append((f"`{_escape_bars(spelling)}`", _help_markdown(meaning)))
+    description = _help_markdown((parser.description or "").replace("\n", " "))
     usage = parser.format_usage().removeprefix("usage: ").strip()
-    text = _prose((parser.description or "").replace("\n", " "))
-    return f"## `{name}`\n\n{text}\n\n```text\n{usage}\n```\n\n" + markdown(
-        ("argument", "meaning"), rows
-    )
+    table = markdown(("argument", "meaning"), rows)
+    return f"## `{name}`\n\n{description}\n\n```text\n{usage}\n```\n\n{table}"
 
 
-def _prose(text: str) -> str:
-    """A help text as Markdown: options as code, stars escaped.
+def _help_markdown(text: str) -> str:
+    r"""Return a help text as Markdown, with options as code and stars escaped.
 
-    >>> print(_prose("read DIR/*.parquet, see --data-dir"))
-    read DIR/\\*.parquet, see `--data-dir`
+    >>> print(_help_markdown("read DIR/*.parquet, see --data-dir"))
+    read DIR/\*.parquet, see `--data-dir`
     """
     return re.sub(r"(?<!\S)--[a-z][a-z-]*", r"`\g<0>`", text.replace("*", "\\*"))
 
 
-#: for every row of the table of bytes: the call as the page shows it, and the function
+FLOAT_ADAMW = "torch.optim.AdamW(...)"
+#: of each row of the table of bytes: the call as the page shows it, and the function
 #: that makes the optimizer
 BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
-    "torch.optim.AdamW(...)": lambda p: torch.optim.AdamW(p),
-    "StiffnessAdamW(...)": lambda p: fm.optim.StiffnessAdamW(p),
-    'StiffnessAdamW(..., moments="bfloat16")': lambda p: fm.optim.StiffnessAdamW(
-        p, moments="bfloat16"
+    FLOAT_ADAMW: torch.optim.AdamW,
+    "StiffnessAdamW(...)": fm.optim.StiffnessAdamW,
+    'StiffnessAdamW(..., moments="bfloat16")': partial(fm.optim.StiffnessAdamW, moments="bfloat16"),
+    'StiffnessAdamW(..., moments="8bit")': partial(fm.optim.StiffnessAdamW, moments="8bit"),
+    'StiffnessAdamW(..., writeback="residual8", moments="8bit")': partial(
+        fm.optim.StiffnessAdamW, writeback="residual8", moments="8bit"
     ),
-    'StiffnessAdamW(..., moments="8bit")': lambda p: fm.optim.StiffnessAdamW(p, moments="8bit"),
-    'StiffnessAdamW(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
-        p, writeback="residual8", moments="8bit"
+    'StiffnessAdamW(..., writeback="momentum")': partial(
+        fm.optim.StiffnessAdamW, writeback="momentum"
     ),
-    'StiffnessAdamW(..., writeback="momentum")': lambda p: fm.optim.StiffnessAdamW(
-        p, writeback="momentum"
+    "RiemannianAdam(...)": fm.optim.RiemannianAdam,
+    "StiffnessSGD(...)": fm.optim.StiffnessSGD,
+    "StiffnessSGD(..., momentum=0.9)": partial(fm.optim.StiffnessSGD, momentum=0.9),
+    "StiffnessMuon(...)": fm.optim.StiffnessMuon,
+    'StiffnessMuon(..., moments="8bit")': partial(fm.optim.StiffnessMuon, moments="8bit"),
+    'StiffnessMuon(..., writeback="residual8", moments="8bit")': partial(
+        fm.optim.StiffnessMuon, writeback="residual8", moments="8bit"
     ),
-    "RiemannianAdam(...)": lambda p: fm.optim.RiemannianAdam(p),
-    "StiffnessSGD(...)": lambda p: fm.optim.StiffnessSGD(p),
-    "StiffnessSGD(..., momentum=0.9)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.9),
-    "StiffnessMuon(...)": lambda p: fm.optim.StiffnessMuon(p),
-    'StiffnessMuon(..., moments="8bit")': lambda p: fm.optim.StiffnessMuon(p, moments="8bit"),
-    'StiffnessMuon(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessMuon(
-        p, writeback="residual8", moments="8bit"
-    ),
-    "StiffnessLion(...)": lambda p: fm.optim.StiffnessLion(p),
-    'StiffnessLion(..., moments="8bit")': lambda p: fm.optim.StiffnessLion(p, moments="8bit"),
+    "StiffnessLion(...)": fm.optim.StiffnessLion,
+    'StiffnessLion(..., moments="8bit")': partial(fm.optim.StiffnessLion, moments="8bit"),
 }
 
 
 def bytes_table(rows: int = 64, columns: int = 512) -> str:
-    """Bytes per weight after one step, measured on the live tensors: weight, scale and
-    state.
+    """Return the bytes per weight of weight, scale and state, a line per optimizer.
+
+    They are measured on the live tensors of one layer, after one step.
     """
-    return markdown(
-        ("optimizer", "weight and scales", "state", "in all"),
-        [(f"`{name}`", *_bytes(make, rows, columns)) for name, make in BYTES.items()],
-    )
+    lines = [_bytes_row(call, rows, columns) for call in BYTES]
+    return markdown(("optimizer", "weight and scales", "state", "in all"), lines)
 
 
-def _bytes(
-    make: Callable[..., torch.optim.Optimizer], rows: int, columns: int
-) -> tuple[str, str, str]:
+def _bytes_row(call: str, rows: int, columns: int) -> tuple[str, ...]:
     from nanogpt_bench.setup.memory import bytes_of, plain_tensors
 
     layer = torch.nn.Linear(columns, rows, bias=False)
-    if make is not BYTES["torch.optim.AdamW(...)"]:
+    if call != FLOAT_ADAMW:
         layer = fm.quantize_model(layer, "E4M3", storage="fp8")
-    optimizer = make([layer.weight])
+    optimizer = BYTES[call]([layer.weight])
     layer(torch.ones(1, columns)).sum().backward()
     optimizer.step()
     weight = sum(part.untyped_storage().nbytes() for part in plain_tensors(layer.weight))
-    held = bytes_of([layer.weight], optimizer)
+    total = bytes_of([layer.weight], optimizer)
     count = rows * columns
-    return f"{weight / count:.2f}", f"{(held - weight) / count:.2f}", f"**{held / count:.2f}**"
+    return (
+        f"`{call}`",
+        f"{weight / count:.2f}",
+        f"{(total - weight) / count:.2f}",
+        f"**{total / count:.2f}**",
+    )
 
 
 def write_all(folder: Path) -> None:

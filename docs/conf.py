@@ -1,4 +1,7 @@
-"""Sphinx configuration. Tables and figures are committed; `_generated.py` makes them."""
+"""Sphinx's configuration.
+
+Tables and figures are committed. `_generated.py` makes them, and a build uses them.
+"""
 
 import inspect
 import re
@@ -12,8 +15,7 @@ HERE = Path(__file__).parent
 GENERATED = HERE / "generated"
 sys.path.insert(0, str(HERE))
 
-from _inventories import intersphinx_mapping as mapping_in  # noqa: E402
-from _inventories import write_inventories  # noqa: E402
+import _inventories  # noqa: E402
 
 # geoopt scripts its helpers at import, which its users cannot change.
 warnings.filterwarnings("ignore", message="`torch.jit.script`")
@@ -36,47 +38,47 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "generated", "examples/GALLERY_HEADER.rst"]
-suppress_warnings = ["config.cache"]  # the gallery's settings hold objects
+# The gallery's settings hold objects, which Sphinx cannot cache.
+suppress_warnings = ["config.cache"]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = (
-    False  # signatures that a decorator completes have more defaults than their source
-)
+# A decorator may complete a signature, which then has more defaults than its source.
+autodoc_preserve_defaults = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
+# A reference without a target is a warning. Not so for names of other projects: those
+# that an inventory has become links, but the build must pass without a network too.
 nitpicky = True
-# Names of other projects, of typing's anonymous aliases, and of attributes that are
-# documented in their class's text. Names that an inventory has become links; without a
-# network, few have one, and the build must pass all the same.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|geoopt|fractions|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
     (r"py:.*", r"(float|int|str|bool|None|dict|list|tuple|object|cached_property|NoneType)"),
+    (r"py:.*", r"(TypeError|ValueError|FloatingPointError|UserWarning)"),
+    (r"py:.*", r"(Callable|Mapping|Sequence|Iterable|Literal)"),
+    # documented in the text of its class
     (r"py:data", r"LAYOUTS"),
+    # aliases, which autodoc shows by name but does not document
     (
         r"py:.*",
-        r"(TypeError|ValueError|FloatingPointError|UserWarning|Callable|Mapping|Sequence|Iterable|Literal)",
-    ),
-    (
-        r"py:.*",
-        r"(fp8manifold\.[\w.]+\.)?(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
+        r"(fp8manifold\.[\w.]+\.)?"
+        r"(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
         r"|Parameters|ScaleLike|Storage|StoredWeight|TrainerOptimizer|BackwardPass)",
     ),
 ]
 
-write_inventories(GENERATED)
-intersphinx_mapping = mapping_in(GENERATED)
+_inventories.write_inventories(GENERATED)
+intersphinx_mapping = _inventories.intersphinx_mapping(GENERATED)
 intersphinx_timeout = 5
 intersphinx_disabled_reftypes = ["std:*"]
 
-# pytest runs the examples in docstrings.
+# pytest runs the examples in docstrings; Sphinx does not.
 doctest_test_doctest_blocks = ""
 doctest_global_setup = (
     "import warnings\nwarnings.filterwarnings('ignore', message='`torch.jit.script`')"
@@ -109,21 +111,19 @@ copybutton_prompt_is_regexp = True
 def _join_names(
     _app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Join a list of argument names that is broken after a comma into one line, as
-    napoleon needs it.
+    """Join a list of argument names that is broken after a comma.
+
+    Napoleon needs it on one line.
     """
-    text = "\n".join(lines)
-    lines[:] = re.sub(
-        r"^( {4}(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )", r"\1 \2", text, flags=re.MULTILINE
-    ).split("\n")
+    broken_list = r"^( {4}(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )"
+    text = re.sub(broken_list, r"\1 \2", "\n".join(lines), flags=re.MULTILINE)
+    lines[:] = text.split("\n")
 
 
 def _keep_property(
     _app: Any, what: str, _name: str, obj: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Restore a property's one-line docstring, which napoleon has split as "type:
-    description".
-    """
+    """Restore a property's docstring, which napoleon splits as `TYPE: DESCRIPTION`."""
     if what == "property":
         lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
 

@@ -1,12 +1,15 @@
-"""Distance of each rule from a baseline in the course of the training: paired
-differences at every validation.
+"""Distance of each rule from a baseline in the course of the training.
+
+The distance is the paired difference of the losses, at every validation.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from _looks import STOCHASTIC
 from _markdown import markdown
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanogpt_bench.config.metrics import VAL_LOSS
@@ -15,73 +18,69 @@ from nanogpt_bench.runs.load import Run
 
 Course = Mapping[int, Difference]
 """Differences by step."""
-WIDE = 4
-"""Panels in a row of the figure."""
-LINES = ({"color": STOCHASTIC, "linestyle": "-"}, {"color": "#E69F00", "linestyle": (0, (4, 1.5))})
+PANELS_IN_A_ROW = 4
+LOOKS_OF_TEXTS = (
+    {"color": STOCHASTIC, "linestyle": "-"},
+    {"color": "#E69F00", "linestyle": (0, (4, 1.5))},
+)
 """Line styles of the first and the second text."""
 
 
 def course(runs: Sequence[Run], reference: Sequence[Run]) -> Course:
-    """The differences of validation losses by step, over the seeds that both have; the
-    untrained model's left out.
+    """Return the differences of validation losses by step, over the seeds that both have.
+
+    The untrained model is left out.
     """
-    own, others = losses(runs), losses(reference)
-    found = {
-        step: difference(own[step], others[step]) for step in sorted(own.keys() & others.keys())
-    }
-    return {step: each for step, each in found.items() if each is not None}
+    losses = losses_by_step(runs)
+    reference_losses = losses_by_step(reference)
+    differences = {}
+    for step in sorted(losses.keys() & reference_losses.keys()):
+        paired = difference(losses[step], reference_losses[step])
+        if paired is not None:
+            differences[step] = paired
+    return differences
 
 
-def losses(runs: Sequence[Run]) -> dict[int, dict[int, float]]:
-    """Validation losses by step and seed."""
-    found: dict[int, dict[int, float]] = {}
+def losses_by_step(runs: Sequence[Run]) -> dict[int, dict[int, float]]:
+    """Return the validation losses by step and seed."""
+    losses: dict[int, dict[int, float]] = {}
     for run in runs:
         for step, loss in zip(*run.curve(VAL_LOSS.name), strict=True):
             if step > 0 and loss is not None and run.seed is not None:
-                found.setdefault(int(step), {})[run.seed] = loss
-    return found
+                losses.setdefault(int(step), {})[run.seed] = loss
+    return losses
 
 
 def table_along(courses: Mapping[str, Course]) -> str:
-    """A Markdown table with a line per rule and a column per validated step."""
-    steps = sorted({step for each in courses.values() for step in each})
-    lines = [
-        [f"`{label}`", *(difference_text(each[step]) if step in each else "-" for step in steps)]
-        for label, each in courses.items()
-    ]
+    """Return a line per rule and a column per validated step."""
+    steps = sorted(set().union(*courses.values()))
+    lines = []
+    for label, differences in courses.items():
+        lines.append([f"`{label}`", *(difference_text(differences.get(step)) for step in steps)])
     return markdown(("rule", *(f"{step:,} steps" for step in steps)), lines)
 
 
-def drawn_along(texts: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
-    """A panel per rule with a curve per text and its 95% intervals; the line at 0 is
-    the baseline `name`.
+def draw_along(courses_by_text: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
+    """Draw a panel per rule with a curve per text and its 95% intervals.
+
+    The line at 0 is the baseline `name`.
     """
-    labels = list(dict.fromkeys(label for courses in texts.values() for label in courses))
-    deep = -(-len(labels) // WIDE)
+    labels = list(dict.fromkeys(chain.from_iterable(courses_by_text.values())))
+    panel_rows = -(-len(labels) // PANELS_IN_A_ROW)
     figure, axes = plt.subplots(
-        deep,
-        WIDE,
-        figsize=(9, 0.6 + 1.5 * deep),
+        panel_rows,
+        PANELS_IN_A_ROW,
+        figsize=(9, 0.6 + 1.5 * panel_rows),
         layout="constrained",
         squeeze=False,
         sharex=True,
         sharey=True,
     )
     for axis, label in zip(axes.flat, labels, strict=False):
-        axis.axhline(0, color="#999999", linewidth=1)
-        axis.set_title(label, fontsize=8.5)
-        axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-        for (text, courses), look in zip(texts.items(), LINES, strict=False):
-            each = courses.get(label, {})
-            middles = [found.mean for found in each.values()]
-            axis.plot(list(each), middles, **look, linewidth=1.4, label=text)
-            known = [
-                (step, f.low, f.high)
-                for step, f in each.items()
-                if f.low is not None and f.high is not None
-            ]
-            if known:
-                axis.vlines(*zip(*known, strict=True), color=look["color"], linewidth=1.4)
+        differences_by_text = {
+            text: courses.get(label, {}) for text, courses in courses_by_text.items()
+        }
+        _draw_panel(axis, label, differences_by_text)
     for axis in axes.flat[len(labels) :]:
         axis.set_axis_off()
     handles, words = axes.flat[0].get_legend_handles_labels()
@@ -89,3 +88,17 @@ def drawn_along(texts: Mapping[str, Mapping[str, Course]], name: str) -> Figure:
     figure.supxlabel("step", fontsize="medium")
     figure.supylabel(f"loss minus that of {name}, nats per byte", fontsize="medium")
     return figure
+
+
+def _draw_panel(axis: Axes, label: str, differences_by_text: Mapping[str, Course]) -> None:
+    axis.axhline(0, color="#999999", linewidth=1)
+    axis.set_title(label, fontsize=8.5)
+    axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    for (text, differences), look in zip(differences_by_text.items(), LOOKS_OF_TEXTS, strict=False):
+        means = [paired.mean for paired in differences.values()]
+        axis.plot(list(differences), means, **look, linewidth=1.4, label=text)
+        with_interval = {step: paired for step, paired in differences.items() if not paired.is_lead}
+        if with_interval:
+            lows = [paired.low for paired in with_interval.values()]
+            highs = [paired.high for paired in with_interval.values()]
+            axis.vlines(list(with_interval), lows, highs, color=look["color"], linewidth=1.4)

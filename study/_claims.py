@@ -1,26 +1,30 @@
-"""Differences of Q16 to the same optimizer in float32, each with n, its standard
-deviation over seeds, and a verdict.
+"""The verdicts of Q16: differences to the same optimizer in float32.
 
-A difference is claimed where `|d| sqrt(n) / sigma` is beyond Student's t at a p-value
-of 0.01 (4.6 at five seeds), and two rows are equal where the 95% interval lies within
-0.02. Both levels were announced before the runs.
+With d the mean difference over n seeds and sigma its standard deviation:
+
+    claimed   |d| sqrt(n) / sigma is beyond Student's t at a p-value of 0.01, which is
+              4.6 at five seeds
+    equal     the 95% interval of d lies within 0.02 of 0
+
+Both levels were announced before the runs.
 """
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from pathlib import Path
 from statistics import fmean, stdev
+from typing import NamedTuple
 
-from _compared import TEXTS, short, text_of_row
+from _compared import TEXTS, result_label, text_of_row
 from _markdown import markdown
-from _study import FOLDER, against_baseline
-from scipy.stats import t
+from _study import FOLDER, against_baseline, read_with_added_rows
+from scipy.stats import t as student_t
 
 from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results import Result
-from nanogpt_bench.report.results_file import read_export
+from nanogpt_bench.report.rows import row_runs
 
-CLAIMED_P, EQUAL_WITHIN = 0.01, 0.02
+CLAIMED_P = 0.01
+EQUAL_WITHIN = 0.02
 HEADER = (
     "training",
     "text",
@@ -32,104 +36,133 @@ HEADER = (
     "claimed beyond",
     "verdict",
 )
-#: the runs of the baselines that are longer by so many steps
-LONGER, BY = "study_q16_steps", 200
-BASELINE = {"fp32": "study_q16_adamw", "muon": "study_q16_muon"}
+#: the results file of the baselines' longer runs, and by how many steps they are longer
+LONGER_RUNS = "study_q16_steps"
+LONGER_BY = 200
+#: the results file of each baseline
+BASELINE_FILES = {"fp32": "study_q16_adamw", "muon": "study_q16_muon"}
 
 
-def sigma_of(found: Difference) -> float | None:
-    """Standard deviation of paired differences over seeds, from the half width of their
-    95% interval.
+class ComparedRow(NamedTuple):
+    """A row of results files that is compared with its baseline."""
+
+    #: results files, separated by blanks: one for all texts, or one per text
+    files: str
+    rule: str
+    title: str
+    #: the rule of the baseline
+    baseline: str
+
+
+def sigma_of(difference: Difference) -> float | None:
+    """Return the standard deviation of paired differences over seeds.
+
+    It follows from the half width of their 95% interval, which one seed does not have.
 
     >>> round(sigma_of(Difference(-0.2, 5, -0.23, -0.17)), 4), sigma_of(Difference(-0.2, 1))
     (0.0242, None)
     """
-    if found.low is None or found.high is None:
+    if difference.low is None or difference.high is None:
         return None
-    return float((found.high - found.low) / 2 * sqrt(found.seeds) / t.ppf(0.975, found.seeds - 1))
+    half = (difference.high - difference.low) / 2
+    seeds = difference.seeds
+    return float(half * sqrt(seeds) / student_t.ppf(0.975, seeds - 1))
 
 
-def level(seeds: int) -> float:
-    """The size of `d sqrt(n) / sigma` beyond which a difference is claimed.
+def claim_level(seeds: int) -> float:
+    """Return the size of `d sqrt(n) / sigma` beyond which a difference is claimed.
 
-    >>> round(level(5), 1)
+    >>> round(claim_level(5), 1)
     4.6
     """
-    return float(t.ppf(1 - CLAIMED_P / 2, seeds - 1))
+    return float(student_t.ppf(1 - CLAIMED_P / 2, seeds - 1))
 
 
-def verdict(found: Difference, sigma: float) -> str:
-    """The claim that a difference allows: above, below, equal or not decided.
+def verdict(difference: Difference, sigma: float) -> str:
+    """Return the claim that a difference allows: above, below, equal or not decided.
 
-    >>> [verdict(Difference(d, 5, d - w, d + w), sigma_of(Difference(d, 5, d - w, d + w))) for d, w in
-    ...  [(0.2, 0.03), (0.01, 0.005), (0.0, 0.03)]]
-    ['above', 'above, by less than 0.02', 'not decided']
+    >>> def verdict_on(mean, half):
+    ...     difference = Difference(mean, 5, mean - half, mean + half)
+    ...     return verdict(difference, sigma_of(difference))
+    >>> verdict_on(0.2, 0.03), verdict_on(0.01, 0.005), verdict_on(0.0, 0.03)
+    ('above', 'above, by less than 0.02', 'not decided')
     """
-    equal = (
-        found.low is not None
-        and found.high is not None
-        and max(-found.low, found.high) < EQUAL_WITHIN
+    is_equal = (
+        difference.low is not None
+        and difference.high is not None
+        and max(-difference.low, difference.high) < EQUAL_WITHIN
     )
-    if abs(found.mean) * sqrt(found.seeds) / sigma > level(found.seeds):
-        return ("above" if found.mean > 0 else "below") + (
-            f", by less than {EQUAL_WITHIN}" if equal else ""
-        )
-    return "equal" if equal else "not decided"
+    size = abs(difference.mean) * sqrt(difference.seeds) / sigma
+    if size > claim_level(difference.seeds):
+        side = "above" if difference.mean > 0 else "below"
+        return f"{side}, by less than {EQUAL_WITHIN}" if is_equal else side
+    return "equal" if is_equal else "not decided"
 
 
 def gain_per_step(longer: Mapping[int, float], shorter: Mapping[int, float]) -> float | None:
-    """Nats that a baseline gains per step at its end, from its losses by seed; None
-    where the 95% interval holds 0.
+    """Return the nats that a baseline gains per step at its end, from its losses by seed.
+
+    Returns None where the 95% interval holds 0.
 
     >>> shorter = {1: 1.53, 2: 1.54, 3: 1.51}
-    >>> round(gain_per_step({1: 1.5, 2: 1.52, 3: 1.49}, shorter) or 0, 6), gain_per_step({1: 1.5}, shorter)
-    (0.000117, None)
+    >>> round(gain_per_step({1: 1.5, 2: 1.52, 3: 1.49}, shorter), 6)
+    0.000117
+    >>> gain_per_step({1: 1.5}, shorter) is None
+    True
     """
     gains = [shorter[seed] - longer[seed] for seed in shorter if seed in longer]
-    if len(gains) < 2:
+    count = len(gains)
+    if count < 2:
         return None
-    mean, half = fmean(gains), float(t.ppf(0.975, len(gains) - 1)) * stdev(gains) / sqrt(len(gains))
-    return mean / BY if abs(mean) > half else None
+    mean = fmean(gains)
+    half = float(student_t.ppf(0.975, count - 1)) * stdev(gains) / sqrt(count)
+    return mean / LONGER_BY if abs(mean) > half else None
 
 
-def losses(file: Path, baseline: str, text: str) -> dict[int, float]:
-    """Final losses of a baseline by seed, on one text."""
-    rows = [
-        row
-        for row in read_export(file).rows
-        if row.rule == baseline and TEXTS[text_of_row(row)] == text
-    ]
-    return {run.seed: run.summary["final_val_loss"] for row in rows for run in row.runs}
+def losses(name: str, rule: str, text: str) -> dict[int, float]:
+    """Return the final losses of a rule of a results file by seed, on one text."""
+    rows = []
+    for row in read_with_added_rows(FOLDER / f"{name}.json").rows:
+        if row.rule == rule and TEXTS[text_of_row(row)] == text:
+            rows.append(row)
+    return {run.seed: run.summary["final_val_loss"] for _, run in row_runs(rows)}
 
 
-def claims_table(lines: Sequence[tuple[str, str, str, str]]) -> str:
-    """A line for each text and row: its results files, its rule, its title, and the
-    rule of its baseline.
-    """
-    found = [
-        (text, title, next(r for r in results if short(r) == rule), baseline)
-        for stems, rule, title, baseline in lines
-        for text, results in against_baseline(stems, baseline)
-        if rule != baseline
-    ]
-    order = list(dict.fromkeys(text for text, *_ in found))
-    rows = [_line(*each) for each in sorted(found, key=lambda each: order.index(each[0]))]
-    return markdown(HEADER, [row for row in rows if row])
+def claims_table(rows: Sequence[ComparedRow]) -> str:
+    """Return a line for each text and row that is not a baseline, text by text."""
+    lines_by_text: dict[str, list[list[str]]] = {}
+    for row in rows:
+        if row.rule == row.baseline:
+            continue
+        for text, results in against_baseline(row.files, row.baseline):
+            result = next(result for result in results if result_label(result) == row.rule)
+            lines = lines_by_text.setdefault(text, [])
+            line = _claim_line(text, row, result)
+            if line is not None:
+                lines.append(line)
+    lines = []
+    for lines_of_text in lines_by_text.values():
+        lines += lines_of_text
+    return markdown(HEADER, lines)
 
 
-def _line(text: str, title: str, result: Result, baseline: str) -> list[str] | None:
-    found = result.difference
-    sigma = sigma_of(found) if found else None
-    if found is None or sigma is None:
+def _claim_line(text: str, row: ComparedRow, result: Result) -> list[str] | None:
+    """Return the cells of a row on a text; None without an interval."""
+    difference = result.difference
+    sigma = sigma_of(difference) if difference else None
+    if difference is None or sigma is None:
         return None
-    gain = gain_per_step(
-        *(losses(FOLDER / f"{stem}.json", baseline, text) for stem in (LONGER, BASELINE[baseline]))
-    )
-    figures = [
+    longer = losses(LONGER_RUNS, row.baseline, text)
+    shorter = losses(BASELINE_FILES[row.baseline], row.baseline, text)
+    gain = gain_per_step(longer, shorter)
+    return [
+        row.title,
+        text,
+        str(difference.seeds),
         f"{sigma:.3f}",
-        f"{found.mean:+.3f}",
-        f"{found.mean / gain:+.0f}" if gain else "",
-        f"{found.mean * sqrt(found.seeds) / sigma:+.1f}",
-        f"{level(found.seeds):.1f}",
+        f"{difference.mean:+.3f}",
+        f"{difference.mean / gain:+.0f}" if gain else "",
+        f"{difference.mean * sqrt(difference.seeds) / sigma:+.1f}",
+        f"{claim_level(difference.seeds):.1f}",
+        verdict(difference, sigma),
     ]
-    return [title, text, str(found.seeds), *figures, verdict(found, sigma)]

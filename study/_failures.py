@@ -1,40 +1,35 @@
-"""Failures of the runs of a file: the share of their updates that moved the weights,
-and the classes of failure.
+"""Failures of the runs of a file.
+
+For each row: the share of its updates that moved the weights, and the classes of
+failure that were found.
 """
 
 from collections import Counter
-from statistics import fmean
 
 from _markdown import markdown
 
+from nanogpt_bench.report.results import mean_of
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row
 
 
 def failures_table(file: Exported) -> str:
-    """A line per row: the share of the updates that moved the weights, and the seeds in
-    which each class was found.
-    """
+    """Return a line per row, with the number of seeds in which each class was found."""
     header = ("rule", "of the movement asked for arrived", "classes of failure, seeds")
-    lines = [_line(row) for row in file.rows if row.runs]
-    return markdown(header, lines)
+    return markdown(header, [_failures_row(row) for row in file.rows if row.runs])
 
 
-def _line(row: Row) -> tuple[str, ...]:
-    classes = Counter(finding.kind for run in row.runs for finding in run.failures)
-    told = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in classes.most_common())
-    return f"`{row.label}`", _share(_mean(row, "arrived")), told or "none"
+def _failures_row(row: Row) -> tuple[str, ...]:
+    seeds = Counter(finding.kind for run in row.runs for finding in run.failures)
+    classes = [f"{name.replace('_', ' ')} {count}" for name, count in seeds.most_common()]
+    arrived = mean_of(run.number("arrived") for run in row.runs)
+    return f"`{row.label}`", _share_text(arrived), ", ".join(classes) or "none"
 
 
-def _mean(row: Row, name: str) -> float | None:
-    known = [value for run in row.runs if (value := run.number(name)) is not None]
-    return fmean(known) if known else None
+def _share_text(share: float | None) -> str:
+    """Return a share in percent, or a dash.
 
-
-def _share(value: float | None) -> str:
-    """A share, or a dash.
-
-    >>> _share(0.125), _share(None)
+    >>> _share_text(0.125), _share_text(None)
     ('12.5%', '-')
     """
-    return "-" if value is None else f"{value:.1%}"
+    return "-" if share is None else f"{share:.1%}"

@@ -1,17 +1,18 @@
-"""README's pictures: GB that training one model takes, and the loss that one byte costs
-compared with float32.
+"""README's pictures: the memory that training takes, and the loss that one byte costs.
 
-``python study/make.py --front`` draws them for light and dark pages, each narrow enough
-for a phone. The memory is computed by ``docs/_cards.py``; the losses are the study's.
+``python study/make.py --front`` draws them for light and for dark pages, each narrow
+enough for a phone. The memory is computed by ``docs/_cards.py``, and the losses are the
+study's. Both are descriptions in Vega-Lite: layers of marks, each with its own data.
 """
 
 import json
+from collections.abc import Callable, Iterable
 from math import atan2, degrees
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from _cards import TOKENS, activations, named, peaks
-from _compared import short
+from _cards import TOKENS, activations, model_named, peaks
+from _compared import result_label
 from _generated import digest
 from _study import against_baseline
 
@@ -23,217 +24,297 @@ from nanogpt_bench.report.vega_spec import CONFIG, coloured, ink, over, quantity
 FOLDER = Path(__file__).parent.parent / "docs" / "_static"
 #: GitHub's dark background, which differs from that of a report's dark theme
 DARK_PAGE = "#0D1117"
-WIDTH, HEIGHT, TALLER = 372, 236, 17
+WIDTH, HEIGHT = 372, 236
+#: the picture of losses is narrower by its axis and the one of memory higher, so that
+#: the two are of one size
+LOSS_WIDTH, MEMORY_HEIGHT = 346, HEIGHT + 17
 Spec = dict[str, Any]
 
+#: the rule whose grey all float weights have
 FLOATS = "fp32"
-MODEL, CARD = "Llama-3.1-8B", 24
-#: of each bar: its name, its way of training in `_cards.peaks`, and the rule whose
-#: colour it has
+MODEL = "Llama-3.1-8B"
+#: GB of a graphics card
+CARD = 24
+
+
+class Bar(NamedTuple):
+    """A bar of the picture of memory."""
+
+    name: str
+    #: the way of training in `_cards.peaks`
+    way: str
+    #: the rule whose colour it has
+    rule: str
+
+
 BARS = (
-    ("bfloat16 + 8-bit AdamW", "bfloat16, 8-bit AdamW", FLOATS),
-    ("the same, steps in backward", "bfloat16, 8-bit AdamW, steps in backward", FLOATS),
-    ("one byte + AdamW", "one-byte AdamW", "stochastic"),
-    ("the same, steps in backward", "one-byte AdamW, steps in backward", "stochastic"),
-    ("one byte + Muon, steps in backward", "one-byte Muon, steps in backward", "muon-stochastic"),
+    Bar("bfloat16 + 8-bit AdamW", "bfloat16, 8-bit AdamW", FLOATS),
+    Bar("the same, steps in backward", "bfloat16, 8-bit AdamW, steps in backward", FLOATS),
+    Bar("one byte + AdamW", "one-byte AdamW", "stochastic"),
+    Bar("the same, steps in backward", "one-byte AdamW, steps in backward", "stochastic"),
+    Bar(
+        "one byte + Muon, steps in backward", "one-byte Muon, steps in backward", "muon-stochastic"
+    ),
 )
 
 
 def memory() -> Spec:
-    """A bar for each way of training, its part of activations paler, and a line at the
-    memory of a graphics card.
+    """Return bars of the memory by way of training, and a line at that of a card.
+
+    The part of a bar that is activations is paler.
     """
-    model = named(MODEL)
-    sizes, more = peaks(model), activations(model)
-    height = HEIGHT + TALLER  # as high as the other picture with its axis
-    step = height / len(BARS)
-    rows = [
-        {
-            "name": name,
-            "rule": rule,
-            "peak": sizes[way] / 1e9,
-            "all": (sizes[way] + more) / 1e9,
-            "y": i * step,
-        }
-        for i, (name, way, rule) in enumerate(BARS)
-    ]
-    for row in rows:
-        row |= {
-            "label": row["y"] + 6,
-            "low": row["y"] + 18,
-            "high": row["y"] + 37,
-            "middle": row["y"] + 28,
-        }
-        row |= {"text": f"{row['all']:.1f}", "end": max(row["all"], CARD)}
+    bars = _bars_of_memory()
+    card_line = [{"peak": CARD, "low": -8, "high": MEMORY_HEIGHT, "name": f"{CARD} GB card"}]
     x = quantity("peak", None, (0, 58), grid=False, domain=False, ticks=False, labels=False)
-    colour = {
-        "field": "rule",
-        "type": "nominal",
-        "legend": None,
-        "scale": _colours({bar[2] for bar in BARS}),
-    }
-    bar = {"y": _pixels("low"), "y2": {"field": "high"}, "color": colour}
-    line = [{"peak": CARD, "low": -8, "high": height, "name": f"{CARD} GB card"}]
-    across = {"x": x, "y": _pixels("low"), "y2": {"field": "high"}}
-    head = {"x": x, "y": _pixels("low"), "text": {"field": "name"}}
+    across = {"y": _pixels("low"), "y2": {"field": "high"}}
+    colour = _colour_of_rule({bar.rule for bar in BARS})
+    dashed = {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": ink("bad")}
     layers = [
-        over(rows, {"type": "rect"}, x=x, x2={"datum": 0}, **bar),
+        over(bars, {"type": "rect"}, x=x, x2={"datum": 0}, **across, color=colour),
         over(
-            rows,
+            bars,
             {"type": "rect", "opacity": 0.4},
             x=x | {"field": "all"},
             x2={"field": "peak"},
-            **bar,
-        ),
-        over(
-            line,
-            {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": ink("bad")},
             **across,
+            color=colour,
         ),
-        *_words(rows, x={"value": 0}, y=_pixels("label"), text={"field": "name"}),
+        over(card_line, dashed, x=x, **across),
+        *_words(bars, x={"value": 0}, y=_pixels("label"), text={"field": "name"}),
         *_words(
-            rows,
+            bars,
             dx=6,
             bold=True,
             x=x | {"field": "end"},
             y=_pixels("middle"),
             text={"field": "text"},
         ),
-        *_words(line, dx=6, bold=True, color=ink("bad"), **head),
+        *_words(
+            card_line,
+            dx=6,
+            bold=True,
+            color=ink("bad"),
+            x=x,
+            y=_pixels("low"),
+            text={"field": "name"},
+        ),
     ]
-    lines = (
+    subtitle = [
         "GB at the peak, every weight trained, by arithmetic.",
         f"Pale: activations of {TOKENS:,} tokens.",
-    )
-    return _view(f"Memory to train {MODEL}", lines, layers) | {"height": height}
+    ]
+    return _picture(f"Memory to train {MODEL}", subtitle, layers, height=MEMORY_HEIGHT)
 
 
-#: of each row: its results files, its baseline in float32, and the rule whose colour it
-#: has
-ROWS = {
-    "E4M3 nearest": ("study_q16_adamw", "fp32", "nearest"),
-    "E4M3 stochastic-8bit": ("study_q16_adamw", "fp32", "stochastic"),
-    "E2M5 muon-stochastic": ("study_q16_adamw", "muon", "muon-stochastic"),
-    "bf16-stochastic": ("study_q16_adamw", "fp32", FLOATS),
+def _bars_of_memory() -> list[Spec]:
+    """Return the bars with sizes in GB and places in pixels from the top."""
+    model = model_named(MODEL)
+    peak_sizes = peaks(model)
+    bars = []
+    for place, bar in enumerate(BARS):
+        peak = peak_sizes[bar.way] / 1e9
+        total = (peak_sizes[bar.way] + activations(model)) / 1e9
+        top = place * MEMORY_HEIGHT / len(BARS)
+        bars.append(
+            {
+                "name": bar.name,
+                "rule": bar.rule,
+                "peak": peak,
+                "all": total,
+                "y": top,
+                "label": top + 6,
+                "low": top + 18,
+                "middle": top + 28,
+                "high": top + 37,
+                "text": f"{total:.1f}",
+                "end": max(total, CARD),
+            }
+        )
+    return bars
+
+
+class LossRow(NamedTuple):
+    """A row of the picture of losses."""
+
+    #: its results files
+    files: str
+    #: its baseline in float32
+    baseline: str
+    #: the rule whose colour it has
+    rule: str
+
+
+LOSS_ROWS = {
+    "E4M3 nearest": LossRow("study_q16_adamw", "fp32", "nearest"),
+    "E4M3 stochastic-8bit": LossRow("study_q16_adamw", "fp32", "stochastic"),
+    "E2M5 muon-stochastic": LossRow("study_q16_adamw", "muon", "muon-stochastic"),
+    "bf16-stochastic": LossRow("study_q16_adamw", "fp32", FLOATS),
 }
-#: where the names are written, in units of the axes, and whether each text begins or
-#: ends there
+
+
+class Label(NamedTuple):
+    """Words in the picture of losses; they begin (left) or end (right) at a point."""
+
+    x: float
+    y: float
+    words: str
+    rule: str
+    side: str
+
+
 LABELS = (
-    (8.7, 0.135, "AdamW in E4M3,", "nearest", "right"),
-    (8.7, 0.115, "rounded to nearest", "nearest", "right"),
-    (0.3, 0.037, "Muon in E2M5", "muon-stochastic", "left"),
-    (0.3, -0.043, "AdamW in E4M3", "stochastic", "left"),
-    (4.3, -0.026, "bfloat16", FLOATS, "left"),
-    (9.9, 0.022, "Muon, float32", FLOATS, "right"),
-    (12.9, -0.026, "AdamW, float32", FLOATS, "right"),
+    Label(8.7, 0.135, "AdamW in E4M3,", "nearest", "right"),
+    Label(8.7, 0.115, "rounded to nearest", "nearest", "right"),
+    Label(0.3, 0.037, "Muon in E2M5", "muon-stochastic", "left"),
+    Label(0.3, -0.043, "AdamW in E4M3", "stochastic", "left"),
+    Label(4.3, -0.026, "bfloat16", FLOATS, "left"),
+    Label(9.9, 0.022, "Muon, float32", FLOATS, "right"),
+    Label(12.9, -0.026, "AdamW, float32", FLOATS, "right"),
 )
-ENDS, TALL, WIDE = (0, 13), (-0.06, 0.18), 346
-Points = dict[str, dict[str, list[float]]]
-"""By text and row: bytes per parameter, those in float32, the loss minus float32's and
-the ends of its interval.
-"""
+#: ends of the axes: bytes per parameter, and nats per byte
+X_ENDS, Y_ENDS = (0, 13), (-0.06, 0.18)
 
 
-def points() -> Points:
-    """The points of `loss`; the optimizer in float32 is at 0."""
-    found: Points = {}
-    for row, (stems, baseline, _) in ROWS.items():
-        for text, results in against_baseline(stems, baseline):
-            own, exact = (
-                next(r for r in results if short(r) == wanted) for wanted in (row, baseline)
-            )
-            found.setdefault(text, {})[row] = _point(own, exact)
-    return found
+class LossPoint(NamedTuple):
+    """A row on a text; the same optimizer in float32 is at a loss of 0."""
+
+    #: bytes per parameter, the row's and those in float32
+    size: float
+    float_size: float
+    #: loss minus float32's, and the ends of its interval
+    mean: float
+    low: float
+    high: float
 
 
-def _point(own: Result, exact: Result) -> list[float]:
-    apart = own.difference
-    assert apart is not None
+def loss_points() -> dict[str, dict[str, LossPoint]]:
+    """Return the points of the picture of losses, by text and row."""
+    points: dict[str, dict[str, LossPoint]] = {}
+    for label, row in LOSS_ROWS.items():
+        for text, results in against_baseline(row.files, row.baseline):
+            by_label = {result_label(result): result for result in results}
+            point = _loss_point(by_label[label], by_label[row.baseline])
+            points.setdefault(text, {})[label] = point
+    return points
+
+
+def _loss_point(result: Result, reference: Result) -> LossPoint:
+    difference = result.difference
+    assert difference is not None
     figures = (
-        own.bytes_per_parameter,
-        exact.bytes_per_parameter,
-        apart.mean,
-        apart.low,
-        apart.high,
+        result.bytes_per_parameter,
+        reference.bytes_per_parameter,
+        difference.mean,
+        difference.low,
+        difference.high,
     )
-    return [round(figure or 0.0, 3) for figure in figures]
+    return LossPoint(*(round(figure or 0.0, 3) for figure in figures))
 
 
 def loss() -> Spec:
-    """Arrows from float32 to one byte, one for each text, with 95% intervals at their
-    ends; floats are marks.
+    """Return arrows from float32 to one byte, one for each text.
+
+    They have 95% intervals at their ends. Floats are marks without an arrow.
     """
-    found = points()
+    points = loss_points()
+    arrows, marks = [], []
+    for text, point_by_row in points.items():
+        for label, point in point_by_row.items():
+            end = _arrow_end(text, LOSS_ROWS[label].rule, point)
+            if end["rule"] == FLOATS:
+                marks.append(end)
+            else:
+                arrows.append(end)
+    float_sizes = sorted({end["begun"] for end in arrows})
+    starts = [{"x": size, "y": 0} for size in float_sizes]
+
     x = quantity(
         "x",
         "bytes per parameter, weights and optimizer state",
-        ENDS,
+        X_ENDS,
         values=[*range(0, 13, 2)],
         grid=False,
     )
-    y = quantity("y", None, TALL, values=[0, 0.1, 0.2], format=".1~f")
-    ends: list[Spec] = []
-    for text, rows in found.items():
-        for row, (size, exact, mean, low, high) in rows.items():
-            slope = atan2(
-                mean * HEIGHT / (TALL[1] - TALL[0]), (size - exact) * WIDE / (ENDS[1] - ENDS[0])
-            )
-            end = {"x": size, "y": mean, "low": low, "high": high, "begun": exact, "exact": 0}
-            ends.append(end | {"rule": ROWS[row][2], "angle": 90 - degrees(slope), "text": text})
-    marks, ends = (
-        [end for end in ends if (end["rule"] == FLOATS) is plain] for plain in (True, False)
-    )
-    colour = {
-        "field": "rule",
-        "type": "nominal",
-        "legend": None,
-        "scale": _colours({FLOATS, *(e["rule"] for e in ends)}),
-    }
-    dashes = {
-        "field": "text",
-        "type": "nominal",
-        "legend": None,
-        "scale": {"domain": [*found], "range": [[1, 0], [4, 3]]},
-    }
-    begun = [{"x": exact, "y": 0} for exact in sorted({end["begun"] for end in ends})]
-    by, within = (
-        {"x": x, "y": y, "color": colour},
-        {"y": y | {"field": "low"}, "y2": {"field": "high"}},
-    )
-    arrows = {
+    y = quantity("y", None, Y_ENDS, values=[0, 0.1, 0.2], format=".1~f")
+    interval = {"y": y | {"field": "low"}, "y2": {"field": "high"}}
+    whole_arrow = {
         "x": x | {"field": "begun"},
         "y": y | {"field": "exact"},
         "x2": {"field": "x"},
         "y2": {"field": "y"},
     }
-    point = {"type": "point", "filled": True, "opacity": 1}
-    turned = {"angle": {"field": "angle", "type": "quantitative", "scale": None}}
-    names = [
-        {"x": x, "y": y, "words": words, "rule": rule, "side": side}
-        for x, y, words, rule, side in LABELS
-    ]
+    colour = _colour_of_rule({FLOATS, *(end["rule"] for end in arrows)})
+    dashes = {
+        "field": "text",
+        "type": "nominal",
+        "legend": None,
+        "scale": {"domain": [*points], "range": [[1, 0], [4, 3]]},
+    }
+    angle = {"field": "angle", "type": "quantitative", "scale": None}
+    point_mark = {"type": "point", "filled": True, "opacity": 1}
+    arrow_head = point_mark | {"shape": "triangle-up", "size": 90}
+    circle = point_mark | {"size": 70, "color": ink("muted")}
+    diamond = point_mark | {"shape": "diamond", "size": 70, "color": ink("muted")}
     layers = [
         over([{"y": 0}], {"type": "rule", "color": ink("muted")}, y=y),
-        over(ends, {"type": "rule", "strokeWidth": 2}, color=colour, strokeDash=dashes, **arrows),
-        over([*ends, *marks], {"type": "rule", "strokeWidth": 1.5}, x=x, color=colour, **within),
-        over(ends, point | {"shape": "triangle-up", "size": 90}, **by, **turned),
-        over(begun, point | {"size": 70, "color": ink("muted")}, x=x, y=y),
-        over(marks, point | {"shape": "diamond", "size": 70, "color": ink("muted")}, x=x, y=y),
+        over(
+            arrows,
+            {"type": "rule", "strokeWidth": 2},
+            color=colour,
+            strokeDash=dashes,
+            **whole_arrow,
+        ),
+        over(
+            [*arrows, *marks],
+            {"type": "rule", "strokeWidth": 1.5},
+            x=x,
+            color=colour,
+            **interval,
+        ),
+        over(arrows, arrow_head, x=x, y=y, color=colour, angle=angle),
+        over(starts, circle, x=x, y=y),
+        over(marks, diamond, x=x, y=y),
     ]
     for side in ("left", "right"):
-        shown = [name for name in names if name["side"] == side]
-        layers += _words(shown, align=side, bold=True, **by, text={"field": "words"})
-    lines = (
+        labels = [label._asdict() for label in LABELS if label.side == side]
+        layers += _words(
+            labels, align=side, bold=True, x=x, y=y, color=colour, text={"field": "words"}
+        )
+    subtitle = [
         "Loss minus the same optimizer's in float32, nats per byte.",
         "In one byte. Solid: Python docstrings. Dashed: EU law.",
-    )
-    return _view("A quarter of the bytes, nearly the same loss", lines, layers) | {"width": WIDE}
+    ]
+    title = "A quarter of the bytes, nearly the same loss"
+    return _picture(title, subtitle, layers, width=LOSS_WIDTH)
 
 
-def _colours(rules: set[str]) -> Spec:
-    """A scale from rules to the colours that reports give them; floats are grey."""
-    colours = [ink("muted" if rule == FLOATS else RULE_ORDER.index(rule)) for rule in sorted(rules)]
-    return {"domain": sorted(rules), "range": colours}
+def _arrow_end(text: str, rule: str, point: LossPoint) -> Spec:
+    """Return the end of an arrow, with the angle of its head."""
+    rise = point.mean * HEIGHT / (Y_ENDS[1] - Y_ENDS[0])
+    run = (point.size - point.float_size) * LOSS_WIDTH / (X_ENDS[1] - X_ENDS[0])
+    return {
+        "x": point.size,
+        "y": point.mean,
+        "low": point.low,
+        "high": point.high,
+        "begun": point.float_size,
+        "exact": 0,
+        "rule": rule,
+        "angle": 90 - degrees(atan2(rise, run)),
+        "text": text,
+    }
+
+
+def _colour_of_rule(rules: Iterable[str]) -> Spec:
+    """Return a scale from rules to the colours that reports give them; floats are grey."""
+    domain = sorted(rules)
+    colours = [ink("muted" if rule == FLOATS else RULE_ORDER.index(rule)) for rule in domain]
+    return {
+        "field": "rule",
+        "type": "nominal",
+        "legend": None,
+        "scale": {"domain": domain, "range": colours},
+    }
 
 
 def _pixels(field: str) -> Spec:
@@ -243,56 +324,67 @@ def _pixels(field: str) -> Spec:
 def _words(
     rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = False, **encoding: Any
 ) -> list[Spec]:
-    """Text with a wide outline in the colour of the page, so that lines behind the text
-    end before it.
+    """Return layers of text with a wide outline in the colour of the page.
+
+    So lines behind the text end before it. The colour is a channel of `encoding`, or
+    that of a mark.
     """
     colour = encoding.pop("color", ink("ink"))
-    kind = {"type": "text", "align": align, "baseline": "middle", "dx": dx, "fontSize": 13}
-    kind |= {"fontWeight": "bold" if bold else "normal"}
-    behind = over(
-        rows,
-        kind
-        | {"stroke": ink("page"), "strokeWidth": 4, "strokeJoin": "round", "color": ink("page")},
-        **encoding,
-    )
+    text = {
+        "type": "text",
+        "align": align,
+        "baseline": "middle",
+        "dx": dx,
+        "fontSize": 13,
+        "fontWeight": "bold" if bold else "normal",
+    }
+    outline = {
+        "stroke": ink("page"),
+        "strokeWidth": 4,
+        "strokeJoin": "round",
+        "color": ink("page"),
+    }
+    behind = over(rows, text | outline, **encoding)
     if "field" in colour:
-        return [behind, over(rows, kind, **encoding, color=colour)]
-    return [behind, over(rows, kind | {"color": colour}, **encoding)]
+        return [behind, over(rows, text, **encoding, color=colour)]
+    return [behind, over(rows, text | {"color": colour}, **encoding)]
 
 
-def _view(title: str, words: tuple[str, ...], layers: list[Spec]) -> Spec:
-    """A chart's description: layers under a title and lines of text, so wide that two
-    fit side by side in README.
-    """
+def _picture(
+    title: str, subtitle: list[str], layers: list[Spec], width: int = WIDTH, height: int = HEIGHT
+) -> Spec:
+    """Return a picture's description, so wide that two fit side by side in README."""
     head = {
         "text": title,
-        "subtitle": list(words),
+        "subtitle": subtitle,
         "fontSize": 15,
         "subtitleFontSize": 12,
         "offset": 16,
+        "subtitleColor": ink("muted"),
+        "subtitlePadding": 5,
+        "frame": "bounds",
     }
-    head |= {"subtitleColor": ink("muted"), "subtitlePadding": 5, "frame": "bounds"}
-    return {"title": head, "width": WIDTH, "height": HEIGHT, "layer": layers}
+    return {"title": head, "width": width, "height": height, "layer": layers}
 
 
-PICTURES = {"memory": memory, "frontier": loss}
+PICTURES: dict[str, Callable[[], Spec]] = {"memory": memory, "frontier": loss}
 
 
 def themed(name: str) -> dict[Path, Spec]:
-    """The descriptions of a picture by file name, one for light and one for dark pages."""
+    """Return a picture's descriptions by file, one for light and one for dark pages."""
     spec = {**PICTURES[name](), "config": CONFIG, "padding": 8}
-    files = {"light": FOLDER / f"{name}.svg", "dark": FOLDER / f"{name}-dark.svg"}
-    found = {}
-    for theme, path in files.items():
-        page = {"light": THEMES["light"]["page"], "dark": DARK_PAGE}[theme]
-        found[path] = coloured(spec, theme_colours(theme) | {"page": page}) | {"background": page}
-    return found
+    backgrounds = {"light": THEMES["light"]["page"], "dark": DARK_PAGE}
+    paths = {"light": FOLDER / f"{name}.svg", "dark": FOLDER / f"{name}-dark.svg"}
+    specs = {}
+    for theme, path in paths.items():
+        background = backgrounds[theme]
+        colours = theme_colours(theme) | {"page": background}
+        specs[path] = coloured(spec, colours) | {"background": background}
+    return specs
 
 
 def mark(spec: Spec) -> str:
-    """Comment in a picture's file with the digest of the description that it was drawn
-    from.
-    """
+    """Return a comment with the digest of the description that a picture was drawn from."""
     return f"<!-- made from {digest(json.dumps(spec, sort_keys=True))} -->"
 
 

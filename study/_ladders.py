@@ -1,13 +1,16 @@
-"""The gap by length, by size of the data or of the model: rows that differ in that
-number alone.
+"""The gap by length, by size of the data or of the model.
+
+A ladder is such a number, and a rung one value of it. Rows that differ in that number
+alone have one label without it, and make one line of the table and of the chart.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
-from nanogpt_bench.report.paired import difference_text
+from nanogpt_bench.report.paired import Difference, difference_text
 from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import loss_unit
@@ -22,20 +25,19 @@ APART = 0.03
 
 @dataclass(frozen=True)
 class Ladder:
-    """A number by which rows differ: its name, its value in a run, and its spelling in
-    labels.
-    """
+    """A number by which rows differ."""
 
     name: str
     #: title of the chart
     title: str
     unit: str
-    of: Callable[[Run], Any]
-    #: patterns in labels; the first applies that keeps rows apart
-    spelt: tuple[re.Pattern[str], ...]
+    #: reads the number of a run
+    number_of: Callable[[Run], Any]
+    #: patterns of its spelling in labels; the first applies that keeps rows apart
+    spellings: tuple[re.Pattern[str], ...]
     #: heading of the column with the first number whose interval excludes 0; "" for no
     #: such column
-    appears: str = ""
+    appearance_heading: str = ""
 
 
 def _data_size(run: Run) -> Any:
@@ -68,127 +70,169 @@ LADDERS = (
     ),
 )
 
-Rungs = Mapping[str, Mapping[int, Result]]
-"""Results by label without the number, then by number."""
+Rungs = Mapping[int, Result]
+"""The results of one line, by number."""
 
 
-def climbed(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Result]]:
-    """Return the results at every number, by label without the number, of rows with two
-    numbers or more.
+def ladder_results(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Result]]:
+    """Return the rungs of each line that has several, by label without the number.
 
     References have no gap and are left out.
     """
-    known = [
-        (result, next(filter(None, map(ladder.of, result.row.runs)), None)) for result in results
-    ]
-    numbered = [
-        (result, int(n)) for result, n in known if n is not None and result.difference is not None
-    ]
-    for spelt in ladder.spelt:
-        found: dict[str, dict[int, Result]] = {}
-        for result, number in numbered:
-            found.setdefault(spelt.sub("", result.row.label), {})[number] = result
-        if sum(map(len, found.values())) == len(numbered):
+    numbered = []
+    for result in results:
+        number = _number_of_row(ladder, result)
+        if number is not None and result.difference is not None:
+            numbered.append((int(number), result))
+    lines: dict[str, dict[int, Result]] = {}
+    for spelling in ladder.spellings:
+        lines = {}
+        for number, result in numbered:
+            label = spelling.sub("", result.row.label)
+            lines.setdefault(label, {})[number] = result
+        if sum(map(len, lines.values())) == len(numbered):
             break
-    return {label: rungs for label, rungs in found.items() if len(rungs) > 1}
+    return {label: rungs for label, rungs in lines.items() if len(rungs) > 1}
 
 
-def appearance(rungs: Mapping[int, Result]) -> int | None:
-    """Return the first number at which the interval of the difference excludes 0; None
-    without one.
-    """
+def _number_of_row(ladder: Ladder, result: Result) -> Any:
+    numbers = map(ladder.number_of, result.row.runs)
+    return next(filter(None, numbers), None)
+
+
+def appearance(rungs: Rungs) -> int | None:
+    """Return the first number at which the interval of the difference excludes 0."""
     for number in sorted(rungs):
-        found = rungs[number].difference
-        if found is not None and found.is_found:
+        paired = rungs[number].difference
+        if paired is not None and paired.is_found:
             return number
     return None
 
 
-def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
-    """Return the table's lines, the heading first: a line per row, a column per number,
-    differences in nats.
+def cells_of(ladder: Ladder, lines: Mapping[str, Rungs]) -> list[list[str]]:
+    """Return the table's lines, the heading first.
+
+    There is a line per row and a column per number, with differences in nats.
     """
-    numbers = sorted({number for row in found.values() for number in row})
-    every = [result for row in found.values() for result in row.values()]
-    lines = [[run_heading(every), *(f"{number:,} {ladder.unit}" for number in numbers)]]
-    for label, row in found.items():
-        cells = (
-            difference_text(row[number].difference) if number in row else "-" for number in numbers
-        )
-        lines.append([one_line(label), *cells])
-    if ladder.appears:
-        firsts = [ladder.appears, *(appearance(row) for row in found.values())]
-        for line, first in zip(lines, firsts, strict=True):
-            line.append(first if isinstance(first, str) else "-" if first is None else f"{first:,}")
-    return lines
+    numbers = _numbers(lines)
+    results = list(chain.from_iterable(rungs.values() for rungs in lines.values()))
+    heading = [run_heading(results), *(f"{number:,} {ladder.unit}" for number in numbers)]
+    if ladder.appearance_heading:
+        heading.append(ladder.appearance_heading)
+    table = [heading]
+    for label, rungs in lines.items():
+        line = [one_line(label)]
+        for number in numbers:
+            line.append(difference_text(rungs[number].difference) if number in rungs else "-")
+        if ladder.appearance_heading:
+            first = appearance(rungs)
+            line.append("-" if first is None else f"{first:,}")
+        table.append(line)
+    return table
+
+
+def _numbers(lines: Mapping[str, Rungs]) -> list[int]:
+    return sorted(set().union(*lines.values()))
 
 
 def line_styles(
     ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]
 ) -> dict[str, Style]:
     """Return each line's style by its label: that of the row at its first number."""
-    return {
-        label: styles[next(iter(row.values())).row.label]
-        for label, row in climbed(ladder, results).items()
-    }
+    styles_of_lines = {}
+    for label, rungs in ladder_results(ladder, results).items():
+        first = next(iter(rungs.values()))
+        styles_of_lines[label] = styles[first.row.label]
+    return styles_of_lines
+
+
+class ChartPoint(NamedTuple):
+    """A point of the chart."""
+
+    #: its place on the axis, a little to the side of the number
+    x: float
+    number: int
+    difference: Difference
 
 
 def ladder_chart(
     ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]
 ) -> Chart | None:
-    """Return the paired differences by number, with their 95% intervals as bars; None
-    if no row has two numbers.
+    """Return the paired differences by number, with their 95% intervals as bars.
+
+    Returns None if no row has two numbers.
     """
-    found, places = climbed(ladder, results), line_styles(ladder, results, styles)
-    if not found:
+    lines = ladder_results(ladder, results)
+    if not lines:
         return None
-    values, bars, firsts = [], [], []
-    for at, (label, row) in enumerate(found.items()):
-        # Rows stand side by side on the logarithmic axis, so that no bar hides another.
-        aside = 2 ** (APART * (at - (len(found) - 1) / 2))
-        known = [(number * aside, number, row[number].difference) for number in sorted(row)]
-        points = [(x, number, each) for x, number, each in known if each is not None]
-        xs, ys = [x for x, _, _ in points], [each.mean for _, _, each in points]
-        values.append({"row": label, "name": label, "line": at, "few": True, "x": xs, "y": ys})
-        said = [
-            {"row": label, "text": f"{label}, {n:,} {ladder.unit}: {difference_text(each)}"}
-            for _, n, each in points
-        ]
-        bars += [
-            {**words, "x": x, "low": each.low, "high": each.high}
-            for words, (x, _, each) in zip(said, points, strict=True)
-            if each.low is not None
-        ]
-        first = appearance(row) if ladder.appears else None
-        firsts += [
-            {**words, "x": x, "y": each.mean}
-            for words, (x, number, each) in zip(said, points, strict=True)
-            if number == first
-        ]
-    numbers = sorted({number for row in found.values() for number in row})
-    ends = (numbers[0] / 1.25, numbers[-1] * 1.25)
+    values, bars, rings = [], [], []
+    for place, (label, rungs) in enumerate(lines.items()):
+        points = _chart_points(rungs, place - (len(lines) - 1) / 2)
+        values.append(
+            {
+                "row": label,
+                "name": label,
+                "line": place,
+                "few": True,
+                "x": [point.x for point in points],
+                "y": [point.difference.mean for point in points],
+            }
+        )
+        first = appearance(rungs) if ladder.appearance_heading else None
+        for point in points:
+            paired = point.difference
+            text = f"{label}, {point.number:,} {ladder.unit}: {difference_text(paired)}"
+            words = {"row": label, "text": text, "x": point.x}
+            if paired.low is not None:
+                bars.append({**words, "low": paired.low, "high": paired.high})
+            if point.number == first:
+                rings.append({**words, "y": paired.mean})
+    numbers = _numbers(lines)
     x = quantity(
-        "x", ladder.unit, ends, log=True, values=numbers, format=",", labelOverlap=False, grid=False
+        "x",
+        ladder.unit,
+        (numbers[0] / 1.25, numbers[-1] * 1.25),
+        log=True,
+        values=numbers,
+        format=",",
+        labelOverlap=False,
+        grid=False,
     )
     y = quantity("y", loss_unit(result.row for result in results), zero=True)
-    spec = curves(values, places, x, y)
-    bar, colour = {"type": "rule", "strokeWidth": 1.5, "clip": True}, of_row("color", places)
-    drawn = {
-        "x": x,
-        "y": y | {"field": "low"},
-        "y2": {"field": "high"},
-        "color": colour,
-        "tooltip": {"field": "text"},
-    }
-    ring = {"type": "point", "filled": False, "size": 180, "strokeWidth": 2, "clip": True}
-    ringed = {"x": x, "y": y, "color": colour, "tooltip": {"field": "text"}}
-    spec["layer"] += [
-        *([over(bars, bar, **drawn)] if bars else []),
-        *([over(firsts, ring, **ringed)] if firsts else []),
-        limit_line(0.0, y=y),
-    ]
+    line_styles_by_label = line_styles(ladder, results, styles)
+    spec = curves(values, line_styles_by_label, x, y)
+    colour = of_row("color", line_styles_by_label)
+    tooltip = {"field": "text"}
+    if bars:
+        bar = {"type": "rule", "strokeWidth": 1.5, "clip": True}
+        interval = {"y": y | {"field": "low"}, "y2": {"field": "high"}}
+        spec["layer"].append(over(bars, bar, x=x, **interval, color=colour, tooltip=tooltip))
+    if rings:
+        ring = {"type": "point", "filled": False, "size": 180, "strokeWidth": 2, "clip": True}
+        spec["layer"].append(over(rings, ring, x=x, y=y, color=colour, tooltip=tooltip))
+    spec["layer"].append(limit_line(0.0, y=y))
     title = f"Gap to {reference_name(results)} by {ladder.title.removeprefix('Gap by ')}"
-    words = "Paired difference of final validation losses and its 95% interval; a point alone is a lead of one seed."
-    if ladder.appears:
-        words += " Ringed: the first size whose interval leaves 0 out."
-    return Chart(ladder.name, title, words, spec, 400, wide=True, rows=tuple(found))
+    return Chart(ladder.name, title, _caption(ladder), spec, 400, wide=True, rows=tuple(lines))
+
+
+def _chart_points(rungs: Rungs, offset: float) -> list[ChartPoint]:
+    """Return the points of a line.
+
+    Lines stand side by side on the logarithmic axis, so that no bar hides another.
+    """
+    points = []
+    for number in sorted(rungs):
+        paired = rungs[number].difference
+        if paired is not None:
+            points.append(ChartPoint(number * 2 ** (APART * offset), number, paired))
+    return points
+
+
+def _caption(ladder: Ladder) -> str:
+    caption = (
+        "Paired difference of final validation losses and its 95% interval;"
+        " a point alone is a lead of one seed."
+    )
+    if ladder.appearance_heading:
+        caption += " Ringed: the first size whose interval leaves 0 out."
+    return caption

@@ -1,8 +1,9 @@
-"""The gap by length or by model size, of a file that has several of either: a table and
-a chart, as in the report.
+"""The gap by length or by model size, of a file that has several of either.
+
+The table and the chart are those of the report.
 """
 
-from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_styles
+from _ladders import LADDERS, Ladder, cells_of, ladder_chart, ladder_results, line_styles
 from _markdown import markdown
 
 from nanogpt_bench.report.results import Result, measure
@@ -13,30 +14,30 @@ from nanogpt_bench.report.svg_figures import side_by_side, svg
 
 
 def ladder_of(file: Exported) -> Ladder | None:
-    """The number of which a rule has several values, training length or model size;
-    None if no rule has.
+    """Return the number of which a rule has several values; None if no rule has."""
+    results = _results_of(file)
+    return next((ladder for ladder in LADDERS if ladder_results(ladder, results)), None)
+
+
+def gap_table(ladder: Ladder, file: Exported) -> str:
+    """Return each rule's paired difference to the baseline of the same number.
+
+    There is a column for each value of the number.
     """
-    return next((ladder for ladder in LADDERS if climbed(ladder, _measured(file))), None)
+    header, *lines = cells_of(ladder, ladder_results(ladder, _results_of(file)))
+    return markdown(["rule", *header[1:]], [[f"`{label}`", *cells] for label, *cells in lines])
 
 
-def gap_by(ladder: Ladder, file: Exported) -> str:
-    """Each rule's paired difference to the baseline of the same length or size, a
-    column each.
-    """
-    head, *lines = cells_of(ladder, climbed(ladder, _measured(file)))
-    return markdown(["rule", *head[1:]], [[f"`{label}`", *cells] for label, *cells in lines])
-
-
-def drawn_by(ladder: Ladder, file: Exported) -> str:
-    """The chart of those differences, as SVG."""
-    results = _measured(file)
+def gap_figure(ladder: Ladder, file: Exported) -> str:
+    """Return the chart of those differences, as SVG."""
+    results = _results_of(file)
     rows = [result.row for result in results]
-    against = references_of(rows, find_reference(rows, file.baseline)).values()
-    every = styles(rows, *against)
-    chart = ladder_chart(ladder, results, every)
+    references = references_of(rows, find_reference(rows, file.baseline)).values()
+    styles_of_rows = styles(rows, *references)
+    chart = ladder_chart(ladder, results, styles_of_rows)
     assert chart is not None
-    return svg(side_by_side([chart], line_styles(ladder, results, every)))
+    return svg(side_by_side([chart], line_styles(ladder, results, styles_of_rows)))
 
 
-def _measured(file: Exported) -> list[Result]:
+def _results_of(file: Exported) -> list[Result]:
     return measure(file.rows, find_reference(file.rows, file.baseline))

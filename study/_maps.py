@@ -1,5 +1,6 @@
-"""The sensitivity map of a file whose runs each have one layer pattern in one format,
-and its correlation with warp.
+"""The sensitivity map of a file, and its correlation with warp.
+
+Each run of such a file has one layer pattern in one format, and the rest in float.
 """
 
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from statistics import fmean
 
 from _markdown import markdown
 from _paired import losses_of
-from _predictors import Predictor, early_points, rank_predictors
+from _predictors import Group, Predictor, early_points, rank_predictors
 
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
@@ -20,65 +21,73 @@ END = 1.0
 
 
 def is_map(file: Exported) -> bool:
-    """Return whether every row but the float one is a pattern in a format:
-    ``E4M3 attn.qkv``.
-    """
-    of_one = [row for row in file.rows if row.format != "none"]
-    return bool(of_one) and all(
-        formats_of(row) and row.label.split()[-1] in formats_of(row) for row in of_one
-    )
+    """Return whether every row but the float one is a pattern in a format: ``E4M3 attn.qkv``."""
+    rows = _quantised_rows(file)
+    return bool(rows) and all(_pattern(row) in formats_of(row) for row in rows)
+
+
+def _quantised_rows(file: Exported) -> list[Row]:
+    return [row for row in file.rows if row.format != "none"]
+
+
+def _pattern(row: Row) -> str:
+    return row.label.split()[-1]
 
 
 def formats_of(row: Row) -> Mapping[str, object]:
-    """The row's ``model.formats``."""
-    return next((run.config["model"].get("formats") or {} for run in row.runs), {})
+    """Return the row's ``model.formats``."""
+    if not row.runs:
+        return {}
+    return row.runs[0].config["model"].get("formats") or {}
 
 
 def map_of(file: Exported) -> SensitivityMap:
-    """Gaps to the float row by layer pattern and format, means over the seeds that both
-    rows have.
+    """Return the gaps to the float row by layer pattern and format.
+
+    They are means over the seeds that both rows have.
     """
     reference = find_reference(file.rows, file.baseline)
-    base = losses_of(reference) if reference else {}
+    float_losses = losses_of(reference) if reference else {}
+    rows = _quantised_rows(file)
     gaps: dict[tuple[str, str], float] = {}
-    for row in file.rows:
-        if row.format != "none":
-            own = losses_of(row)
-            paired = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
-            gaps |= {(row.label.split()[-1], row.format): fmean(paired)} if paired else {}
-    patterns, formats = (tuple(dict.fromkeys(place[at] for place in gaps)) for at in (0, 1))
-    table = tuple(tuple(gaps.get((pattern, name)) for name in formats) for pattern in patterns)
-    rule = next(row.rule for row in file.rows if row.format != "none")
-    return SensitivityMap(
-        tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule
-    )
+    for row in rows:
+        losses = losses_of(row)
+        differences = [losses[seed] - float_losses[seed] for seed in losses.keys() & float_losses]
+        if differences:
+            gaps[_pattern(row), row.format] = fmean(differences)
+    patterns = tuple(dict.fromkeys(pattern for pattern, _ in gaps))
+    formats = tuple(dict.fromkeys(fmt for _, fmt in gaps))
+    table = []
+    for pattern in patterns:
+        table.append(tuple(gaps.get((pattern, fmt)) for fmt in formats))
+    titles = tuple("all layers" if pattern == "*" else pattern for pattern in patterns)
+    return SensitivityMap(titles, formats, tuple(table), rule=rows[0].rule)
 
 
-def drawn_map(file: Exported) -> str:
-    """The map as the report draws it, as SVG."""
+def map_figure(file: Exported) -> str:
+    """Return the map as the report draws it, as SVG."""
     return svg(side_by_side(sensitivity_charts([map_of(file)]), {}))
 
 
-def warps(file: Exported) -> str:
-    """Rank correlation of the final warp metrics with the gap, over layers and formats;
-    intervals over formats.
+def warp_table(file: Exported) -> str:
+    """Return the rank correlation of each warp metric at the end with the gap.
+
+    It is over layers and formats, and its interval over formats.
     """
-    told = rank_predictors(
-        list(
-            early_points(
-                file.rows, find_reference(file.rows, file.baseline), at=END, over="format"
-            ).values()
-        )
-    )
-    lines = [_line(each) for each in told if each.name.startswith("geometry/warp_")]
-    return markdown(("figure", "runs", "rank correlation with the gap", "95%, over formats"), lines)
+    reference = find_reference(file.rows, file.baseline)
+    points = early_points(file.rows, reference, at=END, group=Group.FORMAT)
+    lines = []
+    for predictor in rank_predictors(list(points.values())):
+        if predictor.name.startswith("geometry/warp_"):
+            lines.append(_warp_row(predictor))
+    header = ("figure", "runs", "rank correlation with the gap", "95%, over formats")
+    return markdown(header, lines)
 
 
-def _line(told: Predictor) -> tuple[str, ...]:
-    ends = "-" if told.low is None or told.high is None else f"[{told.low:+.2f}, {told.high:+.2f}]"
-    return (
-        f"`{told.name}`",
-        str(told.runs),
-        "-" if told.spearman is None else f"{told.spearman:+.2f}",
-        ends,
-    )
+def _warp_row(predictor: Predictor) -> tuple[str, ...]:
+    if predictor.low is None or predictor.high is None:
+        interval = "-"
+    else:
+        interval = f"[{predictor.low:+.2f}, {predictor.high:+.2f}]"
+    correlation = "-" if predictor.spearman is None else f"{predictor.spearman:+.2f}"
+    return f"`{predictor.name}`", str(predictor.runs), correlation, interval

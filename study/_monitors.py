@@ -1,5 +1,6 @@
-"""Correlation of each monitor at a tenth of the training with the final gap: rules of
-AdamW's kind, and all rules.
+"""Correlation of each monitor at a tenth of the training with the final gap.
+
+It is shown over rules of AdamW's kind, and over all rules.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,33 +9,28 @@ from _markdown import markdown
 from _predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors
 
 from nanogpt_bench.report.results_file import Exported
-from nanogpt_bench.report.rows import Row, find_reference, setting_of
+from nanogpt_bench.report.rows import Row, find_reference, row_runs, setting_of
 from nanogpt_bench.sweep.plan import baseline_of
 
-#: every run's final gap is that to this row of its file, or to the file's own reference
-#: where it has no such row
+#: every run's final gap is to this row of its file, or to the file's own reference where
+#: it has no such row
 REFERENCE = "fp32"
 
 
-def monitors(*files: Exported) -> str:
-    """A table of the loss and of the metrics that predict the gap among rules without
-    Muon, strongest first.
+def monitors_table(*files: Exported) -> str:
+    """Return a line for the loss, and for each metric that predicts the gap beyond it.
 
-    Among all runs most metrics only tell Muon from AdamW. Runs of several files are
-    judged together, each against float32 AdamW; a run that two files have counts once.
+    Metrics are judged among rules without Muon, and the strongest comes first: among
+    all runs most metrics only tell Muon from AdamW. Runs of several files are judged
+    together, each against float32 AdamW. A run that two files have counts once.
     """
-    of_all = {each.name: each for each in rank_predictors(_points(files, lambda row: True))}
-    alone = rank_predictors(_points(files, lambda row: not row.rule.startswith("muon")))
-    shown = [each for each in alone if each.name in TRIVIAL]
-    shown += sorted(filter(found, alone), key=lambda each: -abs(each.spearman or 0.0))
-    lines = [
-        (
-            _named(each),
-            str(each.runs),
-            *(cell for told in (each, of_all.get(each.name)) for cell in _cells(told)),
-        )
-        for each in shown
-    ]
+    over_all = {predictor.name: predictor for predictor in rank_predictors(_points(files, _is_any))}
+    without_muon = rank_predictors(_points(files, _is_without_muon))
+    shown = [predictor for predictor in without_muon if predictor.name in TRIVIAL]
+    shown += sorted(
+        filter(is_predictive, without_muon),
+        key=lambda predictor: -abs(predictor.spearman or 0.0),
+    )
     header = (
         "figure at a tenth",
         "runs",
@@ -43,48 +39,59 @@ def monitors(*files: Exported) -> str:
         "with Muon",
         "AUC, > 1% behind",
     )
+    lines = []
+    for predictor in shown:
+        name = predictor.name if predictor.name in TRIVIAL else f"`{predictor.name}`"
+        cells = [*_cells(predictor), *_cells(over_all.get(predictor.name))]
+        lines.append([name, str(predictor.runs), *cells])
     return markdown(header, lines)
 
 
+def _is_any(row: Row) -> bool:
+    return True
+
+
+def _is_without_muon(row: Row) -> bool:
+    return not row.rule.startswith("muon")
+
+
 def looked_early(file: Exported) -> bool:
-    """Return whether the file has float32 AdamW and runs that were measured within a
-    tenth of their steps.
-    """
-    return _has_reference(file) and bool(_points([file], lambda row: True))
+    """Return whether the file has float32 AdamW and runs that were measured early."""
+    return _has_reference(file) and bool(_points([file], _is_any))
 
 
 def _has_reference(file: Exported) -> bool:
     return any(row.rule == REFERENCE for row in file.rows)
 
 
-def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Point]:
-    """The runs of the rows that `kept` selects; their references are looked for among
-    all rows.
-    """
-    every = {}
+def _points(files: Sequence[Exported], is_wanted: Callable[[Row], bool]) -> list[Point]:
+    """Return the runs of the wanted rows; their references may be any rows of the file."""
+    points = {}
     for file in files:
-        shown = {setting_of(run) for row in file.rows if kept(row) for run in row.runs}
+        wanted_rows = [row for row in file.rows if is_wanted(row)]
+        settings = {setting_of(run) for _, run in row_runs(wanted_rows)}
         name = baseline_of(REFERENCE, file.rows) if _has_reference(file) else file.baseline
-        measured = early_points(file.rows, find_reference(file.rows, name))
-        every |= {key: point for key, point in measured.items() if point.of in shown}
-    return list(every.values())
+        for key, point in early_points(file.rows, find_reference(file.rows, name)).items():
+            if point.group in settings:
+                points[key] = point
+    return list(points.values())
 
 
-def found(told: Predictor) -> bool:
-    """Return whether the rank correlation's interval excludes 0 and the metric predicts
-    more than the loss alone.
+def is_predictive(predictor: Predictor) -> bool:
+    """Return whether a metric predicts the gap, and more of it than the loss alone.
+
+    The interval of its rank correlation excludes 0.
     """
-    if told.low is None or told.high is None or told.holm is None:
+    if predictor.low is None or predictor.high is None or predictor.holm is None:
         return False
-    return not told.low <= 0 <= told.high and told.holm < LEVEL
+    return not predictor.low <= 0 <= predictor.high and predictor.holm < LEVEL
 
 
-def _named(told: Predictor) -> str:
-    return told.name if told.name in TRIVIAL else f"`{told.name}`"
-
-
-def _cells(told: Predictor | None) -> tuple[str, str]:
-    if told is None or told.spearman is None:
+def _cells(predictor: Predictor | None) -> tuple[str, str]:
+    """Return the rank correlation with its interval, and the AUC."""
+    if predictor is None or predictor.spearman is None:
         return "-", "-"
-    ends = "" if told.low is None or told.high is None else f" [{told.low:+.2f}, {told.high:+.2f}]"
-    return f"{told.spearman:+.2f}{ends}", "-" if told.auc is None else f"{told.auc:.2f}"
+    correlation = f"{predictor.spearman:+.2f}"
+    if predictor.low is not None and predictor.high is not None:
+        correlation += f" [{predictor.low:+.2f}, {predictor.high:+.2f}]"
+    return correlation, "-" if predictor.auc is None else f"{predictor.auc:.2f}"

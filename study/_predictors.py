@@ -1,11 +1,19 @@
-"""Predictors of the final gap among figures monitored early: rank correlation, AUC, and
-gain over the loss.
+"""Which of the figures monitored early predict the final gap of a run.
+
+    early_points      the runs of a file, each as a point: figures at a tenth of its
+                      steps, and its gap to the reference's final loss
+    rank_predictors   for each figure over all points: its rank correlation with the
+                      gap and the AUC of being behind, as it is and beyond what the
+                      early loss tells already
+
+The early loss and its gap are the trivial predictors: whoever watches a run has them.
 """
 
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
@@ -22,40 +30,49 @@ FEWEST = 5
 #: resamples of the bootstrap
 RESAMPLES = 999
 LEVEL = 0.05
-#: the trivial predictors: the early loss, and that loss minus the reference's at the
-#: same step
-LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss minus the reference's")
+#: the early loss, and that loss minus the reference's at the same step
+LOSS = "training loss"
+LOSS_GAP = "training loss minus the reference's"
+TRIVIAL = (LOSS, LOSS_GAP)
+
+
+class Group(Enum):
+    """What runs that are not independent have in common."""
+
+    SETTING = "setting"
+    FORMAT = "format"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its metrics at one time, its final gap (inf if it failed), whether it is
-    behind, and its group `of`.
+    """A run as the predictors see it.
 
-    Runs of one group (one setting, or one format) are not independent. Its key is the
-    same in every file.
+    The bootstrap draws groups of runs, since those of one group are not independent. A
+    group has the same name in every file.
     """
 
+    #: metrics at one time
     figures: Mapping[str, float]
+    #: final loss minus the reference's, inf if the run failed
     gap: float
-    behind: bool
-    of: str = ""
+    is_behind: bool
+    group: str
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A metric's rank correlation and AUC with the final gap, over the runs that have
-    it, and the loss's on those runs.
+    """How a metric predicts the final gap, over the runs that have it.
 
     `low` and `high` are the ends of the 95% interval of `spearman`, by bootstrap over
-    rows or formats. `beyond` is the partial rank correlation of figure and gap given
-    the loss, `p` its p-value, `holm` the same adjusted for the number of figures.
+    groups of runs. `beyond` is the partial rank correlation of metric and gap given the
+    loss, `p` its p-value, and `holm` that value adjusted for the number of metrics.
     """
 
     name: str
     runs: int
+    #: rank correlation with the gap, and the loss's over the same runs
     spearman: float | None
-    of_loss: float | None
+    spearman_of_loss: float | None
     auc: float | None
     auc_of_loss: float | None
     low: float | None = None
@@ -66,104 +83,112 @@ class Predictor:
 
 
 def early_points(
-    rows: Sequence[Row], reference: Row | None, *, at: float = TENTH, over: str = "row"
+    rows: Sequence[Row],
+    reference: Row | None,
+    *,
+    at: float = TENTH,
+    group: Group = Group.SETTING,
 ) -> dict[Hashable, Point]:
-    """Return runs with figures and a finished reference of the same seed, by identity,
-    without the references.
+    """Return the runs that have figures and a finished reference of the same seed.
 
-    The figures are the last record within the share `at` of a run's steps. Two files
-    may hold one run, so the identity is the key.
+    They are by identity, since two files may hold one run. References are left out.
+
+    Args:
+        rows: the rows of a file.
+        reference: the row that the others are compared with.
+        at: the share of a run's steps within which its last record counts.
+        group: what the runs of a group have in common.
     """
-    against = references_of(rows, reference)
-    found: dict[Hashable, Point] = {}
+    references = references_of(rows, reference)
+    points: dict[Hashable, Point] = {}
     for row in rows:
-        other = against.get(row.label)
-        if other is None or other.label == row.label:
+        reference_row = references.get(row.label)
+        if reference_row is None or reference_row.label == row.label:
             continue
         for run in row.runs:
-            twin = next(
-                (
-                    one
-                    for one in other.runs
-                    if seed_of(one) == seed_of(run) and one.status == "finished"
-                ),
-                None,
-            )
-            if twin is not None and (point := _point(run, twin, at)) is not None:
-                found[identity(run)] = replace(
-                    point, of=setting_of(run) if over == "row" else row.format
-                )
-    return found
+            reference_run = _finished_run(reference_row, seed_of(run))
+            if reference_run is None:
+                continue
+            name = setting_of(run) if group is Group.SETTING else row.format
+            point = _point(run, reference_run, at, name)
+            if point is not None:
+                points[identity(run)] = point
+    return points
 
 
-def _point(run: Run, twin: Run, at: float) -> Point | None:
-    own, its = _figures(run, at), _figures(twin, at)
-    loss, base = run.at_end("final_val_loss"), twin.at_end("final_val_loss")
-    if not own or base is None or run.status not in ("finished", "failed"):
+def _finished_run(row: Row, seed: Hashable) -> Run | None:
+    for run in row.runs:
+        if seed_of(run) == seed and run.status == "finished":
+            return run
+    return None
+
+
+def _point(run: Run, reference: Run, at: float, group: str) -> Point | None:
+    figures = _figures_at(run, at)
+    reference_loss = reference.at_end("final_val_loss")
+    if not figures or reference_loss is None or run.status not in ("finished", "failed"):
         return None
-    gap = math.inf if loss is None or run.status == "failed" else loss - base
-    now, then = _loss(own), _loss(its)
-    early = {
-        LOSS: now,
-        LOSS_GAP: None if then is None else (math.nan if now is None else now) - then,
-    }
-    known = {
-        name: value for name, value in early.items() if value is not None and math.isfinite(value)
-    }
-    return Point(own | known, gap, gap > BEHIND * base)
+    final_loss = run.at_end("final_val_loss")
+    has_loss = final_loss is not None and run.status != "failed"
+    gap = final_loss - reference_loss if has_loss else math.inf
+    early_loss = _training_loss(figures)
+    early_reference_loss = _training_loss(_figures_at(reference, at))
+    if early_loss is not None and math.isfinite(early_loss):
+        figures[LOSS] = early_loss
+        if early_reference_loss is not None and math.isfinite(early_reference_loss):
+            figures[LOSS_GAP] = early_loss - early_reference_loss
+    return Point(figures, gap, gap > BEHIND * reference_loss, group)
 
 
-def _figures(run: Run, at: float) -> dict[str, float]:
-    """Return the figures last recorded within a share of the run's steps; {} without
-    any.
-    """
+def _figures_at(run: Run, at: float) -> dict[str, float]:
+    """Return the figures last recorded within a share of the run's steps; {} without any."""
     limit = at * (run.number("steps_planned") or 0)
-    step = max((step for step in run.looks if step <= limit), default=None)
-    return {} if step is None else dict(run.looks[step])
+    steps = [step for step in run.looks if step <= limit]
+    return dict(run.looks[max(steps)]) if steps else {}
 
 
-def _loss(figures: Mapping[str, float]) -> float | None:
+def _training_loss(figures: Mapping[str, float]) -> float | None:
     return figures.get(SMOOTHED_LOSS.name, figures.get(TRAIN_LOSS.name))
 
 
-def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
-    """Return the metrics that enough runs have: first the loss and its gap, then the
-    others, best first.
+def rank_predictors(points: Sequence[Point]) -> list[Predictor]:
+    """Return the predictors that enough runs have, the two trivial ones first.
+
+    The others are sorted by what they tell beyond the loss, the strongest first.
     """
-    seen = dict.fromkeys(name for point in found for name in point.figures)
-    names = [name for name in seen if name not in (*TRIVIAL, TRAIN_LOSS.name, SMOOTHED_LOSS.name)]
-    told = [_predictor(name, found) for name in (*TRIVIAL, *names)]
-    kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
-    trivial = [each for each in kept if each.name in TRIVIAL]
-    rest = _adjusted([each for each in kept if each not in trivial])
-    return [*trivial, *sorted(rest, key=lambda each: -abs(each.beyond or 0.0))]
+    names = dict.fromkeys(TRIVIAL)
+    for point in points:
+        names |= dict.fromkeys(point.figures)
+    for name in (TRAIN_LOSS.name, SMOOTHED_LOSS.name):
+        names.pop(name, None)
+    judged = [_judge(name, points) for name in names]
+    known = [one for one in judged if one.runs >= FEWEST and one.spearman is not None]
+    trivial = [one for one in known if one.name in TRIVIAL]
+    metrics = _with_holm([one for one in known if one.name not in TRIVIAL])
+    return [*trivial, *sorted(metrics, key=lambda predictor: -abs(predictor.beyond or 0.0))]
 
 
-def _predictor(name: str, found: Sequence[Point]) -> Predictor:
+def _judge(name: str, points: Sequence[Point]) -> Predictor:
     """Judge one metric and the loss, over the runs that have both."""
-    from scipy.stats import linregress, pearsonr, rankdata
-
-    runs = [point for point in found if name in point.figures and LOSS in point.figures]
-    figure, loss = ([point.figures[key] for point in runs] for key in (name, LOSS))
-    gaps, behind = [point.gap for point in runs], [point.behind for point in runs]
-    told = Predictor(
+    runs = [point for point in points if name in point.figures and LOSS in point.figures]
+    values = [point.figures[name] for point in runs]
+    losses = [point.figures[LOSS] for point in runs]
+    gaps = [point.gap for point in runs]
+    is_behind = [point.is_behind for point in runs]
+    predictor = Predictor(
         name,
         len(runs),
-        *(_spearman(x, gaps) for x in (figure, loss)),
-        *(_auc(x, behind) for x in (figure, loss)),
+        spearman=_spearman(values, gaps),
+        spearman_of_loss=_spearman(losses, gaps),
+        auc=_auc(values, is_behind),
+        auc_of_loss=_auc(losses, is_behind),
     )
-    if len(runs) < FEWEST or told.spearman is None or told.of_loss is None or name in TRIVIAL:
-        return replace(told, **_interval(runs, figure, gaps)) if told.spearman is not None else told
-    ranks, of_gap, of_loss = (rankdata(values) for values in (figure, gaps, loss))
-    left = []
-    for each in (ranks, of_gap):
-        line = linregress(of_loss, each)
-        left.append(each - line.intercept - line.slope * of_loss)
-    told = replace(told, **_interval(runs, figure, gaps))
-    if any(max(abs(values)) < 1e-9 * len(runs) for values in left):
-        return replace(told, beyond=0.0, p=1.0)  # nothing is left that the loss doesn't explain
-    test = pearsonr(*left)
-    return replace(told, beyond=float(test.statistic), p=float(test.pvalue))
+    if predictor.spearman is None:
+        return predictor
+    predictor = replace(predictor, **_bootstrap_interval(runs, values, gaps))
+    if len(runs) < FEWEST or predictor.spearman_of_loss is None or name in TRIVIAL:
+        return predictor
+    return replace(predictor, **_partial_correlation(values, gaps, losses))
 
 
 def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
@@ -175,28 +200,47 @@ def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
     return float(spearmanr(values, gaps).statistic)
 
 
-def _interval(
+def _partial_correlation(
+    values: Sequence[float], gaps: Sequence[float], losses: Sequence[float]
+) -> dict[str, float]:
+    """Return the correlation of the ranks of values and gaps that the loss leaves over."""
+    from scipy.stats import linregress, pearsonr, rankdata
+
+    ranks_of_loss = rankdata(losses)
+    residuals = []
+    for ranks in (rankdata(values), rankdata(gaps)):
+        line = linregress(ranks_of_loss, ranks)
+        residuals.append(ranks - line.intercept - line.slope * ranks_of_loss)
+    # Nothing may be left that the loss does not explain.
+    if any(max(abs(residual)) < 1e-9 * len(values) for residual in residuals):
+        return {"beyond": 0.0, "p": 1.0}
+    test = pearsonr(*residuals)
+    return {"beyond": float(test.statistic), "p": float(test.pvalue)}
+
+
+def _bootstrap_interval(
     runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the 95% interval of the rank correlation, by bootstrap over groups of
-    runs; {} if these are too few.
+    """Return the 95% interval of the rank correlation, by bootstrap over groups of runs.
+
+    Returns {} for too few groups.
     """
-    from scipy.stats import bootstrap, rankdata
+    from scipy.stats import bootstrap
 
-    groups: dict[str, list[int]] = {}
-    for place, run in enumerate(runs):
-        groups.setdefault(run.of, []).append(place)
-    if len(groups) < FEWEST:
+    pairs_by_group: dict[str, list[tuple[float, float]]] = {}
+    for run, value, gap in zip(runs, values, gaps, strict=True):
+        pairs_by_group.setdefault(run.group, []).append((value, gap))
+    if len(pairs_by_group) < FEWEST:
         return {}
-    places, pairs = list(groups.values()), list(zip(values, gaps, strict=True))
+    groups = list(pairs_by_group.values())
 
-    def correlation(drawn: Sequence[float]) -> float:
-        x, y = zip(*(pairs[place] for group in drawn for place in places[int(group)]), strict=True)
-        ranks = [each - (len(x) + 1) / 2 for each in (rankdata(x), rankdata(y))]
-        power = math.sqrt(float((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
-        return float((ranks[0] * ranks[1]).sum()) / power if power else 0.0  # constant: no order
+    def correlation(sample: Sequence[float]) -> float:
+        pairs: list[tuple[float, float]] = []
+        for index in sample:
+            pairs += groups[int(index)]
+        return _correlation_of_ranks(pairs)
 
-    found = bootstrap(
+    interval = bootstrap(
         (list(range(len(groups))),),
         correlation,
         n_resamples=RESAMPLES,
@@ -204,28 +248,45 @@ def _interval(
         method="percentile",
         rng=0,
     ).confidence_interval
-    return {"low": float(found.low), "high": float(found.high)}
+    return {"low": float(interval.low), "high": float(interval.high)}
 
 
-def _auc(values: Sequence[float], behind: Sequence[bool]) -> float | None:
-    """Return the probability that a run behind has the larger value; None if all or
-    none are behind.
+def _correlation_of_ranks(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the rank correlation; 0 if either side is constant, which has no order."""
+    from scipy.stats import rankdata
+
+    middle = (len(pairs) + 1) / 2
+    x = rankdata([pair[0] for pair in pairs]) - middle
+    y = rankdata([pair[1] for pair in pairs]) - middle
+    power = math.sqrt(float((x**2).sum() * (y**2).sum()))
+    return float((x * y).sum()) / power if power else 0.0
+
+
+def _auc(values: Sequence[float], is_behind: Sequence[bool]) -> float | None:
+    """Return the probability that a run behind has the larger value.
+
+    Returns None if all or none are behind.
     """
-    late, others = (
-        [v for v, b in zip(values, behind, strict=True) if b is wanted] for wanted in (True, False)
-    )
-    if not late or not others:
+    behind = [value for value, late in zip(values, is_behind, strict=True) if late]
+    others = [value for value, late in zip(values, is_behind, strict=True) if not late]
+    if not behind or not others:
         return None
     from scipy.stats import mannwhitneyu
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant values
-        return float(mannwhitneyu(late, others).statistic) / (len(late) * len(others))
+        # scipy warns of constant values.
+        warnings.simplefilter("ignore")
+        statistic = float(mannwhitneyu(behind, others).statistic)
+    return statistic / (len(behind) * len(others))
 
 
-def _adjusted(found: Sequence[Predictor]) -> list[Predictor]:
-    tested = [each.p for each in found if each.p is not None]
-    if not tested:
-        return list(found)
-    left = iter(holm(tested))
-    return [each if each.p is None else replace(each, holm=next(left)) for each in found]
+def _with_holm(predictors: Sequence[Predictor]) -> list[Predictor]:
+    """Return predictors with their p-values adjusted together."""
+    tested = [predictor.p for predictor in predictors if predictor.p is not None]
+    adjusted = iter(holm(tested) if tested else [])
+    result = []
+    for predictor in predictors:
+        if predictor.p is not None:
+            predictor = replace(predictor, holm=next(adjusted))
+        result.append(predictor)
+    return result

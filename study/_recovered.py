@@ -1,55 +1,66 @@
-"""The share of nearest rounding's loss against float32, in a format, that each rule
-avoids.
+"""How much of the loss of nearest rounding each rule avoids, in a format.
+
+Nearest rounding costs L_nearest - L_fp32. A rule brings back the share
+
+    (L_nearest - L_rule) / (L_nearest - L_fp32)
+
+of that, which is computed seed by seed.
 """
 
 from _markdown import markdown
 from _paired import losses_of
-from _weights import data_of
+from _weights import data_of, label_without_data, text_name
 
 from nanogpt_bench.report.paired import Difference, difference
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row
 
 
-def recovered(file: Exported) -> str:
-    """A line per rule and format, a column per text; "" if the file lacks `nearest` or
-    `fp32`.
+def recovered_table(file: Exported) -> str:
+    """Return a line per rule and format, and a column per text.
 
-    The share is (L_nearest - L_rule) / (L_nearest - L_fp32), for each seed.
+    Returns "" if the file lacks `nearest` or `fp32`.
     """
     fp32 = {data_of(row): row for row in file.rows if row.rule == "fp32"}
     nearest = {(row.format, data_of(row)): row for row in file.rows if row.rule == "nearest"}
-    shares: dict[str, dict[str, str]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for row in file.rows:
         data = data_of(row)
-        if row.rule != "nearest" and (row.format, data) in nearest and data in fp32:
-            found = share(row, nearest[row.format, data], fp32[data])
-            shares.setdefault(row.label.replace(f" dir={data}", ""), {})[data] = in_share(found)
-    header = ["rule", *(f"brought back, {data.split('/')[-1]}" for data in fp32)]
-    rows = [
-        [f"`{label}`", *(each.get(data, "-") for data in fp32)] for label, each in shares.items()
-    ]
-    return markdown(header, rows) if rows else ""
+        if row.rule == "nearest" or (row.format, data) not in nearest or data not in fp32:
+            continue
+        share = recovered_share(row, nearest[row.format, data], fp32[data])
+        cells.setdefault(label_without_data(row), {})[data] = share_text(share)
+    if not cells:
+        return ""
+    header = ["rule", *(f"brought back, {text_name(data)}" for data in fp32)]
+    lines = []
+    for label, cell_by_data in cells.items():
+        lines.append([f"`{label}`", *(cell_by_data.get(data, "-") for data in fp32)])
+    return markdown(header, lines)
 
 
-def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
-    """The mean share over the seeds that all three rows have, with its interval."""
-    own, lost, exact = map(losses_of, (row, nearest, fp32))
-    shares = {
-        seed: (lost[seed] - own[seed]) / (lost[seed] - exact[seed])
-        for seed in own.keys() & lost.keys() & exact.keys()
-    }
+def recovered_share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
+    """Return the mean share over the seeds that all three rows have, with its interval."""
+    of_rule = losses_of(row)
+    of_nearest = losses_of(nearest)
+    of_fp32 = losses_of(fp32)
+    shares = {}
+    for seed in of_rule.keys() & of_nearest.keys() & of_fp32.keys():
+        cost = of_nearest[seed] - of_fp32[seed]
+        shares[seed] = (of_nearest[seed] - of_rule[seed]) / cost
     return difference(shares, dict.fromkeys(shares, 0.0))
 
 
-def in_share(found: Difference | None) -> str:
-    """A share with its interval, as text.
+def share_text(share: Difference | None) -> str:
+    """Return a share with its interval in percent.
 
-    >>> in_share(Difference(0.5, 3, 0.25, 0.75)), in_share(Difference(1.1, 1)), in_share(None)
-    ('50% [25%, 75%]', '110%, one seed: a lead', '-')
+    >>> share_text(Difference(0.5, 3, 0.25, 0.75)), share_text(Difference(1.1, 1))
+    ('50% [25%, 75%]', '110%, one seed: a lead')
+    >>> share_text(None)
+    '-'
     """
-    if found is None:
+    if share is None:
         return "-"
-    if found.low is None or found.high is None:
-        return f"{found.mean:.0%}, one seed: a lead"
-    return f"{found.mean:.0%} [{found.low:.0%}, {found.high:.0%}]"
+    if share.low is None or share.high is None:
+        return f"{share.mean:.0%}, one seed: a lead"
+    return f"{share.mean:.0%} [{share.low:.0%}, {share.high:.0%}]"

@@ -1,34 +1,45 @@
-"""The tables and figures of the study's results, from the files in `results` alone."""
+"""The tables and figures of the study's results, from the files in `results` alone.
 
-from collections.abc import Iterator, Mapping, Sequence
+What is made of a file depends on its rows:
+
+    a search of rates        the largest stable rates, by seed
+    a map                    the gap of each layer pattern in each format
+    anything else            rows against baselines: losses, verdicts, monitors, failures
+        with several lengths or sizes    also the gap by that number
+        otherwise                        also the course of the training, and against time
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import matplotlib
-from _along import Course, course, drawn_along, table_along
-from _clock import drawn_by_clock, paces_of, table_by_clock
+from _along import Course, course, draw_along, table_along
+from _clock import draw_by_clock, paces_of, table_by_clock
 from _compared import (
     BASELINES,
     TEXTS,
     baselines,
-    brief,
     by_text,
     measured_against,
-    short,
-    source,
+    result_label,
+    short_label,
+    source_line,
     table,
     text_of,
     text_of_row,
 )
 from _failures import failures_table
-from _lengths import drawn_by, gap_by, ladder_of
+from _lengths import gap_figure, gap_table, ladder_of
 from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
-from _maps import drawn_map, is_map, warps
+from _maps import is_map, map_figure, warp_table
 from _markdown import markdown
-from _monitors import looked_early, monitors
-from _recovered import recovered
-from _spacing import drawn_spacing, is_drawn, spaced, spacing_table
+from _monitors import looked_early, monitors_table
+from _recovered import recovered_table
+from _spacing import draw_spacing, format_points, is_drawable, spacing_table
 from _stiffness import stiffness_table
 from _weights import kurtosis_table, logarithms_table
 from matplotlib import pyplot as plt
@@ -37,7 +48,7 @@ from matplotlib.figure import Figure
 
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported, read_export
-from nanogpt_bench.report.rows import find_reference, references_of, row_label
+from nanogpt_bench.report.rows import Row, find_reference, references_of, row_label
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.plan import baseline_of
 
@@ -78,9 +89,9 @@ MONITORED = (
     "study_q9_length_cpu",
 )
 #: in nats: smaller differences count as none in a verdict
-WORTH = 0.005
+NEGLIGIBLE = 0.005
 #: files whose rows are added to another file's in its tables and figures
-BESIDE = {
+ADDED_FILES = {
     "study_q1": ("study_q1_bf16",),
     "study_q2_noise": ("study_q2_twin",),
     "study_q5": ("study_q5_mixture",),
@@ -98,115 +109,137 @@ BESIDE = {
 }
 
 
-def read(path: Path) -> Exported:
-    """A results file with the rows and searches of the files that BESIDE adds to it."""
-    beside = [path.with_stem(name) for name in BESIDE.get(path.stem, ())]
-    files = [read_export(each) for each in (path, *beside) if each.is_file()]
-    rows = {row.label: row for file in reversed(files) for row in file.rows}
-    order = dict.fromkeys(row.label for file in files for row in file.rows)
-    tuning = [each for file in files for each in file.tuning]
-    return replace(files[0], rows=tuple(rows[label] for label in order), tuning=tuple(tuning))
+@cache
+def read_with_added_rows(path: Path) -> Exported:
+    """Read a results file with the rows and searches of the files added to it.
 
-
-def against_baseline(stems: str, baseline: str) -> Iterator[tuple[str, list[Result]]]:
-    """The rows of files, text by text, measured against their baseline, or Q1's on that
-    text if they lack it.
+    Of two rows with one label, the one of the earlier file counts. A file is read once:
+    a table asks for the same one in every line.
     """
-    for file in (read(FOLDER / f"{stem}.json") for stem in stems.split()):
+    paths = [path, *(path.with_stem(name) for name in ADDED_FILES.get(path.stem, ()))]
+    files = [read_export(path) for path in paths if path.is_file()]
+    rows: dict[str, Row] = {}
+    for row in chain.from_iterable(file.rows for file in files):
+        rows.setdefault(row.label, row)
+    tuning = tuple(chain.from_iterable(file.tuning for file in files))
+    return replace(files[0], rows=tuple(rows.values()), tuning=tuning)
+
+
+def against_baseline(names: str, baseline: str) -> Iterator[tuple[str, list[Result]]]:
+    """Yield the results of files against their baseline, text by text.
+
+    A file without the baseline is measured against Q1's on its texts.
+
+    Args:
+        names: names of results files, separated by blanks.
+        baseline: the label of the baseline.
+    """
+    for name in names.split():
+        file = read_with_added_rows(FOLDER / f"{name}.json")
         if not any(row_label(row.rule, row.format) == baseline for row in file.rows):
             texts = {text_of_row(row) for row in file.rows}
-            lent = read(FOLDER / "study_q1.json").rows
-            lent = tuple(
-                row for row in lent if brief(row.label) == baseline and text_of_row(row) in texts
-            )
-            file = replace(file, rows=(*file.rows, *lent))
+            file = replace(file, rows=(*file.rows, *_baseline_rows_of_q1(baseline, texts)))
         yield from by_text(measured_against(file, baseline))
 
 
-def decided(file: Exported, against: Sequence[str]) -> str:
-    """A table of the verdict on every rule, from its intervals on all texts; the
-    study's page defines the verdicts.
+def _baseline_rows_of_q1(baseline: str, texts: set[str]) -> Iterator[Row]:
+    for row in read_with_added_rows(FOLDER / "study_q1.json").rows:
+        if short_label(row.label) == baseline and text_of_row(row) in texts:
+            yield row
+
+
+def verdict_table(file: Exported, against: Sequence[str]) -> str:
+    """Return the verdict on every rule against each baseline, over all texts.
+
+    The study's page defines the verdicts.
     """
-    each = {name: measured_against(file, name) for name in against}
-    labels = dict.fromkeys(short(result) for results in each.values() for result in results)
-    rows = [
-        (
-            f"`{label}`",
-            *(_decision([r for r in results if short(r) == label]) for results in each.values()),
-        )
-        for label in labels
-    ]
-    return markdown(("rule", *(f"against {name}" for name in each)), rows)
+    by_baseline = {name: measured_against(file, name) for name in against}
+    results_of_all = chain.from_iterable(by_baseline.values())
+    rows = []
+    for label in dict.fromkeys(map(result_label, results_of_all)):
+        verdicts = []
+        for results in by_baseline.values():
+            of_rule = [result for result in results if result_label(result) == label]
+            verdicts.append(_verdict(of_rule))
+        rows.append([f"`{label}`", *verdicts])
+    return markdown(("rule", *(f"against {name}" for name in against)), rows)
 
 
-def _decision(results: Sequence[Result]) -> str:
-    """The verdict on one rule, from its differences to one baseline on every text.
+def _verdict(results: Sequence[Result]) -> str:
+    """Return the verdict on one rule, from its differences to one baseline on every text.
 
-    >>> _decision([])
+    >>> _verdict([])
     'not decided'
     """
-    ends = [
-        (r.difference.low, r.difference.high) for r in results if r.difference and not r.reference
-    ]
-    if any(r.reference for r in results):
+    if any(result.reference for result in results):
         return "-"
-    known = [(low, high) for low, high in ends if low is not None and high is not None]
-    if any(low > WORTH for low, _ in known):
+    lows, highs = [], []
+    for result in results:
+        if result.difference and not result.difference.is_lead:
+            lows.append(result.difference.low)
+            highs.append(result.difference.high)
+    if any(low > NEGLIGIBLE for low in lows):
         return "behind"
-    if not known or len(known) < len(results):
+    if not lows or len(lows) < len(results):
         return "not decided"
-    if all(high < -WORTH for _, high in known):
+    if all(high < -NEGLIGIBLE for high in highs):
         return "ahead"
-    return "equal" if all(high < WORTH for _, high in known) else "not decided"
+    return "equal" if all(high < NEGLIGIBLE for high in highs) else "not decided"
 
 
-def along(file: Exported, name: str) -> dict[str, dict[str, Course]]:
-    """The distance of the runs from a baseline at each of their validations, by text
-    and rule.
+def courses_by_text(file: Exported, name: str) -> dict[str, dict[str, Course]]:
+    """Return the distance of the runs from a baseline at each of their validations.
+
+    It is by text and rule.
     """
     reference = find_reference(file.rows, baseline_of(name, file.rows))
-    against = references_of(file.rows, reference)
-    return {
-        text: {
-            short(r): course(r.row.runs, against[r.row.label].runs)
-            for r in results
-            if r.row.label in against and not r.reference
-        }
-        for text, results in by_text(measure(file.rows, reference))
-    }
+    references = references_of(file.rows, reference)
+    courses: dict[str, dict[str, Course]] = {}
+    for text, results in by_text(measure(file.rows, reference)):
+        courses[text] = {}
+        for result in results:
+            row = result.row
+            if row.label in references and not result.reference:
+                courses[text][result_label(result)] = course(row.runs, references[row.label].runs)
+    return courses
 
 
 def _tables_along(file: Exported, name: str) -> str:
-    each = along(file, name).items()
-    return "\n".join(
-        f"Minus the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each
-    )
+    tables = []
+    for text, courses in courses_by_text(file, name).items():
+        tables.append(f"Minus the loss of `{name}`, {text}:\n\n{table_along(courses)}")
+    return "\n".join(tables)
 
 
 def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> str:
     reference = find_reference(file.rows, baseline_of(name, file.rows))
-    against = references_of(file.rows, reference)
+    references = references_of(file.rows, reference)
     tables = []
     for text, results in by_text(measure(file.rows, reference)):
-        there = [result for result in results if result.row.label in against]
-        rules = {short(result): result.row.runs for result in there}
-        references = {short(result): against[result.row.label].runs for result in there}
-        tables.append(f"{text}:\n\n{table_by_clock(rules, references, name, paces)}")
+        runs, reference_runs = {}, {}
+        for result in results:
+            if result.row.label in references:
+                label = result_label(result)
+                runs[label] = result.row.runs
+                reference_runs[label] = references[result.row.label].runs
+        tables.append(f"{text}:\n\n{table_by_clock(runs, reference_runs, name, paces)}")
     return "\n".join(tables)
 
 
-def forest(file: Exported, name: str) -> Figure:
-    """Every row's paired difference to a baseline with its 95% interval, a panel per
-    text.
+def draw_differences(file: Exported, name: str) -> Figure:
+    """Draw every row's paired difference to a baseline with its 95% interval.
+
+    There is a panel per text. Rows are sorted by their difference on the first text
+    that has one.
     """
     panels = list(by_text(measured_against(file, name)))
-    means = {
-        short(r): r.difference.mean
-        for _, results in reversed(panels)
-        for r in results
-        if r.difference
-    }
-    order = sorted((label for label in means if label != name), key=lambda label: -means[label])
+    means = {}
+    for _, results in reversed(panels):
+        for result in results:
+            if result.difference:
+                means[result_label(result)] = result.difference.mean
+    means.pop(name, None)
+    order = sorted(means, key=lambda label: -means[label])
     figure, axes = plt.subplots(
         1,
         len(panels),
@@ -216,28 +249,29 @@ def forest(file: Exported, name: str) -> Figure:
         sharey=True,
     )
     for axis, (text, results) in zip(axes[0], panels, strict=True):
-        _panel(axis, {short(result): result for result in results}, order)
+        _draw_panel(axis, {result_label(result): result for result in results}, order)
         axis.set_title(text)
     figure.supxlabel(f"final loss minus that of {name}, nats per byte", fontsize="medium")
     return figure
 
 
-def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> None:
+def _draw_panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> None:
     axis.axvline(0, color="#999999", linewidth=1)
     for place, label in enumerate(order):
         result = results.get(label)
         if result is None or result.difference is None:
             continue
-        found, colour = result.difference, EXACT if result.row.format == "none" else STOCHASTIC
-        if found.low is not None and found.high is not None:
-            axis.hlines(place, found.low, found.high, color=colour, linewidth=2.2)
+        difference = result.difference
+        colour = EXACT if result.row.format == "none" else STOCHASTIC
+        if not difference.is_lead:
+            axis.hlines(place, difference.low, difference.high, color=colour, linewidth=2.2)
         axis.plot(
-            found.mean,
+            difference.mean,
             place,
             "o",
             color=colour,
             markersize=5,
-            fillstyle="none" if found.is_lead else "full",
+            fillstyle="none" if difference.is_lead else "full",
         )
     axis.set(yticks=range(len(order)), yticklabels=order, ylim=(-0.6, len(order) - 0.4))
     axis.spines["left"].set_visible(False)
@@ -245,85 +279,105 @@ def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> N
     axis.grid(axis="x", color="#e5e5e5", linewidth=0.8)
 
 
-def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
-    """The tables of a file, each with the suffix of its name."""
-    against = baselines(file, AGAINST.get(stem, BASELINES))
-    several = len({text_of(result) for result in measured_against(file, against[0])}) > 1
-    several = several and not stem.startswith(
-        "study_q16"
-    )  # whose claims are by another rule, `_claims`
-    decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""
-    yield "", f"{table(file, against)}\n{decisions}{source(file)}"
+def tables_of_rows(name: str, file: Exported) -> Iterator[tuple[str, str]]:
+    """Yield the tables of a file of rows, each after the suffix of its name."""
+    against = baselines(file, AGAINST.get(name, BASELINES))
+    yield "", f"{table(file, against)}\n{_verdicts(name, file, against)}{source_line(file)}"
     yield "-weights", kurtosis_table(file)
-    if logarithms := logarithms_table(file):
+    logarithms = logarithms_table(file)
+    if logarithms:
         yield "-logarithms", logarithms
-    yield "-monitors", monitors(file)
+    yield "-monitors", monitors_table(file)
     yield "-failures", failures_table(file)
-    if formats := spaced(file):
-        yield "-spacing", spacing_table(formats)
+    points = format_points(file)
+    if points:
+        yield "-spacing", spacing_table(points)
     if file.tuning:
         yield "-tuned", tuning_table(file.tuning)
-    if ladder := ladder_of(file):
-        yield f"-{ladder.name}", gap_by(ladder, file)
-    else:
-        yield "-along", "\n".join(_tables_along(file, name) for name in against)
-        yield "-clock", _tables_by_clock(file, against[0], paces_of(stem))
-        if shares := recovered(file):
-            yield "-recovered", shares
-        if stiffness := stiffness_table(file):
-            yield "-stiffness", stiffness
+    ladder = ladder_of(file)
+    if ladder:
+        yield f"-{ladder.name}", gap_table(ladder, file)
+        return
+    yield "-along", "\n".join(_tables_along(file, baseline) for baseline in against)
+    yield "-clock", _tables_by_clock(file, against[0], paces_of(name))
+    recovered = recovered_table(file)
+    if recovered:
+        yield "-recovered", recovered
+    stiffness = stiffness_table(file)
+    if stiffness:
+        yield "-stiffness", stiffness
 
 
-def write_study(folder: Path, files: Path = FOLDER) -> None:
+def _verdicts(name: str, file: Exported, against: Sequence[str]) -> str:
+    """Return the verdicts over all texts, or "" for one text.
+
+    Q16's are by another rule, in `_claims`.
+    """
+    texts = {text_of(result) for result in measured_against(file, against[0])}
+    if len(texts) <= 1 or name.startswith("study_q16"):
+        return ""
+    return f"Over all texts:\n\n{verdict_table(file, against)}\n"
+
+
+def write_study(folder: Path, results: Path = FOLDER) -> None:
     """Write the tables and figures of every results file into the folder."""
     matplotlib.use("Agg")
-    of_others = {name for names in BESIDE.values() for name in names}
-    found = {
-        path.stem: read(path) for path in sorted(files.glob("*.json")) if path.stem not in of_others
-    }
-    tuned = tuned_rates(list(found.values()))
-    for stem, file in found.items():
+    added = set(chain.from_iterable(ADDED_FILES.values()))
+    files = {}
+    for path in sorted(results.glob("*.json")):
+        if path.stem not in added:
+            files[path.stem] = read_with_added_rows(path)
+    tuned = tuned_rates(list(files.values()))
+    for name, file in files.items():
         if not any(row.runs for row in file.rows):
             continue
         if is_search(file):
-            (folder / f"{stem}.md").write_text(
-                f"{limit_table(file, tuned)}\n{source(file)}", encoding="utf-8"
-            )
+            tables = {"": f"{limit_table(file, tuned)}\n{source_line(file)}"}
+            _write_tables(folder, name, tables.items())
         elif is_map(file):
-            (folder / f"{stem}.md").write_text(f"{warps(file)}\n{source(file)}", encoding="utf-8")
-            (folder / f"{stem}.svg").write_text(drawn_map(file), encoding="utf-8")
+            tables = {"": f"{warp_table(file)}\n{source_line(file)}"}
+            _write_tables(folder, name, tables.items())
+            (folder / f"{name}.svg").write_text(map_figure(file), encoding="utf-8")
         else:
-            _write_rows(folder, stem, file)
-
-    if (
-        len(
-            early := [
-                file for stem, file in found.items() if stem in MONITORED and looked_early(file)
-            ]
-        )
-        > 1
-    ):
-        (folder / "study_monitors.md").write_text(monitors(*early), encoding="utf-8")
+            _write_tables(folder, name, tables_of_rows(name, file))
+            _write_figures_of_rows(folder, name, file)
+    monitored = [file for name, file in files.items() if name in MONITORED and looked_early(file)]
+    if len(monitored) > 1:
+        _write_tables(folder, "study_monitors", [("", monitors_table(*monitored))])
 
 
-def _write_rows(folder: Path, stem: str, file: Exported) -> None:
-    """The tables and figures of a file whose rows are measured against a baseline."""
-    for end, text in parts(stem, file):
-        (folder / f"{stem}{end}.md").write_text(text, encoding="utf-8")
+def _write_tables(folder: Path, name: str, tables: Iterable[tuple[str, str]]) -> None:
+    for suffix, text in tables:
+        (folder / f"{name}{suffix}.md").write_text(text, encoding="utf-8")
+
+
+def _write_figures_of_rows(folder: Path, name: str, file: Exported) -> None:
+    """Write the figures of a file whose rows are measured against a baseline."""
     ladder = ladder_of(file)
     if ladder is not None:
-        (folder / f"{stem}-{ladder.name}.svg").write_text(drawn_by(ladder, file), encoding="utf-8")
-    name = baselines(file, AGAINST.get(stem, BASELINES))[0]
+        svg = gap_figure(ladder, file)
+        (folder / f"{name}-{ladder.name}.svg").write_text(svg, encoding="utf-8")
     with plt.rc_context(STYLE):
-        drawn = {"": forest(file, name)}
-        if ladder is None and any((courses := along(file, name)).values()):
-            drawn["-along"] = drawn_along(courses, name)
-        if paces := paces_of(stem):
-            drawn["-clock"] = drawn_by_clock(
-                {short(r): r.row.runs for r in measured_against(file, name)}, paces
-            )
-        if is_drawn(formats := spaced(file)):
-            drawn["-spacing"] = drawn_spacing(formats, TEXTS, (file.baseline or "").split()[0])
-        for end, picture in drawn.items():
-            picture.savefig(folder / f"{stem}{end}.svg", metadata={"Date": None})
-            plt.close(picture)
+        for suffix, figure in _figures_of_rows(name, file, has_ladder=ladder is not None):
+            figure.savefig(folder / f"{name}{suffix}.svg", metadata={"Date": None})
+            plt.close(figure)
+
+
+def _figures_of_rows(
+    name: str, file: Exported, *, has_ladder: bool
+) -> Iterator[tuple[str, Figure]]:
+    """Yield the figures of a file of rows, each after the suffix of its name."""
+    baseline = baselines(file, AGAINST.get(name, BASELINES))[0]
+    yield "", draw_differences(file, baseline)
+    if not has_ladder:
+        courses = courses_by_text(file, baseline)
+        if any(courses.values()):
+            yield "-along", draw_along(courses, baseline)
+    paces = paces_of(name)
+    if paces:
+        results = measured_against(file, baseline)
+        yield "-clock", draw_by_clock({result_label(r): r.row.runs for r in results}, paces)
+    points = format_points(file)
+    if is_drawable(points):
+        rule = (file.baseline or "").split()[0]
+        yield "-spacing", draw_spacing(points, TEXTS, rule)

@@ -1,9 +1,8 @@
-"""Make the tables and figures of the study's pages from the files in `results`: those
-that are stale, or all.
+"""Make the tables and figures of the study's pages from the files in `results`.
 
-With --front it prints README's table of the study and the optimizers page's, and draws
-README's pictures instead. Modules that the study shares with the site's other pages are
-in `docs`.
+Those that are stale are made, or all with --all. With --front it prints README's table
+of the study and that of the page on optimizers, and draws README's pictures instead.
+Modules that the study shares with the site's other pages are in `docs`.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "docs")]
 
-from _front import MORE, front_table  # noqa: E402
+from _front import OPTIMIZERS_PAGE_ROWS, front_table  # noqa: E402
 from _frontier import write_pictures  # noqa: E402
 from _generated import Maker, Pages  # noqa: E402
 
@@ -39,11 +38,11 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.front:
-        print(f"{front_table()}\n{front_table(MORE)}")
+        print(f"{front_table()}\n{front_table(OPTIMIZERS_PAGE_ROWS)}")
         write_pictures()
     else:
         STUDY.write(arguments.all)
-        print("\n".join(STUDY.report(STUDY.stale())) or "every table and figure is fresh")
+        print(STUDY.report(STUDY.stale()) or "every table and figure is fresh")
 
 
 if __name__ == "__main__":

@@ -33,23 +33,23 @@ def pages_of(folder):
 @pytest.mark.parametrize("folder", ["docs", "study"])
 def test_every_table_and_figure_is_fresh(folder):
     pages = pages_of(folder)
-    assert list(pages.report(pages.stale())) == []
+    assert pages.report(pages.stale()) == ""
 
 
 @DRAWN
 def test_what_is_stale_is_named_with_the_command(monkeypatch):
     """A table edited by hand, and results that changed after they were drawn."""
     docs = pages_of("docs")
-    there, record = docs.shown(), docs.recorded()
+    there, record = docs.pieces_on_pages(), docs.read_record()
     monkeypatch.setattr(
-        docs, "shown", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"}
+        docs, "pieces_on_pages", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"}
     )
     assert set(docs.stale()) == {"formats.md"}
-    (line,) = docs.report(docs.stale())
+    line = docs.report(docs.stale())
     assert line.endswith("`python docs/_generated.py --write` makes them again")
-    monkeypatch.setattr(docs, "shown", lambda: there)
+    monkeypatch.setattr(docs, "pieces_on_pages", lambda: there)
     monkeypatch.setattr(
-        docs, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}}
+        docs, "read_record", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}}
     )
     assert set(docs.stale()) == record["finetune"]["pieces"].keys()
 
@@ -65,8 +65,11 @@ def test_what_is_made_again_is_what_stands_there(folder, name):
     they are drawn.
     """
     pages = pages_of(folder)
-    again, there = import_module("_generated").made([pages.makers[name]]), pages.shown()
-    of_maker = pages.recorded()[name]["pieces"]
+    again, there = (
+        import_module("_generated").make_pieces([pages.makers[name]]),
+        pages.pieces_on_pages(),
+    )
+    of_maker = pages.read_record()[name]["pieces"]
     assert of_maker.keys() <= again.keys()
     for piece in of_maker:
         if piece.endswith(".md"):

@@ -283,14 +283,14 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
         cards.in_bfloat16(model, 2),
     )
     for way, counted in zip(ways, memory, strict=True):
-        assert found[way]["bytes"] == pytest.approx(counted.held, rel=0.02), way
+        assert found[way]["bytes"] == pytest.approx(counted.weights_and_state, rel=0.02), way
     assert found["float32"]["loss"] == found["float32"]["loss_in_float32"]
     assert found["readme"]["loss"] == pytest.approx(found["readme"]["loss_in_float32"], abs=0.01)
 
 
 def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_measured(cards):
     assert all(cards.recipe_table() in page for page in (README, PAGE))
-    assert cards.owned_table() in README
+    assert cards.readme_table() in README
     assert cards.measured_table() in PAGE
     assert cards.memory_table() in PAGE
     model = cards.MODELS[0]
@@ -306,7 +306,9 @@ def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_m
         (muon, muon.in_backward),
     ]
     for (memory, peak), (name, sizes) in zip(counted, cards.MEASURED.items(), strict=True):
-        assert [size / 2**20 for size in (memory.held, peak)] == pytest.approx(sizes, abs=1.0), name
+        assert [size / 2**20 for size in (memory.weights_and_state, peak)] == pytest.approx(
+            sizes, abs=1.0
+        ), name
 
 
 def check_arithmetic(model, optimizer, memory, rel):
@@ -318,7 +320,7 @@ def check_arithmetic(model, optimizer, memory, rel):
     assert (memory.gradients, memory.largest) == (sum(gradients), max(gradients))
     # What a layer has one of (a step, a counter, a table of inverse frequencies) counts
     # for little in a larger model.
-    assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=rel)
+    assert held_bytes(model, optimizer) == pytest.approx(memory.weights_and_state, rel=rel)
 
 
 @pytest.mark.parametrize("muon", [False, True])

@@ -30,9 +30,9 @@ def test_the_first_tables_and_pictures_are_drawn_from_the_results():
     front, frontier = import_module("_front"), import_module("_frontier")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert front.front_table() in readme
-    assert front.front_table(front.MORE) in (ROOT / "docs" / "optimizers.md").read_text(
-        encoding="utf-8"
-    )
+    assert front.front_table(front.OPTIMIZERS_PAGE_ROWS) in (
+        ROOT / "docs" / "optimizers.md"
+    ).read_text(encoding="utf-8")
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in front.front_table().splitlines()[2:]
@@ -95,11 +95,11 @@ def run_of(losses, lost=None, zone=None, **more):
 def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding():
     script, learns = import_module("e7m0"), [2.2 + 3.3 * (step + 1) ** -0.5 for step in range(200)]
     for run, answer in (
-        (run_of(STUCK, 0.97, 0.6), True),
-        (run_of(learns, 0.5, 0.01), False),
-        (run_of(STUCK[:9]), None),
+        (run_of(STUCK, 0.97, 0.6), "confirmed"),
+        (run_of(learns, 0.5, 0.01), "refuted"),
+        (run_of(STUCK[:9]), "not judged"),
     ):
-        assert [each.confirmed for each in script.predictions(run)] == [answer] * 3
+        assert [each.answer.value for each in script.predictions(run)] == [answer] * 3
     nearest, other = (
         run_of(STUCK, 0.97, 0.2, optimizer={"writeback": by}) for by in ("nearest", "stochastic")
     )
