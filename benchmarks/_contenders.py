@@ -1,14 +1,14 @@
-"""Contenders of ``optimizer_step.py``: each is a name and a factory of (parameters,
-optimizer).
+"""Contenders of ``optimizer_step.py``.
 
-Tensors of two dimensions or more are stored as the contender's name says; vectors stay
-in the plain dtype, as biases and LayerNorms do in a model. AdamW's settings are the
-same everywhere.
+A contender builds its parameters and its optimizer from a workload. Tensors of two
+dimensions or more are stored as the contender's name says. Vectors stay in the plain
+dtype, as biases and LayerNorms do in a model. AdamW's settings are the same everywhere.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
 
 import geoopt
 import torch
@@ -16,27 +16,63 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 
-__all__ = ["CONTENDERS", "REFERENCE", "SIZES", "Contender", "Workload"]
+__all__ = ["CONTENDERS", "REFERENCE", "SIZES", "Contender", "Kind", "Workload"]
 
 Shapes = tuple[tuple[int, ...], ...]
-Built = tuple[list[Tensor], torch.optim.Optimizer]
+
+
+class Built(NamedTuple):
+    """What a contender steps, and what steps it."""
+
+    parameters: list[Tensor]
+    optimizer: torch.optim.Optimizer
+
 
 ADAMW: Final[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def repeated(*counted: tuple[int, tuple[int, ...]]) -> Shapes:
-    """A flat list from (count, shape) pairs."""
-    return tuple(shape for count, shape in counted for _ in range(count))
+    """Return shapes, each as often as the number before it says."""
+    shapes: list[tuple[int, ...]] = []
+    for count, shape in counted:
+        shapes += [shape] * count
+    return tuple(shapes)
 
 
+#: counts and shapes of tensors of mixed sizes
 MIXED: Final = repeated(
-    (3, (2048, 512)), (3, (512, 2048)), (6, (512, 512)), (4, (384, 384)), (1, (768, 768)),
-    (1, (500, 777)), (2, (333, 500)), (2, (1003, 129)), (2, (300, 301)), (2, (97, 1031)), (1, (193, 511)),
-    (4, (2048,)), (10, (512,)), (4, (384,)), (3, (777,)), (2, (50,)),
-)  # fmt: skip
+    (3, (2048, 512)),
+    (3, (512, 2048)),
+    (6, (512, 512)),
+    (4, (384, 384)),
+    (1, (768, 768)),
+    (1, (500, 777)),
+    (2, (333, 500)),
+    (2, (1003, 129)),
+    (2, (300, 301)),
+    (2, (97, 1031)),
+    (1, (193, 511)),
+    (4, (2048,)),
+    (10, (512,)),
+    (4, (384,)),
+    (3, (777,)),
+    (2, (50,)),
+)
+#: the tensors of a block of GPT-2 in their order
 GPT2_BLOCK: Final = (
-    (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,),
-)  # fmt: skip
+    (768,),
+    (768,),
+    (2304, 768),
+    (2304,),
+    (768, 768),
+    (768,),
+    (768,),
+    (768,),
+    (3072, 768),
+    (3072,),
+    (768, 3072),
+    (768,),
+)
 #: 50 tensors with 10.5 million parameters in all, and GPT-2's 148 with 124 million
 SIZES: Final[dict[str, Shapes]] = {
     "10M": MIXED,
@@ -53,12 +89,14 @@ class Workload:
 
     @classmethod
     def sized(cls, params: str, elements: float, device: torch.device) -> "Workload":
-        """A named size, each tensor scaled to ``elements`` times its number of
-        elements.
+        """Return the workload of a named size.
+
+        Each tensor is scaled to ``elements`` times its number of elements.
         """
 
         def scaled(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(max(1, round(n * elements ** (1 / len(shape)))) for n in shape)
+            factor = elements ** (1 / len(shape))
+            return tuple(max(1, round(n * factor)) for n in shape)
 
         return cls(tuple(map(scaled, SIZES[params])), device)
 
@@ -68,15 +106,14 @@ class Workload:
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def weights(self, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-        """Ordinary parameters of standard deviation 0.02."""
-        return [nn.Parameter(w) for w in self._normal(0, 0.02, dtype)]
+        """Return ordinary parameters of standard deviation 0.02."""
+        return [nn.Parameter(values) for values in self._normal(0, 0.02, dtype)]
 
     def set_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Give each parameter its gradient, in its own dtype."""
+        """Give each parameter its gradient, in the parameter's dtype."""
         parameters = list(parameters)
-        for parameter, gradient in zip(
-            parameters, self._normal(1, 1e-3, parameters[0].dtype), strict=True
-        ):
+        gradients = self._normal(1, 1e-3, parameters[0].dtype)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
 
     def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -90,88 +127,101 @@ class Workload:
         return [tensor.to(self.device, dtype) for tensor in tensors]
 
 
+class Kind(StrEnum):
+    """Whose a contender is."""
+
+    TORCH = "torch"
+    PEER = "peer"
+    OURS = "ours"
+
+
 @dataclass(frozen=True)
 class Contender:
     """A way to store weights and step them: a row of the table."""
 
-    kind: str
-    """``torch``, ``peer`` or ``ours``."""
+    kind: Kind
     label: str
     build: Callable[[Workload], Built]
+    #: the largest ratio allowed, by device and size
     goals: dict[tuple[str, str], float] = field(default_factory=dict)
-    """The largest ratio allowed, by (device, size)."""
 
 
-def matrices(weights: list[nn.Parameter], convert: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-    """The weights, those of two dimensions or more converted; ``convert`` also gets the
-    position.
+def with_matrices(
+    weights: list[nn.Parameter], convert: Callable[[Tensor, int], Tensor]
+) -> list[Tensor]:
+    """Return the weights, those of two dimensions or more converted.
+
+    ``convert`` gets a weight and its position.
     """
-    return [convert(w.detach(), i) if w.dim() > 1 else w for i, w in enumerate(weights)]
+    converted: list[Tensor] = []
+    for position, weight in enumerate(weights):
+        converted.append(convert(weight.detach(), position) if weight.dim() > 1 else weight)
+    return converted
 
 
 def torch_optimizer(
     label: str, optimizer: type[torch.optim.Optimizer], **options: Any
 ) -> Contender:
-    """One of torch's own optimizers, in float32."""
+    """Return one of torch's optimizers, in float32."""
 
     def build(work: Workload) -> Built:
         weights = work.weights()
-        return [*weights], optimizer(weights, **options)
+        return Built([*weights], optimizer(weights, **options))
 
-    return Contender("torch", label, build)
+    return Contender(Kind.TORCH, label, build)
 
 
 def optimi(label: str, dtype: torch.dtype) -> Contender:
-    """optimi's AdamW, which sums with Kahan compensation in bfloat16."""
+    """Return optimi's AdamW, which sums with Kahan compensation in bfloat16."""
 
     def build(work: Workload) -> Built:
         from optimi import AdamW
 
         weights = work.weights(dtype)
-        return [*weights], AdamW(weights, **ADAMW)
+        return Built([*weights], AdamW(weights, **ADAMW))
 
-    return Contender("peer", label, build)
+    return Contender(Kind.PEER, label, build)
 
 
 def torchao(label: str, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Contender:
-    """One of torchao's low-bit optimizers."""
+    """Return one of torchao's low-bit optimizers."""
 
     def build(work: Workload) -> Built:
         import torchao.optim
 
         weights = work.weights(dtype)
-        return [*weights], getattr(torchao.optim, name)(weights, **ADAMW, **options)
+        optimizer = getattr(torchao.optim, name)(weights, **ADAMW, **options)
+        return Built([*weights], optimizer)
 
-    return Contender("peer", label, build)
+    return Contender(Kind.PEER, label, build)
 
 
 def torchao_int8(work: Workload) -> Built:
-    """torchao's int8 weights, written back with stochastic rounding, under its
-    single-rounding AdamW.
-    """
+    """Build torchao's int8 weights under its AdamW, which rounds stochastically, once."""
     from torchao.optim import _AdamW
     from torchao.prototype.quantized_training.int8 import (
         Int8QuantizedTrainingLinearWeight as Int8Weight,
     )
 
-    weights = matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
-    return weights, _AdamW(weights, **ADAMW)
+    weights = with_matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
+    return Built(weights, _AdamW(weights, **ADAMW))
 
 
 def torchao_int8_8bit(work: Workload) -> Built:
-    """torchao's int8 weights under its AdamW with averages of 8 bits."""
+    """Build torchao's int8 weights under its AdamW with averages of 8 bits."""
     from torchao.optim import AdamW8bit
     from torchao.prototype.quantized_training.int8 import (
         Int8QuantizedTrainingLinearWeight as Int8Weight,
     )
 
-    weights = matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
-    return weights, AdamW8bit(weights, **ADAMW)
+    weights = with_matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
+    return Built(weights, AdamW8bit(weights, **ADAMW))
 
 
 def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
-    """SDNQ's weights, a float scale per 32, under SDNQ's optimizer with averages of 8
-    bits; SDNQ is under GPL-3.0.
+    """Return SDNQ's weights, a float scale per 32, under its optimizer with 8-bit averages.
+
+    SDNQ is under GPL-3.0.
     """
 
     def build(work: Workload) -> Built:
@@ -183,27 +233,26 @@ def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
                 SDNQTensor.from_float(weight, layer_class_name="Linear", weights_dtype=fmt)
             )
 
-        weights = matrices(work.weights(), convert)
+        weights = with_matrices(work.weights(), convert)
         options = {name: value for name, value in ADAMW.items() if name != "eps"}
-        return weights, getattr(sdnq.optim, optimizer)(
-            list(weights), use_quantized_buffers=True, **options
-        )
+        make_optimizer = getattr(sdnq.optim, optimizer)
+        return Built(weights, make_optimizer(list(weights), use_quantized_buffers=True, **options))
 
-    return Contender("peer", label, build)
+    return Contender(Kind.PEER, label, build)
 
 
 def geoopt_adam(work: Workload) -> Built:
-    """geoopt's RiemannianAdam in flat space."""
+    """Build geoopt's RiemannianAdam in flat space."""
     weights: list[Tensor] = [geoopt.ManifoldParameter(w.detach()) for w in work.weights()]
-    return weights, geoopt.optim.RiemannianAdam(weights, **ADAMW)
+    return Built(weights, geoopt.optim.RiemannianAdam(weights, **ADAMW))
 
 
 def bitsandbytes_8bit(work: Workload) -> Built:
-    """bitsandbytes' block-wise 8-bit AdamW."""
+    """Build bitsandbytes' block-wise 8-bit AdamW."""
     import bitsandbytes
 
     weights = work.weights()
-    return [*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW)
+    return Built([*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW))
 
 
 def ours(
@@ -215,43 +264,46 @@ def ours(
     factors: bool = False,
     **options: Any,
 ) -> Contender:
-    """An optimizer of this library over weights of one byte; scales are powers of two,
-    or with ``factors`` are not.
+    """Return an optimizer of this library over weights of one byte.
+
+    Scales are powers of two, or with ``factors`` are not.
     """
-    residual = str(options.get("writeback")).startswith("residual")
+    has_residual = str(options.get("writeback")).startswith("residual")
+    decay = ADAMW["weight_decay"]
 
     def convert(weight: Tensor, position: int) -> Tensor:
-        stored = fm.FP8Parameter(weight, fmt, seed=position, keep_remainder=residual)
-        return stored.set_scale_(stored.scale * 1.2345679) if factors else stored
+        parameter = fm.FP8Parameter(weight, fmt, seed=position, keep_remainder=has_residual)
+        if factors:
+            parameter.set_scale_(parameter.scale * 1.2345679)
+        return parameter
 
     def build(work: Workload) -> Built:
-        weights = matrices(work.weights(), convert)
-        return weights, getattr(fm.optim, optimizer)(
-            weights, weight_decay=ADAMW["weight_decay"], **options
-        )
+        weights = with_matrices(work.weights(), convert)
+        make_optimizer = getattr(fm.optim, optimizer)
+        return Built(weights, make_optimizer(weights, weight_decay=decay, **options))
 
-    return Contender("ours", label, build, goals or {})
+    return Contender(Kind.OURS, label, build, goals or {})
 
 
 def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
-    """StiffnessAdamW with AdamW's settings, and unless given k = 1, the step that has
-    more to compute.
+    """Return StiffnessAdamW with AdamW's settings, by default with k = 1.
+
+    That step has more to compute than the one with k = 0.
     """
-    settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")} | {"stiffness": 1.0}
-    return ours(
-        f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **(settings | options)
-    )
+    settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")}
+    settings = settings | {"stiffness": 1.0} | options
+    return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **settings)
 
 
 def grid_adamw(work: Workload) -> Built:
-    """StiffnessAdamW over float32 parameters whose values are on the grid."""
+    """Build StiffnessAdamW over float32 parameters whose values are on the grid."""
 
     def convert(weight: Tensor, position: int) -> Tensor:
         manifold = fm.FP8Manifold("E4M3", fm.storage_scale(weight, "E4M3"), "stochastic", position)
         return geoopt.ManifoldParameter(manifold.projx(weight), manifold=manifold)
 
-    weights = matrices(work.weights(), convert)
-    return weights, fm.optim.StiffnessAdamW(weights, **ADAMW, stiffness=1.0)
+    weights = with_matrices(work.weights(), convert)
+    return Built(weights, fm.optim.StiffnessAdamW(weights, **ADAMW, stiffness=1.0))
 
 
 REFERENCE: Final = "adamw-fused"
@@ -271,13 +323,13 @@ CONTENDERS: Final[dict[str, Contender]] = {
     ),
     "optimi-float32": optimi("optimi AdamW float32", torch.float32),
     "optimi-kahan": optimi("optimi AdamW bfloat16, Kahan sums", torch.bfloat16),
-    "geoopt-adam": Contender("peer", "geoopt RiemannianAdam, Euclidean, float32", geoopt_adam),
+    "geoopt-adam": Contender(Kind.PEER, "geoopt RiemannianAdam, Euclidean, float32", geoopt_adam),
     "torchao-fp8": torchao("torchao AdamWFp8, float32 weights", "AdamWFp8"),
     "torchao-int8-weights": Contender(
-        "peer", "torchao int8 weights, stochastic, _AdamW", torchao_int8
+        Kind.PEER, "torchao int8 weights, stochastic, _AdamW", torchao_int8
     ),
     "torchao-int8-8bit": Contender(
-        "peer", "torchao int8 weights, stochastic, AdamW8bit", torchao_int8_8bit
+        Kind.PEER, "torchao int8 weights, stochastic, AdamW8bit", torchao_int8_8bit
     ),
     "sdnq-adamw-e2m5": sdnq("SDNQ AdamW, E2M5 weights, 8-bit averages", "AdamW", "float8_e2m5fn"),
     "sdnq-adamw-e4m3": sdnq("SDNQ AdamW, E4M3 weights, 8-bit averages", "AdamW", "float8_e4m3fn"),
@@ -288,7 +340,7 @@ CONTENDERS: Final[dict[str, Contender]] = {
     ),
     "torchao-8bit": torchao("torchao AdamW8bit, float32 weights", "AdamW8bit"),
     "bitsandbytes-8bit": Contender(
-        "peer", "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit
+        Kind.PEER, "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit
     ),
     "stiffness-adamw": stiffness_adamw(
         "stochastic, float32 moments", goals={("cpu", "10M"): 1.3, ("cuda", "124M"): 0.6}
@@ -323,7 +375,7 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-e3m4": stiffness_adamw("stochastic, float32 moments", "E3M4"),
     "stiffness-adamw-e7m0": stiffness_adamw("stochastic, float32 moments", "E7M0"),
     "stiffness-adamw-grid": Contender(
-        "ours", "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw
+        Kind.OURS, "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw
     ),
     "riemannian-adam": ours(
         "RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3

@@ -1,10 +1,12 @@
-"""The host's time for a step of small parameters: the cases of `overhead.py`, beside
-torch's fused AdamW.
+"""The host's time for a step of small parameters, beside torch's fused AdamW.
+
+These are cases of `overhead.py`.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -19,32 +21,62 @@ Step = Callable[[], object]
 SIZES: Final = (8, 60, 172, 290)
 
 
-def parameters(count: int, shape: tuple[int, int]) -> list[fm.FP8Parameter]:
-    """Weights in one byte, with gradients."""
+@dataclass(frozen=True)
+class StepPath:
+    """A way that a step takes through the library."""
+
+    name: str
+    #: the shape of each parameter
+    shape: tuple[int, int]
+    lr: float
+    #: the largest time per parameter, in microseconds
+    goal_us: float
+
+
+#: On a CPU parameters have 32 elements, so that the arithmetic is nearly nothing.
+CPU_PATH: Final = StepPath("a CPU's path", (1, 32), lr=1e-5, goal_us=15.0)
+CARD_PATH: Final = StepPath("a card's path", (8, 256), lr=1e-3, goal_us=20.0)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Our step and torch's over as many parameters."""
+
+    name: str
+    step: Step
+    reference: Step
+    parameters: int
+    goal_us: float
+
+
+def one_byte_parameters(count: int, shape: tuple[int, int]) -> list[fm.FP8Parameter]:
+    """Return weights in one byte, with gradients."""
     torch.manual_seed(0)
-    made = [fm.FP8Parameter(torch.randn(shape) * 0.02, "E4M3", seed=i) for i in range(count)]
-    for p in made:
-        p.grad = torch.randn(shape)
-    return made
+    parameters = [fm.FP8Parameter(torch.randn(shape) * 0.02, "E4M3", seed=i) for i in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(shape)
+    return parameters
 
 
-def fused(count: int, shape: tuple[int, int]) -> Step:
-    """torch's fused AdamW."""
-    made = [torch.nn.Parameter(torch.randn(shape)) for _ in range(count)]
-    for p in made:
-        p.grad = torch.randn(shape)
-    return torch.optim.AdamW(made, 1e-3, fused=True).step
+def fused_step(count: int, shape: tuple[int, int]) -> Step:
+    """Return the step of torch's fused AdamW."""
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(shape)
+    return torch.optim.AdamW(parameters, 1e-3, fused=True).step
+
+
+class IdleKernel:
+    """A kernel that can be launched over any grid and does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **__: None
 
 
 def pretend_a_card(until: ExitStack) -> None:
     """Let steps take the path that they take on a GPU, to kernels that do nothing."""
-
-    class Idle:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *_, **__: None
-
-    kernel = Idle()
-    places: list[tuple[Any, str, Any]] = [
+    kernel = IdleKernel()
+    replacements: list[tuple[Any, str, Any]] = [
         (_steady, "on_gpu", lambda device: True),
         (_steady, "is_triton", lambda slot: True),
         (_backends, "is_native", lambda slot: False),
@@ -52,28 +84,24 @@ def pretend_a_card(until: ExitStack) -> None:
         (launch, "_kernels", lambda: (kernel, kernel, kernel)),
         (launch, "options", dict),
     ]
-    for owner, name, instead in places:
-        until.enter_context(patch.object(owner, name, instead))
+    for module, name, replacement in replacements:
+        until.enter_context(patch.object(module, name, replacement))
 
 
-def cases(until: ExitStack) -> Iterator[tuple[str, Step, Step, int, float]]:
-    """Cases: a name, our step and torch's, the parameters and the goal; after a CPU's
-    cases a GPU is pretended.
+def step_cases(until: ExitStack) -> Iterator[StepCase]:
+    """Yield the cases of a CPU, then pretend that there is a GPU and yield those of one."""
+    yield from _cases_of(CPU_PATH)
+    pretend_a_card(until)
+    yield from _cases_of(CARD_PATH)
 
-    On a CPU parameters have 32 elements, so that the arithmetic is nearly nothing.
-    """
-    for place, shape, rate, goal in (
-        ("a CPU's", (1, 32), 1e-5, 15.0),
-        ("a card's", (8, 256), 1e-3, 20.0),
-    ):
-        if place == "a card's":
-            pretend_a_card(until)
-        for moments, count in itertools.product(("float32", "8bit"), SIZES):
-            step = fm.optim.StiffnessAdamW(parameters(count, shape), rate, moments=moments).step
-            yield (
-                f"{count} parameters, {place} path, {moments}",
-                step,
-                fused(count, shape),
-                count,
-                goal,
-            )
+
+def _cases_of(path: StepPath) -> Iterator[StepCase]:
+    for moments, count in itertools.product(("float32", "8bit"), SIZES):
+        parameters = one_byte_parameters(count, path.shape)
+        yield StepCase(
+            f"{count} parameters, {path.name}, {moments}",
+            fm.optim.StiffnessAdamW(parameters, path.lr, moments=moments).step,
+            fused_step(count, path.shape),
+            count,
+            path.goal_us,
+        )

@@ -1,5 +1,6 @@
-"""Figures of a benchmark as a file, docs/measured/NAME.json, from which tables of the
-pages are made.
+"""Figures of a benchmark as a file, docs/measured/NAME.json.
+
+The tables of the site's pages are made from these files.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -36,7 +37,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """The kind of machine: cores and architecture, or the GPU's name."""
+    """Return the kind of machine: cores and architecture, or the GPU's name."""
     if device == "cuda":
         return str(torch.cuda.get_device_name())
     kind = ARCHITECTURES.get(platform.machine(), platform.machine())
@@ -50,26 +51,29 @@ def record(
     device: str = "cpu",
     packages: Iterable[str] = (),
 ) -> Path:
-    """Write the figures of the script that runs, with what they are ratios to and where
-    they were taken.
+    """Write the figures of the running script, and return the path of the file.
 
-    `packages` are those whose code was measured; the version of each that is installed
-    is written down.
+    Args:
+        peer: what the ratios are to; "" without ratios.
+        columns: the header of the table.
+        rows: its other lines.
+        device: "cpu" or "cuda", for the name of the machine.
+        packages: those whose code was measured. The version of each that is installed
+            is written down.
     """
     script = Path(sys.argv[0]).resolve()
-    path = script.relative_to(ROOT).as_posix()
     facts = {
-        "command": " ".join(["python", path, *sys.argv[1:]]),
+        "command": " ".join(["python", script.relative_to(ROOT).as_posix(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": machine(device),
         "versions": _versions(packages),
         "peer": peer,
         "columns": list(columns),
-        "rows": [[_rounded(cell) for cell in row] for row in rows],
     }
+    rounded_rows = [[_rounded(cell) for cell in row] for row in rows]
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{script.stem}.json"
-    path.write_text(_text(facts), encoding="utf-8")
+    path.write_text(_json_by_lines(facts, rounded_rows), encoding="utf-8")
     return path
 
 
@@ -84,15 +88,16 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
 def _rounded(cell: Cell) -> Cell:
     if cell is None or isinstance(cell, str | int):
         return cell
-    return round(cell, 3) if isinstance(cell, float) else [round(part, 2) for part in cell]
+    if isinstance(cell, float):
+        return round(cell, 3)
+    return [round(part, 2) for part in cell]
 
 
-def _text(facts: dict[str, object]) -> str:
-    """JSON with a line for every fact and every row."""
-    rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in facts["rows"])  # type: ignore[attr-defined]
-    head = [
-        f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}"
-        for k, v in facts.items()
-        if k != "rows"
-    ]
-    return "{\n" + ",\n".join(head) + f',\n  "rows": [\n{rows}\n  ]\n}}\n'
+def _json_by_lines(facts: dict[str, Any], rows: Sequence[Sequence[Cell]]) -> str:
+    """Return JSON with a line for every fact and every row."""
+    lines = []
+    for name, value in facts.items():
+        lines.append(f"  {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")
+    row_lines = [f"    {json.dumps(row, ensure_ascii=False)}" for row in rows]
+    lines.append('  "rows": [\n' + ",\n".join(row_lines) + "\n  ]")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

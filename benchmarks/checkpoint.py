@@ -1,14 +1,14 @@
-"""The cost of a checkpoint: time and bytes of a commit, as ratios to ``torch.save`` of
-the same state in the same run.
+"""The cost of a checkpoint: time and bytes of a commit, beside ``torch.save``.
 
     python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH]
-    [--record]
+                                    [--record]
 
-The state is a model of linear layers in E4M3, one byte per weight, with the two float32
-averages of AdamW, and the same in float32. A commit hashes and writes a file, waits
-until all of it is on the disk, and renames it. ``torch.save`` is timed twice: as it is
-mostly called, and with the steps that make a file whole and durable (a temporary name,
-fsync, rename). The three take turns in one folder, on the disk that is to be measured.
+Both save the same state in the same run: a model of linear layers in E4M3, one byte per
+weight, with the two float32 averages of AdamW, and then the same in float32. A commit
+hashes and writes a file, waits until all of it is on the disk, and renames it.
+``torch.save`` is timed twice: as it is mostly called, and with the steps that make a
+file whole and durable (a temporary name, fsync, rename). The three take turns in one
+folder, on the disk that is to be measured.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from _record import Cell, add_option, record
+from _timing import Ratio, wall_seconds
 from torch import Tensor
 
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file
 
+#: weights of a layer
 LAYER = 1_000_000
+CPU = torch.device("cpu")
 
 
 def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint: weights as codes with a scale per layer, or float32,
-    and two float32 averages.
+    """Return the tensors of a checkpoint, with two float32 averages for each weight.
+
+    Weights are codes with a scale per layer, or float32.
     """
     generator = torch.Generator().manual_seed(0)
     model: dict[str, Tensor] = {}
@@ -54,7 +57,7 @@ def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
 
 
 def durable_save(state: Any, path: Path) -> None:
-    """``torch.save`` to a temporary name, fsync, rename, fsync of the folder."""
+    """Save as a commit does: temporary name, fsync, rename, fsync of the folder."""
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
@@ -66,67 +69,68 @@ def durable_save(state: Any, path: Path) -> None:
     os.close(folder)
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Wall-clock time of one call: process time would leave out the disk's."""
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+def times_in_turn(
+    functions: dict[str, Callable[[], object]], repeats: int
+) -> dict[str, list[float]]:
+    """Return the times of functions that take turns, after one unmeasured call of each.
 
-
-def in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """The times of functions that take turns, after one unmeasured call of each."""
+    They are wall-clock times, because process time would leave out the disk's.
+    """
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            times[name].append(seconds(function))
+            times[name].append(wall_seconds(function, CPU))
     return times
 
 
-def ratio(times: dict[str, list[float]], name: str, peer: str) -> tuple[float, float, float]:
-    """Median ratio of two contenders' times in the same turn, the smallest and the
-    largest.
-    """
-    ratios = [mine / theirs for mine, theirs in zip(times[name], times[peer], strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
+def ratio_of(times: dict[str, list[float]], name: str, peer: str) -> Ratio:
+    """Return the ratios of two contenders' times in the same turns."""
+    pairs = zip(times[name], times[peer], strict=True)
+    return Ratio.of(time / peer_time for time, peer_time in pairs)
 
 
 def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tuple[Cell, ...]]:
     """Print the rows of one kind of weights, and return them as numbers."""
     tensors = state_of(elements, weights)
-    path, made = folder / "state.pt", step_file(folder / "run", 1)
-    (folder / "run").mkdir()
+    run_folder = folder / "run"
+    run_folder.mkdir()
+    torch_file, commit_file = folder / "state.pt", step_file(run_folder, 1)
     contents = Contents(1, tensors, facts={"best": True})
-    saving = in_turn(
+    saving = times_in_turn(
         {
-            "commit": lambda: commit(folder / "run", contents, keep_last=1),
-            "torch.save": lambda: torch.save(tensors, path),
-            "durable": lambda: durable_save(tensors, path),
+            "commit": lambda: commit(run_folder, contents, keep_last=1),
+            "torch.save": lambda: torch.save(tensors, torch_file),
+            "durable": lambda: durable_save(tensors, torch_file),
         },
         repeats,
     )
-    loading = in_turn(
-        {"read": lambda: read(made), "torch.load": lambda: torch.load(path, weights_only=True)},
+    loading = times_in_turn(
+        {
+            "read": lambda: read(commit_file),
+            "torch.load": lambda: torch.load(torch_file, weights_only=True),
+        },
         repeats,
     )
-    held = sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
-    print(f"{weights}, {elements:,} weights, {held / 1e6:,.1f} MB of tensors")
     ratios = {
-        "commit / torch.save": ratio(saving, "commit", "torch.save"),
-        "commit / torch.save, fsync and rename": ratio(saving, "commit", "durable"),
-        "read with its hashes / torch.load": ratio(loading, "read", "torch.load"),
+        "commit / torch.save": ratio_of(saving, "commit", "torch.save"),
+        "commit / torch.save, fsync and rename": ratio_of(saving, "commit", "durable"),
+        "read with its hashes / torch.load": ratio_of(loading, "read", "torch.load"),
     }
-    for name, (median, low, high) in ratios.items():
-        print(f"  {name:40s} {median:.2f}x ({low:.2f} .. {high:.2f})")
-    ours, theirs = made.stat().st_size, path.stat().st_size
-    print(f"  bytes / torch.save's                     {ours / theirs:.4f}x of {theirs:,}")
-    print(
-        f"  commit, median                           "
-        f"{statistics.median(saving['commit']) * 1e3:,.0f} ms",
-        flush=True,
-    )
-    return [(f"{weights}, {elements:,}", name, found) for name, found in ratios.items()]
+    size = 0
+    for part in tensors.values():
+        size += sum(tensor.nbytes for tensor in part.values())
+    print(f"{weights}, {elements:,} weights, {size / 1e6:,.1f} MB of tensors")
+    for name, ratio in ratios.items():
+        print(f"  {name:40s} {ratio}")
+    torch_bytes = torch_file.stat().st_size
+    share = f"{commit_file.stat().st_size / torch_bytes:.4f}x of {torch_bytes:,}"
+    name = "bytes / torch.save's"
+    print(f"  {name:40s} {share}")
+    milliseconds = 1e3 * statistics.median(saving["commit"])
+    print(f"  {'commit, median':40s} {milliseconds:,.0f} ms", flush=True)
+    return [(f"{weights}, {elements:,}", name, ratio) for name, ratio in ratios.items()]
 
 
 def main() -> None:

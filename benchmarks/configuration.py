@@ -1,15 +1,15 @@
-"""Calls and files between a configuration and the first codes, and the time that
-planning a sweep takes.
+"""The way from a configuration to the first codes, and the time to plan a sweep.
 
     python benchmarks/configuration.py [--points 1000]
 
 A YAML file with one format for one layer is read, resolved and applied to a model of
-one block, whose layer then holds codes. Counted by a profiler are the files of the two
-packages that this enters, their functions, their calls, and the calls that go to
-another file; a second count leaves out what the first has cached. The plan is that of a
-sweep of 4 formats, 5 rules, 5 learning rates and so many seeds that there are at least
-``--points`` runs, with the check that corpus and layers exist, in process CPU time, the
-least of three.
+one block, whose layer then holds codes. A profiler counts the files of the two packages
+that this enters, their functions, their calls, and the calls that go to another file. A
+second count leaves out what the first has cached.
+
+The plan is that of a sweep of 4 formats, 5 rules, 5 learning rates and so many seeds
+that there are at least ``--points`` runs. It includes the check that corpus and layers
+exist. The time is process CPU time, the least of three.
 """
 
 import argparse
@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import nanogpt_bench.loop.train  # what `run` has imported when it begins
+# `run` has imported this when it begins.
+import nanogpt_bench.loop.train
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.model.gpt import GPT, GPTShape
@@ -44,63 +46,73 @@ axes:
 """
 
 
-class Way:
-    """Calls into the two packages, as a profiler counts them."""
+class CallCounter:
+    """A profiler that counts calls into the two packages."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.functions: set[Any] = set()
-        self.calls = self.moves = 0
-        self._last = ""
+        self.calls = 0
+        #: calls that go to another file than the call before
+        self.moves = 0
+        self._last_file = ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGES) and frame.f_code.co_name != "<module>":
+        code = frame.f_code
+        file = code.co_filename
+        if event == "call" and file.startswith(PACKAGES) and code.co_name != "<module>":
             self.calls += 1
-            self.moves += file != self._last
+            self.moves += file != self._last_file
             self.files.add(file)
-            self.functions.add(frame.f_code)
-            self._last = file
+            self.functions.add(code)
+            self._last_file = file
 
 
-def way_of(work: Callable[[], Any]) -> Way:
+def count_calls(work: Callable[[], Any]) -> CallCounter:
     """Count the calls while a function runs."""
-    way = Way()
-    sys.setprofile(way)
+    counter = CallCounter()
+    sys.setprofile(counter)
     try:
         work()
     finally:
         sys.setprofile(None)
-    return way
+    return counter
+
+
+def quantize_by_file(config: Path, model: GPT) -> None:
+    """Read a configuration and quantise a model as it says."""
+    quantize(model, resolve(load_config(config)))
 
 
 def main() -> None:
+    """Count, and print the counts and the time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=1000, help="runs of the sweep, at least")
     points = parser.parse_args().points
-    with tempfile.TemporaryDirectory() as folder:
-        config, sweep = Path(folder) / "a.yaml", Path(folder) / "b.yaml"
+    # 4 formats, 5 rules and 5 rates are 100 runs for each seed.
+    seeds = list(range(-(-points // 100)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config, sweep = folder / "config.yaml", folder / "sweep.yaml"
         config.write_text(CONFIG)
-        (Path(folder) / "text").write_text("to be or not to be " * 1000)
-        prepare_text(Path(folder) / "text", Path(folder) / "data", "char")
-        sweep.write_text(
-            SWEEP.format(seeds=list(range(-(-points // 100))), data=Path(folder) / "data")
-        )
-        for times in ("first", "second"):
+        (folder / "text").write_text("to be or not to be " * 1000)
+        prepare_text(folder / "text", folder / "data", "char")
+        sweep.write_text(SWEEP.format(seeds=seeds, data=folder / "data"))
+        for turn in ("first", "second"):
             model = GPT(GPTShape(n_layer=1, n_head=4, n_embd=128, block_size=64))
-            way = way_of(lambda model=model: quantize(model, resolve(load_config(config))))
+            counter = count_calls(partial(quantize_by_file, config, model))
             print(
-                f"configuration to codes, {times} time: {len(way.files)} files, "
-                f"{len(way.functions)} functions, {way.calls} calls, {way.moves} moves between "
-                f"files"
+                f"configuration to codes, {turn} time: {len(counter.files)} files, "
+                f"{len(counter.functions)} functions, {counter.calls} calls, "
+                f"{counter.moves} moves between files"
             )
-        spent = []
+        seconds = []
         for _ in range(3):
-            begun = time.process_time()
+            begin = time.process_time()
             planned = plan_sweep(read_sweep(sweep))
             check_inputs(planned)
-            spent.append(time.process_time() - begun)
-        print(f"plan of {len(planned):,} runs: {min(spent):.2f} s")
+            seconds.append(time.process_time() - begin)
+        print(f"plan of {len(planned):,} runs: {min(seconds):.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The cost of a fake-quantised linear layer, as a ratio to torchao's emulated float8
-linear of the same formats.
+"""The cost of a fake-quantised linear layer, as a ratio to torchao's emulated one.
 
     python benchmarks/fake_quantized_linear.py [--sizes 512x2048] [--tokens 1024]
                                                [--recipes tensor channel] [--pairs N]
@@ -10,8 +9,8 @@ the bias: weight and input in E4M3, the output's gradient in E5M2, all at scales
 measured in each pass, one for each tensor or one for each row. The two layers are timed
 in turn (process CPU time) and the ratio is the median over the pairs, with the smallest
 and the largest. The last figures are the ratio to a plain ``nn.Linear``, and the
-difference between the results of the two: with scales of rows torchao quantises all
-operands again for the backward pass, where this layer reuses its own.
+difference between the results of this layer and torchao's. With scales of rows torchao
+quantises all operands again for the backward pass, where this layer reuses its own.
 """
 
 import argparse
@@ -25,9 +24,10 @@ from itertools import product
 from typing import Any, Final
 
 import torch
+from _forms import check_at_least
 from _record import add_option, record
-from _timing import paired_seconds
-from linear_forward import ratios_of, size_of, step_of
+from _timing import Ratio, paired_seconds
+from linear_forward import Size, size_of, step_of
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -56,20 +56,22 @@ class Row:
         """True if this layer is no slower than torchao's."""
         return self.ratio <= GOAL
 
+    @property
+    def ratios(self) -> Ratio:
+        """The median ratio to torchao's layer, the smallest and the largest."""
+        return Ratio(self.ratio, self.ratio_min, self.ratio_max)
 
-def ours(linear: nn.Linear, recipe: str) -> nn.Module:
-    """This library's layer."""
-    rows = {"granularity": recipe}
-    spec = fm.LayerSpec(
-        {"format": "E4M3", **rows},
-        {"format": "E4M3", **rows},
-        gradient={"activation": {"format": "E5M2", **rows}},
-    )
+
+def library_layer(linear: nn.Linear, recipe: str) -> nn.Module:
+    """Return this library's layer."""
+    e4m3 = {"format": "E4M3", "granularity": recipe}
+    e5m2 = {"format": "E5M2", "granularity": recipe}
+    spec = fm.LayerSpec(e4m3, e4m3, gradient={"activation": e5m2})
     return fm.QuantizedLinear(copy.deepcopy(linear), spec, storage="master")
 
 
-def torchaos(linear: nn.Linear, recipe: str) -> nn.Module:
-    """torchao's layer, emulated."""
+def torchao_layer(linear: nn.Linear, recipe: str) -> nn.Module:
+    """Return torchao's layer, emulated."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.config import CastConfig, ScalingGranularity
 
@@ -90,7 +92,7 @@ def torchaos(linear: nn.Linear, recipe: str) -> nn.Module:
 
 
 def results(layer: nn.Module, tokens: int) -> list[Tensor]:
-    """Output and gradients of one pass over a fixed batch."""
+    """Return the output and the gradients of one pass over a fixed batch."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, layer.in_features, generator=generator).requires_grad_()
     y = layer(x)
@@ -99,47 +101,55 @@ def results(layer: nn.Module, tokens: int) -> list[Tensor]:
 
 
 def difference(first: nn.Module, second: nn.Module, tokens: int) -> float:
-    """The largest relative difference, by norm, between the results of two layers."""
+    """Return the largest relative difference, by norm, between the results of two layers."""
     pairs = zip(results(first, tokens), results(second, tokens), strict=True)
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def measure(size: tuple[int, int], tokens: int, recipe: str, pairs: int) -> Row:
+def measure(size: Size, tokens: int, recipe: str, pairs: int) -> Row:
     """Time our layer against torchao's, and against ``nn.Linear``."""
     linear = nn.Linear(*size)
-    layers = [ours(linear, recipe), torchaos(linear, recipe), linear]
-    apart = difference(layers[0], layers[1], tokens)
+    layers = [library_layer(linear, recipe), torchao_layer(linear, recipe), linear]
+    largest_difference = difference(layers[0], layers[1], tokens)
     steps: list[Callable[[], object]] = [
-        step_of(layer, tokens, *size, True, torch.empty(0)) for layer in layers
+        step_of(layer, tokens, size, True, torch.empty(0)) for layer in layers
     ]
     for step in steps:
         step()
-    times = paired_seconds(steps[0], steps[1], pairs, CPU)
-    plain = ratios_of(paired_seconds(steps[0], steps[2], pairs, CPU))[0]
-    torchao_ms = 1e3 * statistics.median(theirs for _, theirs in times)
+    library_step, torchao_step, linear_step = steps
+    times = paired_seconds(library_step, torchao_step, pairs, CPU)
+    to_linear = Ratio.of_pairs(paired_seconds(library_step, linear_step, pairs, CPU))
+    torchao_ms = 1e3 * statistics.median(pair.reference for pair in times)
     return Row(
-        f"{size[0]}x{size[1]}", tokens, recipe, pairs, torchao_ms, *ratios_of(times), plain, apart
+        str(size),
+        tokens,
+        recipe,
+        pairs,
+        torchao_ms,
+        *Ratio.of_pairs(times),
+        ratio_to_linear=to_linear.median,
+        difference=largest_difference,
     )
 
 
 def line(row: Row) -> str:
-    """The row as text."""
+    """Return the row as text."""
     return (
-        f"{row.layer}, {row.tokens} tokens, a scale for each {row.recipe}: {row.ratio:.2f}x "
-        f"({row.ratio_min:.2f} .. {row.ratio_max:.2f}) torchao's {row.torchao_ms:.1f} ms, goal <= "
-        f"{GOAL:.1f}x: {'met' if row.met else 'NOT met'}; {row.ratio_to_linear:.2f}x nn.Linear; "
+        f"{row.layer}, {row.tokens} tokens, a scale for each {row.recipe}: {row.ratios} "
+        f"torchao's {row.torchao_ms:.1f} ms, goal <= {GOAL:.1f}x: "
+        f"{'met' if row.met else 'NOT met'}; {row.ratio_to_linear:.2f}x nn.Linear; "
         f"results {row.difference:.1e} apart"
     )
 
 
 def recorded(row: Row) -> tuple[object, ...]:
-    """The row as numbers, for the site."""
-    ratios = ((row.ratio, row.ratio_min, row.ratio_max), (row.ratio_to_linear,))
+    """Return the row as numbers, for the site."""
     return (
         row.layer,
         row.tokens,
         f"one a {row.recipe}",
-        *ratios,
+        row.ratios,
+        (row.ratio_to_linear,),
         f"{GOAL:g}x, {'met' if row.met else 'not met'}",
     )
 
@@ -148,11 +158,11 @@ RECORDED: Final = ("layer", "tokens", "scales", "ratio to torchao's", "ratio to 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=size_of, nargs="+", default=[(512, 2048)])
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=[Size(512, 2048)])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument(
         "--recipes", nargs="+", choices=("tensor", "channel"), default=["tensor", "channel"]
@@ -164,12 +174,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Print the table; 1 when the goal is missed."""
+    """Print the table, and return 1 if the goal is missed."""
     parser = build_parser()
     options = parser.parse_args()
-    for name in ("tokens", "pairs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: at least 1")
+    check_at_least(parser, options, 1, "tokens", "pairs")
     try:
         import torchao
     except ImportError:
@@ -184,11 +192,8 @@ def main() -> int:
     versions = f"torch {torch.__version__}, torchao {torchao.__version__}"
     title = f"{versions}, CPU, one thread, process CPU time, {options.pairs} pairs"
     if options.json:
-        print(
-            json.dumps(
-                {"title": title, "rows": [asdict(row) | {"met": row.met} for row in rows]}, indent=1
-            )
-        )
+        facts = [asdict(row) | {"met": row.met} for row in rows]
+        print(json.dumps({"title": title, "rows": facts}, indent=1))
     else:
         print(title, *map(line, rows), sep="\n")
     if options.record:

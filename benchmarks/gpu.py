@@ -1,18 +1,19 @@
-"""All measurements on a GPU, in ten minutes: first whether its bits are the CPU's, then
-times.
+"""All measurements on a GPU, in ten minutes: first its bits beside the CPU's, then times.
 
     python benchmarks/gpu.py [--out gpu.json] [--part exact_steps ...] [--record]
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry the same from end to end, tiny, on
-    a CPU python benchmarks/gpu.py --list the parts, and the seconds that each may take
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry   # all parts, tiny, on a CPU
+    python benchmarks/gpu.py --list                     # parts, and seconds of each
 
-Parts run in the order of their worth, each within its own time, and any of them may
-fail alone: the file is written after every part. A call ends within `--minutes`; the
-next one does what is left, and repeats what failed, as long as GPU, torch and code are
-the same. A part that is named runs again. Times are medians of single calls with the
-cache flushed between them, by the GPU's own clock. `--record` writes the table of the
-page on performance too, once all bits are found to be right. It needs torch with
-Triton, and geoopt; torchao and bitsandbytes are left out if they are not installed, and
-`gpt2` needs the bench's packages and a text.
+Parts run in the order of their worth, each within its time, and any of them may fail
+alone: the file is written after every part. A call ends within `--minutes`. The next
+one does what is left, and repeats what failed, as long as GPU, torch and code are the
+same. A part that is named runs again.
+
+Times are medians of single calls with the cache flushed between them, by the GPU's
+clock. `--record` writes the table of the page on performance too, once all bits are
+found to be right. The script needs torch with Triton, and geoopt. torchao and
+bitsandbytes are left out if they are not installed. `gpt2` needs the bench's packages
+and a text.
 """
 
 import argparse
@@ -40,16 +41,16 @@ from fp8manifold.optim import _triton_step
 
 
 class Part(NamedTuple):
-    """A function of the session that returns figures, and the seconds that it may take
-    on a GPU.
-    """
+    """A part of the measurements."""
 
+    #: returns the figures of each case by its name
     measure: Callable[[Session], dict[str, Any]]
+    #: that it may take on a GPU
     seconds: float
 
     @property
     def name(self) -> str:
-        """As `--part` has it."""
+        """The name that `--part` takes."""
         return self.measure.__name__
 
 
@@ -75,20 +76,22 @@ PARTS: Final = (
     Part(gpt2, 530),
 )
 NAMED_ONLY: Final = ("gpt2",)
+#: the parts that have to be right before any time counts
+BITS: Final = {"exact_steps", "exact_arrays", "exact_products"}
 
 
 def run(
     session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9.0
 ) -> dict[str, Any]:
-    """Measure, with the file written after each part; parts that it has already stay."""
+    """Measure parts, and write the file after each; parts that it has already stay."""
     result = facts(session)
-    result["parts"] = before(result, out)
+    result["parts"] = parts_of_earlier_calls(result, out)
     until = time.monotonic() + 60 * minutes
     for part in parts:
         if not session.dry and time.monotonic() + part.seconds > until:
             print(f"{part.name} is left for another call: it may take {part.seconds} s", flush=True)
             continue
-        begun = time.monotonic()
+        begin = time.monotonic()
         session.start(part.seconds)
         try:
             figures: Any = part.measure(session)
@@ -97,7 +100,7 @@ def run(
                 "error": f"{type(error).__name__}: {error}",
                 "trace": traceback.format_exc()[-2000:],
             }
-        seconds = round(time.monotonic() - begun, 1)
+        seconds = round(time.monotonic() - begin, 1)
         result["parts"][part.name] = {"seconds": seconds, "figures": figures}
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"{part.name} ({seconds} s): {json.dumps(figures)[:4000]}", flush=True)
@@ -107,113 +110,117 @@ def run(
 
 
 def facts(session: Session) -> dict[str, Any]:
-    """Facts that figures depend on: device, torch, Python, and a digest of all code
-    that is measured or measures.
+    """Return what figures depend on.
+
+    That is device, torch, Python, and a digest of all code that is measured or measures.
     """
     root = Path(__file__).parent.parent
-    files = [
-        path
-        for name in ("fp8manifold", "benchmarks/_gpu")
-        for path in sorted((root / name).rglob("*.*"))
-    ]
-    code = hashlib.sha256(
-        b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".c", ".h"))
-    )
-    device = "dry" if session.dry else torch.cuda.get_device_name()
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {"device": device, **versions, "code": code.hexdigest()[:16]}
+    code = hashlib.sha256()
+    for folder in ("fp8manifold", "benchmarks/_gpu"):
+        for path in sorted((root / folder).rglob("*.*")):
+            if path.suffix in (".py", ".c", ".h"):
+                code.update(path.read_bytes())
+    return {
+        "device": "dry" if session.dry else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "code": code.hexdigest()[:16],
+    }
 
 
-def before(now: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The parts that an earlier call has measured on the same GPU, torch and code."""
+def parts_of_earlier_calls(current_facts: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Return the parts that were measured already on the same GPU, torch and code."""
     if not out.exists():
         return {}
-    then = json.loads(out.read_text(encoding="utf-8"))
-    return (
-        dict(then.pop("parts"))
-        if then.keys() >= now.keys() and all(then[key] == now[key] for key in now)
-        else {}
-    )
+    result = json.loads(out.read_text(encoding="utf-8"))
+    if any(result.get(name) != fact for name, fact in current_facts.items()):
+        return {}
+    return dict(result["parts"])
 
 
-def chosen(named: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
-    """The parts that were named, or all that are not measured yet, or failed."""
-    if named:
-        return tuple(part for part in PARTS if part.name in named)
+def chosen(names: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
+    """Return the parts of some names, or all that are not measured yet, or failed."""
+    if names:
+        return tuple(part for part in PARTS if part.name in names)
     done = [name for name, part in measured.items() if "error" not in part["figures"]]
     return tuple(part for part in PARTS if part.name not in (*done, *NAMED_ONLY))
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """A line for each case of bits that differ and each part that failed."""
-    found = []
+    """Return a line for each case of bits that differ and each part that failed."""
+    lines = []
     for name, part in result["parts"].items():
         figures = part["figures"]
-        nested = [
-            (f"{name}: {what}", case) for what, case in figures.items() if isinstance(case, dict)
-        ]
-        found += [
-            f"{what}: {case['error']}"
-            for what, case in [(name, figures), *nested]
-            if "error" in case
-        ]
-        if name.startswith("exact") and "error" not in figures:
-            found += [
-                f"{name}: {what} differs in {n}"
-                for what, case in figures.items()
-                if (n := counted(case))
-            ]
-    return found
+        if "error" in figures:
+            lines.append(f"{name}: {figures['error']}")
+            continue
+        for title, case in figures.items():
+            if isinstance(case, dict) and "error" in case:
+                lines.append(f"{name}: {title}: {case['error']}")
+            elif name.startswith("exact") and differing_count(case):
+                lines.append(f"{name}: {title} differs in {differing_count(case)}")
+    return lines
 
 
-def counted(case: Any) -> int:
-    """The count of differing bits in a case."""
+def differing_count(case: Any) -> int:
+    """Return the number of values of a case that differ from the CPU's."""
     return int(case.get("count", 0) if isinstance(case, dict) else case)
 
 
-#: of the page's table: a column by the name of its figures, and their decimals
+class Column(NamedTuple):
+    """A column of the page's table."""
+
+    #: name of its figures
+    figure: str
+    #: None for whole numbers
+    decimals: int | None
+
+
 COLUMNS: Final = {
-    "a call, ms": ("ms", 3),
-    "its kernels, ms": ("kernels ms", 3),
-    "bytes per weight": ("bytes", 2),
-    "TFLOP/s": ("TFLOP/s", 0),
-    "TB/s": ("TB/s", 2),
-    "tokens a second": ("tokens/s", None),
-    "MFU": ("MFU", 2),
-    "peak GB": ("peak GB", 1),
-    "loss": ("loss", 3),
-    "count": ("count", None),
+    "a call, ms": Column("ms", 3),
+    "its kernels, ms": Column("kernels ms", 3),
+    "bytes per weight": Column("bytes", 2),
+    "TFLOP/s": Column("TFLOP/s", 0),
+    "TB/s": Column("TB/s", 2),
+    "tokens a second": Column("tokens/s", None),
+    "MFU": Column("MFU", 2),
+    "peak GB": Column("peak GB", 1),
+    "loss": Column("loss", 3),
+    "count": Column("count", None),
 }
 
 
-def row(what: str, figures: dict[str, Any]) -> list[str | float | None]:
-    """A row of the page's table, empty where nothing was measured."""
-    found = [(figures.get(name), places) for name, places in COLUMNS.values()]
-    return [
-        what,
-        *(x if x is None or isinstance(x, str) else round(x, places) for x, places in found),
-    ]
+def row(title: str, figures: dict[str, Any]) -> list[str | float | None]:
+    """Return a row of the page's table, empty where nothing was measured."""
+    cells: list[str | float | None] = [title]
+    for column in COLUMNS.values():
+        value = figures.get(column.figure)
+        is_number = value is not None and not isinstance(value, str)
+        cells.append(round(value, column.decimals) if is_number else value)
+    return cells
 
 
 def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
-    """The table of the page: times are of one call of the step, of a layer, or of a
-    whole step of training.
+    """Return the table of the page.
+
+    Times are of one call of the step, of a layer, or of a whole step of training.
     """
-    made = []
+    table = []
     for name, part in result["parts"].items():
         figures = part["figures"]
         if name.startswith("exact"):
-            differing = {"count": sum(map(counted, figures.values()))}
-            made.append(
-                row(f"{name.removeprefix('exact_')}: values that differ from the CPU's", differing)
-            )
+            title = f"{name.removeprefix('exact_')}: values that differ from the CPU's"
+            table.append(row(title, {"count": sum(map(differing_count, figures.values()))}))
             continue
-        for what, case in figures.items():
-            made.append(row(f"{name}: {what}", case if isinstance(case, dict) else {"count": case}))
-    return made
+        for title, case in figures.items():
+            table.append(
+                row(f"{name}: {title}", case if isinstance(case, dict) else {"count": case})
+            )
+    return table
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -239,38 +246,40 @@ def main() -> int:
     parser.add_argument(
         "--record", action="store_true", help="also write the table of the page on performance"
     )
-    asked = parser.parse_args()
-    if asked.list:
+    return parser
+
+
+def main() -> int:
+    """Measure, print what failed, and return the exit code."""
+    options = build_parser().parse_args()
+    if options.list:
         print("\n".join(f"{part.seconds:5.0f} s  {part.name}" for part in PARTS))
         return 0
-    if not asked.dry and not torch.cuda.is_available():
+    if not options.dry and not torch.cuda.is_available():
         print("gpu.py: there is no GPU here: --dry runs it on a CPU", file=sys.stderr)
         return 2
-    if asked.dry:
+    if options.dry:
         torch.compiler.set_stance("force_eager")
-    session = Session(asked.dry)
-    parts = (
-        PARTS
-        if asked.dry and not asked.part
-        else chosen(asked.part, before(facts(session), asked.out))
-    )
-    print(
-        f"{', '.join(part.name for part in parts)}: at most "
-        f"{sum(part.seconds for part in parts):.0f} s",
-        flush=True,
-    )
-    result = run(session, parts, asked.out, asked.minutes)
-    found = failures(result) + [f"no kernels: {reason}" for reason in _triton_step._given_up]
-    print("\n".join(found) or "every part ran, and every bit is the CPU's")
-    proven = {"exact_steps", "exact_arrays", "exact_products"} <= result["parts"].keys()
-    if (
-        asked.record
-        and not asked.dry
-        and proven
-        and not any(line.startswith("exact") for line in found)
-    ):
-        record("", ["what", *COLUMNS], rows(result), "cuda", ("triton", "torchao", "bitsandbytes"))
-    return bool(found)
+    session = Session(options.dry)
+    if options.dry and not options.part:
+        parts = PARTS
+    else:
+        parts = chosen(options.part, parts_of_earlier_calls(facts(session), options.out))
+    names = ", ".join(part.name for part in parts)
+    print(f"{names}: at most {sum(part.seconds for part in parts):.0f} s", flush=True)
+    result = run(session, parts, options.out, options.minutes)
+    lines = failures(result) + [f"no kernels: {reason}" for reason in _triton_step._given_up]
+    print("\n".join(lines) or "every part ran, and every bit is the CPU's")
+    is_exact = result["parts"].keys() >= BITS and not any(map(is_about_bits, lines))
+    if options.record and not options.dry and is_exact:
+        packages = ("triton", "torchao", "bitsandbytes")
+        record("", ["what", *COLUMNS], rows(result), "cuda", packages)
+    return int(bool(lines))
+
+
+def is_about_bits(line: str) -> bool:
+    """Return whether a line of `failures` is about bits."""
+    return line.startswith("exact")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""The cost of a linear layer with one-byte weights, as a ratio to ``nn.Linear`` of the
-same shape and dtype.
+"""The cost of a linear layer with one-byte weights, as a ratio to ``nn.Linear``.
 
     python benchmarks/linear_forward.py [--storage fp8] [--tokens 64 256 1024 4096]
-                                        [--modes eager compiled] [--pairs 25] [--seconds
-                                        5] [--device cpu] [--markdown | --json]
-                                        [--record]
+                                        [--modes eager compiled] [--pairs 25]
+                                        [--seconds 5] [--device cpu]
+                                        [--markdown | --json] [--record]
 
-One thread. "forward" runs without gradients; "forward and backward" leaves gradients of
-the input, the weight and the bias. The two layers are timed in turn (on the CPU:
-process CPU time), and the ratio is the median over the pairs with the smallest and the
-largest; under ``compiled`` both are compiled. Cells that take long get fewer pairs, at
-least 3. With storage fp8 the last lines give the decoding of the weight alone, as a
-ratio to ``clone`` of the decoded weight.
+Both layers have one shape and dtype. One thread. "forward" runs without gradients;
+"forward and backward" leaves gradients of the input, the weight and the bias. The two
+layers are timed in turn (on the CPU: process CPU time), and the ratio is the median
+over the pairs with the smallest and the largest; under ``compiled`` both are compiled.
+Cells that take long get fewer pairs, at least 3. With storage fp8 the last lines give
+the decoding of the weight alone, as a ratio to ``clone`` of the decoded weight.
 """
 
 import argparse
@@ -22,12 +21,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from _forms import add_form_options, text_table
+from _forms import add_form_options, print_titled, text_table
 from _record import add_option, record
-from _timing import paired_seconds
+from _timing import Ratio, paired_seconds
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -35,6 +34,17 @@ import fp8manifold as fm
 Step = Callable[[], object]
 FEWEST_PAIRS: Final = 3
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Size(NamedTuple):
+    """The sizes of a layer."""
+
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        """Return the sizes as the command line has them."""
+        return f"{self.inputs}x{self.outputs}"
 
 
 @dataclass(frozen=True)
@@ -52,34 +62,49 @@ class Cell:
     ratio_min: float
     ratio_max: float
 
+    @property
+    def ratios(self) -> Ratio:
+        """The median ratio, the smallest and the largest."""
+        return Ratio(self.ratio, self.ratio_min, self.ratio_max)
 
-def step_of(
-    layer: nn.Module, tokens: int, inputs: int, outputs: int, backward: bool, like: Tensor
-) -> Step:
-    """A function that runs the layer once over a fixed batch."""
+
+@dataclass(frozen=True)
+class CellPair:
+    """The measurements of one layer, mode and batch."""
+
+    forward: Cell
+    both: Cell
+
+    @property
+    def layer(self) -> str:
+        """The layer's sizes."""
+        return str(Size(self.forward.inputs, self.forward.outputs))
+
+
+def step_of(layer: nn.Module, tokens: int, size: Size, backward: bool, like: Tensor) -> Step:
+    """Return a function that runs the layer once over a fixed batch."""
     generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, inputs, generator=generator).to(like).requires_grad_(backward)
-    gradient = torch.randn(tokens, outputs, generator=generator).to(like)
+    x = torch.randn(tokens, size.inputs, generator=generator).to(like).requires_grad_(backward)
+    gradient = torch.randn(tokens, size.outputs, generator=generator).to(like)
 
     def forward() -> object:
         with torch.no_grad():
             return layer(x)
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         x.grad = None
         layer.zero_grad(set_to_none=True)
         layer(x).backward(gradient)
 
-    return both if backward else forward
+    return forward_and_backward if backward else forward
 
 
 def measure(
-    options: argparse.Namespace, size: tuple[int, int], tokens: int, mode: str, backward: bool
+    options: argparse.Namespace, size: Size, tokens: int, mode: str, backward: bool
 ) -> Cell:
-    """The ratio for one shape, batch and mode."""
-    inputs, outputs = size
+    """Measure one layer, batch and mode."""
     like = torch.empty(0, dtype=DTYPES[options.dtype], device=options.device)
-    linear = nn.Linear(inputs, outputs, dtype=like.dtype, device=like.device)
+    linear = nn.Linear(size.inputs, size.outputs, dtype=like.dtype, device=like.device)
     quantized = fm.QuantizedLinear(
         copy.deepcopy(linear), fm.LayerSpec(options.format), options.storage
     )
@@ -87,89 +112,104 @@ def measure(
     if mode == "compiled":
         torch._dynamo.reset()
         layers = [torch.compile(layer, dynamic=False, fullgraph=True) for layer in layers]
-    steps = [step_of(layer, tokens, inputs, outputs, backward, like) for layer in layers]
+    steps = [step_of(layer, tokens, size, backward, like) for layer in layers]
     for step in steps:
         step()
-    trial = paired_seconds(*steps, 1, like.device)[0]
-    pairs = max(FEWEST_PAIRS, min(options.pairs, int(options.seconds / (sum(trial) + 1e-9))))
+    (trial,) = paired_seconds(*steps, 1, like.device)
+    affordable = int(options.seconds / (sum(trial) + 1e-9))
+    pairs = max(FEWEST_PAIRS, min(options.pairs, affordable))
     times = paired_seconds(*steps, pairs, like.device)
-    linear_ms = 1e3 * statistics.median(theirs for _, theirs in times)
-    return Cell(inputs, outputs, tokens, mode, backward, pairs, linear_ms, *ratios_of(times))
+    linear_ms = 1e3 * statistics.median(pair.reference for pair in times)
+    return Cell(*size, tokens, mode, backward, pairs, linear_ms, *Ratio.of_pairs(times))
 
 
-def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Every combination asked for."""
-    for size, mode, tokens, backward in itertools.product(
-        options.sizes, options.modes, options.tokens, (False, True)
-    ):
-        print(
-            f"{size[0]}x{size[1]}, {tokens} tokens, {mode}, backward={backward}",
-            file=sys.stderr,
-            flush=True,
-        )
-        yield measure(options, size, tokens, mode, backward)
+def measure_all(options: argparse.Namespace) -> Iterator[CellPair]:
+    """Measure every combination of the command line."""
+    for size, mode, tokens in itertools.product(options.sizes, options.modes, options.tokens):
+        cells = []
+        for backward in (False, True):
+            name = f"{size}, {tokens} tokens, {mode}, backward={backward}"
+            print(name, file=sys.stderr, flush=True)
+            cells.append(measure(options, size, tokens, mode, backward))
+        yield CellPair(*cells)
 
 
-def decoding(options: argparse.Namespace, size: tuple[int, int]) -> dict[str, float | str]:
-    """The ratio of ``dequantize`` to ``clone``: both write the same float tensor once."""
-    values = torch.randn(size[1], size[0], dtype=DTYPES[options.dtype], device=options.device)
-    weight = fm.FP8Parameter(values, options.format)
-    ratio, low, high = ratios_of(
-        paired_seconds(weight.dequantize, values.clone, 1 + options.pairs, values.device)[1:]
+def measure_decoding(options: argparse.Namespace, size: Size) -> dict[str, Any]:
+    """Return the ratio of ``dequantize`` to ``clone``.
+
+    Both write the same float tensor once.
+    """
+    values = torch.randn(
+        size.outputs, size.inputs, dtype=DTYPES[options.dtype], device=options.device
     )
-    return {"layer": f"{size[0]}x{size[1]}", "ratio": ratio, "ratio_min": low, "ratio_max": high}
+    weight = fm.FP8Parameter(values, options.format)
+    times = paired_seconds(weight.dequantize, values.clone, 1 + options.pairs, values.device)
+    # The first pair warms up.
+    ratio = Ratio.of_pairs(times[1:])
+    return {
+        "layer": str(size),
+        "ratio": ratio.median,
+        "ratio_min": ratio.smallest,
+        "ratio_max": ratio.largest,
+    }
 
 
-def ratios_of(times: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """Median, smallest and largest ratio of the pairs."""
-    ratios = [ours / theirs for ours, theirs in times]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
-def recorded(measured: list[Cell]) -> list[tuple[object, ...]]:
-    """The table's rows as numbers, for the site."""
-    pairs = zip(measured[::2], measured[1::2], strict=True)
-    where = [(f"{one.inputs}x{one.outputs}", one.mode, one.tokens) for one in measured[::2]]
-    return [
-        (*place, *((c.ratio, c.ratio_min, c.ratio_max) for c in pair))
-        for place, pair in zip(where, pairs, strict=True)
-    ]
+def recorded(measured: list[CellPair]) -> list[tuple[object, ...]]:
+    """Return the table's rows as numbers, for the site."""
+    rows = []
+    for pair in measured:
+        cell = pair.forward
+        rows.append((pair.layer, cell.mode, cell.tokens, pair.forward.ratios, pair.both.ratios))
+    return rows
 
 
 HEADER: Final = ("layer", "mode", "tokens", "forward", "forward and backward", "nn.Linear, ms")
 RULE: Final = ("---", "---", "---:", "---:", "---:", "---:")
 
 
-def lines(measured: list[Cell]) -> list[tuple[str, ...]]:
-    """The table's rows: forward and backward of one combination side by side."""
+def lines(measured: list[CellPair]) -> list[tuple[str, ...]]:
+    """Return the table's rows, the header first."""
     rows: list[tuple[str, ...]] = [HEADER]
-    for forward, both in zip(measured[::2], measured[1::2], strict=True):
-        ratios = [
-            f"{c.ratio:.2f}x ({c.ratio_min:.2f} .. {c.ratio_max:.2f})" for c in (forward, both)
-        ]
-        where = (f"{forward.inputs}x{forward.outputs}", forward.mode, str(forward.tokens))
-        rows.append((*where, *ratios, f"{forward.linear_ms:.2f}, {both.linear_ms:.2f}"))
+    for pair in measured:
+        forward, both = pair.forward, pair.both
+        rows.append(
+            (
+                pair.layer,
+                forward.mode,
+                str(forward.tokens),
+                str(forward.ratios),
+                str(both.ratios),
+                f"{forward.linear_ms:.2f}, {both.linear_ms:.2f}",
+            )
+        )
     return rows
 
 
-def size_of(text: str) -> tuple[int, int]:
-    """``512x2048`` as (inputs, outputs)."""
+def size_of(text: str) -> Size:
+    """Parse the sizes of a layer, such as ``512x2048``."""
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not of the form inputs x outputs, such as 512x2048"
         )
-    return int(parts[0]), int(parts[1])
+    return Size(*map(int, parts))
+
+
+def _decoding_remark(facts: dict[str, Any]) -> str:
+    ratio = Ratio(facts["ratio"], facts["ratio_min"], facts["ratio_max"])
+    return f"decoding {facts['layer']}: {ratio} clone"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--storage", choices=("fp8", "grid", "master"), default="fp8")
     parser.add_argument("--format", choices=fm.NAMED_FORMATS, default="E4M3")
-    parser.add_argument("--sizes", type=size_of, nargs="+", default=[(512, 2048), (2048, 8192)])
+    parser.add_argument(
+        "--sizes", type=size_of, nargs="+", default=[Size(512, 2048), Size(2048, 8192)]
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument(
         "--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"]
@@ -195,37 +235,24 @@ def main() -> None:
         parser.error(f"--tokens {min(options.tokens)}: at least 1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    measured = list(cells(options))
-    decoded = (
-        [decoding(options, size) for size in options.sizes] if options.storage == "fp8" else []
-    )
-    device = (
-        torch.cuda.get_device_name()
-        if options.device == "cuda"
-        else "CPU, one thread, process CPU time"
-    )
-    title = (
-        f"torch {torch.__version__}, {options.storage} {options.format}, {options.dtype}, {device}"
-    )
+    measured = list(measure_all(options))
+    decoding = []
+    if options.storage == "fp8":
+        decoding = [measure_decoding(options, size) for size in options.sizes]
+    device = "CPU, one thread, process CPU time"
+    if options.device == "cuda":
+        device = torch.cuda.get_device_name()
+    storage = f"{options.storage} {options.format}, {options.dtype}"
+    title = f"torch {torch.__version__}, {storage}, {device}"
     if options.json:
-        print(
-            json.dumps(
-                {"title": title, "cells": [asdict(cell) for cell in measured], "decoding": decoded},
-                indent=1,
-            )
-        )
+        cells = []
+        for pair in measured:
+            cells += [asdict(pair.forward), asdict(pair.both)]
+        print(json.dumps({"title": title, "cells": cells, "decoding": decoding}, indent=1))
     else:
-        remarks = [
-            f"decoding {d['layer']}: {d['ratio']:.2f}x ({d['ratio_min']:.2f} .. "
-            f"{d['ratio_max']:.2f}) clone"
-            for d in decoded
-        ]
-        print(
-            title,
-            text_table(lines(measured), RULE, options.markdown),
-            *remarks,
-            sep="\n" * (1 + options.markdown),
-        )
+        table = text_table(lines(measured), RULE, options.markdown)
+        remarks = [_decoding_remark(facts) for facts in decoding]
+        print_titled(title, table, *remarks, markdown=options.markdown)
     if options.record:
         record("`nn.Linear` of the same shape", HEADER[:-1], recorded(measured), options.device)
 

@@ -1,15 +1,14 @@
-"""The peak of main memory when a model is read into codes, beside reading its floats
-first and rounding them then.
+"""The peak of main memory when a model is read into codes, or read and then rounded.
 
     python benchmarks/loading.py [--fp8] [--weights 277M] [--shards 5] [--folder PATH]
-    [--markdown | --json] [--record]
+                                 [--markdown | --json] [--record]
 
-A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a
-separate process, and once more with its layers in codes and a float32 scale for each
+A separate process writes a Llama of random bfloat16 weights, tied, in shards of
+safetensors, and once more with its layers in codes and a float32 scale for each
 128 x 128, as DeepSeek and Qwen publish them. Each way of reading it runs in a fresh
-process, and so does a process that imports the same and builds a small model. Shown is
-the largest resident set of the first (``VmHWM`` of Linux, pages of mapped files among
-them) minus that of the second.
+process. Another process only imports the same and builds a small model. Shown is the
+largest resident set of the first (``VmHWM`` of Linux, pages of mapped files among them)
+minus that of the second.
 """
 
 from __future__ import annotations
@@ -20,97 +19,138 @@ import os
 import subprocess
 import sys
 import tempfile
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
 
-#: width, inner width, layers, tokens of a model of about as many weights; what
-#: publishers keep in float are the tokens
+
+class Size(NamedTuple):
+    """Sizes of a Llama."""
+
+    width: int
+    inner: int
+    layers: int
+    #: of the vocabulary, whose embedding publishers keep in float
+    tokens: int
+
+
+#: by the number of weights
 SIZES: Final = {
-    "0.2M": (64, 192, 4, 64),
-    "50M": (1024, 4096, 3, 64),
-    "277M": (1024, 4096, 16, 8192),
-    "1.2B": (2048, 8192, 16, 128256),
-    "1.2B, 32k tokens": (2048, 8192, 17, 32000),
+    "0.2M": Size(64, 192, 4, 64),
+    "50M": Size(1024, 4096, 3, 64),
+    "277M": Size(1024, 4096, 16, 8192),
+    "1.2B": Size(2048, 8192, 16, 128256),
+    "1.2B, 32k tokens": Size(2048, 8192, 17, 32000),
 }
-#: what is read, and how; in which dtype the weights appear
+
+
+class Method(StrEnum):
+    """How a process gets a model in codes."""
+
+    #: `from_pretrained` of floats with a quantization_config
+    FROM_PRETRAINED = "codes"
+    #: `load_quantized` of floats
+    LOAD_QUANTIZED = "own"
+    #: `from_pretrained` of floats, then `quantize_model`
+    QUANTIZE_AFTER = "after"
+    #: `load_fp8` of an FP8 folder
+    LOAD_FP8 = "fp8"
+    #: `from_pretrained` of an FP8 folder, which gives floats
+    DECODE_FP8 = "fp8 decoded"
+    #: nothing is read, for comparison
+    NOTHING = "empty"
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder that is read."""
+        return "fp8" if self in (Method.LOAD_FP8, Method.DECODE_FP8) else "floats"
+
+
+class Way(NamedTuple):
+    """A way to read a model."""
+
+    method: Method
+    #: in which the weights appear
+    dtype: str
+
+
 WAYS: Final = {
-    "from_pretrained(quantization_config=...)": ("codes", "auto"),
-    "the same, dtype=torch.float32": ("codes", "float32"),
-    "load_quantized, transformers' model on meta": ("own", "bfloat16"),
-    "from_pretrained, bfloat16, then quantize_model": ("after", "auto"),
-    "from_pretrained, float32, then quantize_model": ("after", "float32"),
-    "load_fp8 of an FP8 folder": ("fp8", "bfloat16"),
-    "the same FP8 folder, dtype=torch.float32": ("fp8", "float32"),
-    "from_pretrained of the FP8 folder, bfloat16": ("fp8 decoded", "bfloat16"),
+    "from_pretrained(quantization_config=...)": Way(Method.FROM_PRETRAINED, "auto"),
+    "the same, dtype=torch.float32": Way(Method.FROM_PRETRAINED, "float32"),
+    "load_quantized, transformers' model on meta": Way(Method.LOAD_QUANTIZED, "bfloat16"),
+    "from_pretrained, bfloat16, then quantize_model": Way(Method.QUANTIZE_AFTER, "auto"),
+    "from_pretrained, float32, then quantize_model": Way(Method.QUANTIZE_AFTER, "float32"),
+    "load_fp8 of an FP8 folder": Way(Method.LOAD_FP8, "bfloat16"),
+    "the same FP8 folder, dtype=torch.float32": Way(Method.LOAD_FP8, "float32"),
+    "from_pretrained of the FP8 folder, bfloat16": Way(Method.DECODE_FP8, "bfloat16"),
 }
 FORMATS: Final = {"*": "E4M3"}
 
 
 def config_of(size: str) -> Any:
-    """The settings of the model."""
+    """Return the settings of the model."""
     import transformers
 
     width, inner, layers, tokens = SIZES[size]
+    heads = width // 64
     return transformers.LlamaConfig(
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         vocab_size=tokens,
         tie_word_embeddings=True,
     )
 
 
 def write(folder: Path, size: str, shards: int) -> None:
-    """Write random weights in bfloat16, or codes in a folder called fp8, in shards as
-    ``save_pretrained`` does.
+    """Write random weights in shards, as ``save_pretrained`` does.
+
+    They are in bfloat16, or in codes in a folder called fp8.
     """
     import torch
     import transformers
     from safetensors.torch import save_file
 
     config = config_of(size)
-    fp8 = folder.name == "fp8"
+    in_codes = folder.name == "fp8"
     config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
-    if fp8:
-        method = {
+    if in_codes:
+        config.quantization_config = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         }
-        config.quantization_config = method
     config.save_pretrained(folder)
     with torch.device("meta"):
-        shapes = {
-            name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()
-        }
-    names = list(shapes)
-    where = {}
+        model = transformers.LlamaForCausalLM(config)
+    parameters = list(model.named_parameters())
+    weight_map = {}
     for shard in range(shards):
-        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        its = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        first = shard * len(parameters) // shards
+        end = (shard + 1) * len(parameters) // shards
         tensors = {}
-        for name in its:
-            weight = torch.randn(shapes[name])
-            if fp8 and name.endswith("_proj.weight"):
+        for name, parameter in parameters[first:end]:
+            weight = torch.randn(parameter.shape)
+            if in_codes and name.endswith("_proj.weight"):
                 tensors[name] = (100 * weight).clamp_(-448, 448).to(torch.float8_e4m3fn)
-                squares = [-(-side // 128) for side in shapes[name]]
+                squares = [-(-side // 128) for side in parameter.shape]
                 tensors[f"{name}_scale_inv"] = 2e-4 * (1 + torch.rand(squares))
             else:
                 tensors[name] = (0.02 * weight).bfloat16()
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
-    )
+        weight_map |= dict.fromkeys(tensors, file)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
 
 
-def read(folder: Path, way: str, dtype: str) -> Any:
-    """The model, read in one way."""
+def read(folder: Path, method: Method, dtype_name: str) -> Any:
+    """Read the model in one way."""
     import torch
     import transformers
 
@@ -118,26 +158,28 @@ def read(folder: Path, way: str, dtype: str) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     auto = transformers.AutoModelForCausalLM
-    asked = dtype if dtype == "auto" else getattr(torch, dtype)
-    if way == "fp8":
-        return fm.load_fp8(folder, dtype=asked)
-    if way == "fp8 decoded":
-        return auto.from_pretrained(folder, dtype=asked)
-    if way == "codes":
+    dtype = dtype_name if dtype_name == "auto" else getattr(torch, dtype_name)
+    if method is Method.LOAD_FP8:
+        return fm.load_fp8(folder, dtype=dtype)
+    if method is Method.DECODE_FP8:
+        return auto.from_pretrained(folder, dtype=dtype)
+    if method is Method.FROM_PRETRAINED:
         config = fm.huggingface.quantization_config(FORMATS, tied="leave")
-        return auto.from_pretrained(folder, quantization_config=config, dtype=asked)
-    if way == "own":
+        return auto.from_pretrained(folder, quantization_config=config, dtype=dtype)
+    if method is Method.LOAD_QUANTIZED:
         with torch.device("meta"):
-            model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=asked)
+            model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
         return fm.load_quantized(model, folder, FORMATS, tied="leave")
-    return fm.quantize_model(
-        auto.from_pretrained(folder, dtype=asked), FORMATS, "fp8", tied="leave"
-    )
+    model = auto.from_pretrained(folder, dtype=dtype)
+    return fm.quantize_model(model, FORMATS, "fp8", tied="leave")
 
 
-def child(folder: Path, size: str, way: str, dtype: str) -> dict[str, int]:
-    """Read in this process; its largest resident set, and the sizes of the model and
-    its largest tensor.
+def measure_here(folder: Path, method: Method, dtype: str) -> dict[str, int]:
+    """Read in this process.
+
+    Returns:
+        Its largest resident set, the number of weights, and the bytes of the largest
+        tensor.
     """
     import torch
     import transformers
@@ -150,23 +192,28 @@ def child(folder: Path, size: str, way: str, dtype: str) -> dict[str, int]:
     small = fm.quantize_model(
         transformers.LlamaForCausalLM(config_of("0.2M")), FORMATS, "fp8", tied="leave"
     )
-    if way == "empty":
-        return {"peak": highest(), "weights": 0, "largest": 0}
+    if method is Method.NOTHING:
+        return {"peak": peak_resident_bytes(), "weights": 0, "largest": 0}
     del small
-    model = read(folder, way, dtype)
-    sizes = [p.numel() for p in model.parameters()]
+    model = read(folder, method, dtype)
+    sizes = [parameter.numel() for parameter in model.parameters()]
     width = 4 if dtype == "float32" else 2
-    return {"peak": highest(), "weights": sum(sizes), "largest": width * max(sizes)}
+    return {"peak": peak_resident_bytes(), "weights": sum(sizes), "largest": width * max(sizes)}
 
 
-def highest() -> int:
-    """The largest resident set of this process so far, in bytes."""
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
-    return 1024 * int(line.split()[1])
+def peak_resident_bytes() -> int:
+    """Return the largest resident set of this process so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            _, kilobytes, _ = line.split()
+            return 1024 * int(kilobytes)
+    raise SystemExit("/proc/self/status has no VmHWM")
+
+
+def check_linux() -> None:
+    """End where there is no largest resident set to read."""
+    if not Path("/proc/self/status").exists():
+        raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
 
 
 def run_child(*words: str) -> Any:
@@ -184,35 +231,37 @@ def run_child(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(
-    folder: Path, size: str, shards: int, ways: dict[str, tuple[str, str]]
-) -> list[tuple[str, float, float, float]]:
-    """For each way: GB at the peak, bytes per weight, and the same beyond the largest
-    tensor.
-    """
-    folders = {
-        way: folder / ("fp8" if way.startswith("fp8") else "floats") for way, _ in ways.values()
-    }
-    for each in sorted(set(folders.values())):
-        run_child("write", str(each), size, str(shards))
-    empty = run_child("read", str(folder), size, "empty", "auto")["peak"]
+class Row(NamedTuple):
+    """What was measured of one way."""
+
+    way: str
+    #: at the peak
+    gb: float
+    #: per weight
+    bytes: float
+    #: per weight, without the largest tensor
+    beyond: float
+
+
+def measure(folder: Path, size: str, shards: int, ways: dict[str, Way]) -> list[Row]:
+    """Measure each way in a process of its own."""
+    for name in sorted({way.method.folder for way in ways.values()}):
+        run_child("write", str(folder / name), size, str(shards))
+    empty = run_child("read", str(folder), Method.NOTHING, "auto")["peak"]
     rows = []
-    for name, (way, dtype) in ways.items():
-        found = run_child("read", str(folders[way]), size, way, dtype)
-        peak = found["peak"] - empty
-        rows.append(
-            (
-                name,
-                peak / 1e9,
-                peak / found["weights"],
-                (peak - found["largest"]) / found["weights"],
-            )
-        )
+    for name, (method, dtype) in ways.items():
+        figures = run_child("read", str(folder / method.folder), method, dtype)
+        peak = figures["peak"] - empty
+        weights = figures["weights"]
+        rows.append(Row(name, peak / 1e9, peak / weights, (peak - figures["largest"]) / weights))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fp8", action="store_true", help="read the FP8 folder alone")
     parser.add_argument(
         "--weights", choices=tuple(SIZES), default="277M", help="how many there are"
@@ -228,18 +277,15 @@ def main() -> None:
     add_option(parser)
     args = parser.parse_args()
     if args.child:
-        task, folder, size, *rest = args.child
-        if task == "write":
-            write(Path(folder), size, int(rest[0]))
-            print("{}")
-        else:
-            print(json.dumps(child(Path(folder), size, rest[0], rest[1])))
+        run_task(*args.child)
         return
-    if not Path("/proc/self/status").exists():
-        raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
+    check_linux()
     if args.fp8 and args.record:
         parser.error("--record writes the whole table: leave out --fp8")
-    ways = {name: way for name, way in WAYS.items() if way[0].startswith("fp8") or not args.fp8}
+    ways = {}
+    for name, way in WAYS.items():
+        if way.method.folder == "fp8" or not args.fp8:
+            ways[name] = way
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = measure(Path(folder), args.weights, args.shards, ways)
     columns = (
@@ -249,12 +295,7 @@ def main() -> None:
         "beyond the largest tensor",
     )
     if args.json:
-        print(
-            json.dumps(
-                [dict(zip(("way", "gb", "bytes", "beyond"), row, strict=True)) for row in rows],
-                indent=1,
-            )
-        )
+        print(json.dumps([row._asdict() for row in rows], indent=1))
     else:
         lines = [(name, *(f"{cell:.2f}" for cell in cells)) for name, *cells in rows]
         print(text_table([columns, *lines], ("---", "---:", "---:", "---:"), args.markdown))
@@ -263,6 +304,17 @@ def main() -> None:
             [name, *(round(cell, 2) for cell in rest)] for name, *rest in rows
         ]
         record("", columns, cells, packages=("transformers", "safetensors"))
+
+
+def run_task(task: str, folder: str, *words: str) -> None:
+    """Do what `run_child` asks of a process, and print JSON."""
+    if task == "write":
+        size, shards = words
+        write(Path(folder), size, int(shards))
+        print("{}")
+    else:
+        method, dtype = words
+        print(json.dumps(measure_here(Path(folder), Method(method), dtype)))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,33 @@
-"""The cost of one step of StiffnessMuon, as a ratio to ``torch.optim.Muon`` over the
-same float32 matrices.
+"""The cost of one step of StiffnessMuon, as a ratio to ``torch.optim.Muon``.
 
     python benchmarks/muon_step.py [--sizes 0.86M 10M] [--pairs 15] [--processes 3]
-    [--markdown | --json] [--record]
+                                   [--markdown | --json] [--record]
 
-One thread. The matrices are those of the hidden layers of a GPT: 4 blocks of width 128,
-and 6 of width 384. Each contender runs in fresh processes of its own, its steps taken
-in turn with torch's; the ratio is the median over the pairs, of process CPU time, and
-the table shows the median of the processes with the smallest and the largest. Our steps
-include the check that every gradient is finite. Bytes are those of weights and state
-after the steps.
+One thread. torch's Muon steps the same matrices in float32. They are those of the
+hidden layers of a GPT: 4 blocks of width 128, or 6 of width 384. Each contender runs in
+fresh processes, its steps taken in turn with torch's. The ratio is the median over the
+pairs, of process CPU time, and the table shows the median of the processes with the
+smallest and the largest. Our steps include the check that every gradient is finite.
+Bytes are those of weights and state after the steps.
 
-torch's products are always in bfloat16; ours only if the machine has it, otherwise in
-float32, and a row says which.
+torch's products are always in bfloat16. Ours are only if the machine has it, and
+otherwise in float32. A row says which.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
-from _timing import live_bytes, paired_seconds
+from _timing import Ratio, live_bytes, paired_seconds
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -38,55 +38,77 @@ OPTIONS: Final[dict[str, Any]] = {
     "weight_decay": 0.1,
     "adjust_lr_fn": "match_rms_adamw",
 }
-SIZES: Final = {"0.86M": (4, 128), "10M": (6, 384)}
-#: label, format of the weights (None: float32), options
-CONTENDERS: Final[dict[str, tuple[str | None, dict[str, Any]]]] = {
-    "float32": (None, {}),
-    "float32, products in bfloat16": (None, {"ns_dtype": torch.bfloat16}),
-    "float32, products in float32": (None, {"ns_dtype": torch.float32}),
-    "E4M3 stochastic": ("E4M3", {}),
-    "E4M3 stochastic, 8-bit momentum": ("E4M3", {"moments": "8bit"}),
-    "E4M3 residual8, 8-bit momentum": ("E4M3", {"writeback": "residual8", "moments": "8bit"}),
-    "E4M3 nearest, 8-bit momentum": ("E4M3", {"writeback": "nearest", "moments": "8bit"}),
+
+
+class GPTSize(NamedTuple):
+    """The size of a GPT."""
+
+    blocks: int
+    width: int
+
+
+SIZES: Final = {"0.86M": GPTSize(4, 128), "10M": GPTSize(6, 384)}
+
+
+class Contender(NamedTuple):
+    """StiffnessMuon over some kind of weights."""
+
+    #: format of the weights; None for float32
+    fmt: str | None
+    options: dict[str, Any]
+
+
+CONTENDERS: Final = {
+    "float32": Contender(None, {}),
+    "float32, products in bfloat16": Contender(None, {"ns_dtype": torch.bfloat16}),
+    "float32, products in float32": Contender(None, {"ns_dtype": torch.float32}),
+    "E4M3 stochastic": Contender("E4M3", {}),
+    "E4M3 stochastic, 8-bit momentum": Contender("E4M3", {"moments": "8bit"}),
+    "E4M3 residual8, 8-bit momentum": Contender(
+        "E4M3", {"writeback": "residual8", "moments": "8bit"}
+    ),
+    "E4M3 nearest, 8-bit momentum": Contender("E4M3", {"writeback": "nearest", "moments": "8bit"}),
 }
+#: largest ratios: the one that has to be met, and the one that is aimed at
 BAR, GOAL = 1.3, 1.1
 
 
 def shapes(size: str) -> list[tuple[int, int]]:
-    """The matrices of a GPT's blocks."""
+    """Return the shapes of the matrices of a GPT's blocks."""
     blocks, width = SIZES[size]
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * blocks
 
 
 def weights(size: str, fmt: str | None) -> list[Tensor]:
-    """Parameters with gradients, the same values for all."""
+    """Return parameters with gradients, the same values for all contenders."""
     generator = torch.Generator().manual_seed(0)
-    made: list[Tensor] = []
+    parameters: list[Tensor] = []
     for i, shape in enumerate(shapes(size)):
         values = torch.randn(shape, generator=generator) * 0.02
         weight = nn.Parameter(values) if fmt is None else fm.FP8Parameter(values, fmt, seed=i)
         weight.grad = torch.randn(shape, generator=generator) * 1e-3
-        made.append(weight)
-    return made
+        parameters.append(weight)
+    return parameters
 
 
 def measure(label: str, size: str, pairs: int) -> dict[str, float]:
-    """One contender in this process."""
-    fmt, options = CONTENDERS[label]
-    ours, theirs = weights(size, fmt), weights(size, None)
-    optimizer = fm.optim.StiffnessMuon(ours, **OPTIONS, **options)
-    peer = torch.optim.Muon([p for p in theirs if isinstance(p, nn.Parameter)], **OPTIONS)
+    """Measure one contender in this process."""
+    contender = CONTENDERS[label]
+    parameters = weights(size, contender.fmt)
+    optimizer = fm.optim.StiffnessMuon(parameters, **OPTIONS, **contender.options)
+    peer = torch.optim.Muon(weights(size, None), **OPTIONS)
     for _ in range(WARM_UP):
         optimizer.step()
         peer.step()
     times = paired_seconds(_step(optimizer), _step(peer), pairs, torch.device("cpu"))
-    for weight in ours:
+    for weight in parameters:
         weight.grad = None
+    count = sum(weight.numel() for weight in parameters)
     return {
-        "ratio": statistics.median(mine / other for mine, other in times),
-        "step_ms": 1e3 * statistics.median(mine for mine, _ in times),
-        "peer_ms": 1e3 * statistics.median(other for _, other in times),
-        "bytes": live_bytes(ours, optimizer.state_dict()) / sum(weight.numel() for weight in ours),
+        "ratio": Ratio.of_pairs(times).median,
+        "step_ms": 1e3 * statistics.median(pair.measured for pair in times),
+        "peer_ms": 1e3 * statistics.median(pair.reference for pair in times),
+        "bytes": live_bytes(parameters, optimizer.state_dict()) / count,
     }
 
 
@@ -94,53 +116,53 @@ def _step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return lambda: optimizer.step()
 
 
-def in_fresh_process(label: str, size: str, pairs: int) -> dict[str, float]:
-    """Call :func:`measure` in a fresh process."""
+def measure_in_fresh_process(label: str, size: str, pairs: int) -> dict[str, float]:
+    """Measure one contender in a process of its own."""
     command = [sys.executable, __file__, "--worker", label, "--sizes", size, "--pairs", str(pairs)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(
-            f"{label}, {size}: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
-        )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        reason = done.stderr.strip().splitlines()[-1]
+        raise SystemExit(f"{label}, {size}: exit code {done.returncode}: {reason}")
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each contender and size; every contender once in each round."""
-    names = [(size, label) for size in options.sizes for label in CONTENDERS]
-    found: dict[tuple[str, str], list[dict[str, float]]] = {name: [] for name in names}
+    """Return a row for each contender and size.
+
+    Every contender runs once in each round, so that a drift of the machine affects all.
+    """
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     for turn in range(options.processes):
-        for size, label in names:
-            print(
-                f"process {turn + 1} of {options.processes}: {label}, {size}",
-                file=sys.stderr,
-                flush=True,
-            )
-            found[size, label].append(in_fresh_process(label, size, options.pairs))
-    return [_row(size, label, each) for (size, label), each in found.items()]
+        for size, label in itertools.product(options.sizes, CONTENDERS):
+            name = f"process {turn + 1} of {options.processes}: {label}, {size}"
+            print(name, file=sys.stderr, flush=True)
+            figures = measure_in_fresh_process(label, size, options.pairs)
+            runs.setdefault((size, label), []).append(figures)
+    return [_row(size, label, figures) for (size, label), figures in runs.items()]
 
 
 def _row(size: str, label: str, runs: list[dict[str, float]]) -> dict[str, Any]:
-    ratios = [each["ratio"] for each in runs]
     return {
         "size": size,
         "label": label,
         "bytes": runs[-1]["bytes"],
-        "ratio": (statistics.median(ratios), min(ratios), max(ratios)),
-        "step_ms": statistics.median(each["step_ms"] for each in runs),
-        "peer_ms": statistics.median(each["peer_ms"] for each in runs),
+        "ratio": Ratio.of(run["ratio"] for run in runs),
+        "step_ms": statistics.median(run["step_ms"] for run in runs),
+        "peer_ms": statistics.median(run["peer_ms"] for run in runs),
     }
 
 
 def verdict(ratio: float) -> str:
-    """Say which of bar and goal is met.
+    """Say which of bar and goal a ratio meets.
 
     >>> verdict(1.05), verdict(1.2), verdict(1.5)
     ('goal met', 'bar met', 'bar not met')
     """
-    return "goal met" if ratio <= GOAL else "bar met" if ratio <= BAR else "bar not met"
+    if ratio <= GOAL:
+        return "goal met"
+    return "bar met" if ratio <= BAR else "bar not met"
 
 
 HEADER: Final = (
@@ -154,17 +176,33 @@ RECORDED: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio", "ba
 
 
 def table(rows: list[dict[str, Any]], markdown: bool) -> str:
-    """The rows as Markdown or in columns."""
+    """Return the rows as Markdown or in columns."""
     lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
-        middle, low, high = row["ratio"]
-        ratio = f"{middle:.2f}x ({low:.2f} .. {high:.2f})"
-        lines.append((row["size"], row["label"], f"{row['bytes']:.2f}", ratio, verdict(middle)))
+        lines.append(
+            (
+                row["size"],
+                row["label"],
+                f"{row['bytes']:.2f}",
+                str(row["ratio"]),
+                verdict(row["ratio"].median),
+            )
+        )
     return text_table(lines, ("---", "---", "---:", "---:", "---"), markdown)
 
 
+def recorded(row: dict[str, Any]) -> tuple[Cell, ...]:
+    """Return a row as numbers, for the site."""
+    ratio: Ratio = row["ratio"]
+    size = round(row["bytes"], 2)
+    return (row["size"], row["label"], size, ratio, verdict(ratio.median))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="StiffnessMuon's step beside torch.optim.Muon's.")
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
@@ -186,17 +224,8 @@ def main() -> int:
         )
         print(table(rows, options.markdown))
     if options.record:
-        cells: list[tuple[Cell, ...]] = [
-            (
-                row["size"],
-                row["label"],
-                round(row["bytes"], 2),
-                row["ratio"],
-                verdict(row["ratio"][0]),
-            )
-            for row in rows
-        ]
-        record("torch.optim.Muon, float32 weights, products in bfloat16", RECORDED, cells)
+        peer = "torch.optim.Muon, float32 weights, products in bfloat16"
+        record(peer, RECORDED, map(recorded, rows))
     return 0
 
 

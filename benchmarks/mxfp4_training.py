@@ -1,16 +1,15 @@
-"""Losses of MXFP4 and MXFP8 weights trained in place under Muon, beside their decoded
-values trained in float32.
+"""Losses of MXFP4 and MXFP8 weights trained in place under Muon.
 
-    python benchmarks/mxfp4_training.py [--steps 100] [--seeds 3] [--lr 1e-3] [--reading
-                                        200] [--weights MXFP4 MXFP8] [--json |
-                                        --markdown] [--record]
+    python benchmarks/mxfp4_training.py [--steps 100] [--seeds 3] [--lr 1e-3]
+                                        [--reading 200] [--weights MXFP4 MXFP8]
+                                        [--json | --markdown] [--record]
 
 A Llama of 1.4M weights is pretrained on English, one token per byte, and published by
-compressed-tensors: E2M1 or E4M3 at a power of two for each 32 of a row. It is then
-trained on Python's sources by StiffnessMuon, with each write-back, and so are its
-decoded values in float32, with the same batches. Losses are on other sources, in nats
-per byte, and of the codes alone, because a served model has no residual. After +- is
-half of the 95% interval over seeds.
+compressed-tensors: E2M1 or E4M3 at a power of two for each 32 of a row. StiffnessMuon
+then trains it on Python's sources, with each write-back, and its decoded values in
+float32 with the same batches. Losses are on other sources, in nats per byte, and of the
+codes alone, because a served model has no residual. After +- is half of the 95%
+interval over seeds.
 """
 
 import argparse
@@ -20,9 +19,11 @@ import statistics
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
@@ -35,7 +36,8 @@ import fp8manifold as fm
 
 SCHEMES: Final = {"MXFP4": "MXFP4A16", "MXFP8": "MXFP8A16"}
 WRITEBACKS: Final = ("float32", "residual8", "stochastic")
-LEARNT: Final = (
+#: the modules whose sources are trained on
+TRAINING_MODULES: Final = (
     "argparse",
     "typing",
     "inspect",
@@ -46,14 +48,16 @@ LEARNT: Final = (
     "doctest",
     "optparse",
 )
-HELD: Final = ("pickle", "configparser", "difflib")
+TEST_MODULES: Final = ("pickle", "configparser", "difflib")
 LENGTH, BATCH, WINDOWS = 64, 16, 128
+#: quantiles of Student's t for 95% intervals, by the number of values
 STUDENT: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 def publish(base: Any, folder: Path, scheme: str) -> None:
-    """Write a float model in bfloat16 as compressed-tensors does, its scales from each
-    group's range.
+    """Write a float model in bfloat16 as compressed-tensors does.
+
+    Its scales are those of each group's range.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -71,11 +75,12 @@ def publish(base: Any, folder: Path, scheme: str) -> None:
         model, QuantizationConfig(config_groups={"group_0": preset}, ignore=["lm_head"])
     )
     for layer in model.modules():
-        if (how := getattr(layer, "quantization_scheme", None)) is not None:
-            parts = layer.weight.detach().unflatten(-1, (-1, how.weights.group_size))
-            layer.weight_scale.data = calculate_qparams(
-                parts.amin(-1), parts.amax(-1), how.weights
-            )[0]
+        layer_scheme = getattr(layer, "quantization_scheme", None)
+        if layer_scheme is not None:
+            weights = layer_scheme.weights
+            groups = layer.weight.detach().unflatten(-1, (-1, weights.group_size))
+            scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), weights)
+            layer.weight_scale.data = scale
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
@@ -83,7 +88,7 @@ def publish(base: Any, folder: Path, scheme: str) -> None:
 
 
 def read(folder: Path, writeback: str) -> Any:
-    """The folder's model with weights in codes, or decoded by compressed-tensors."""
+    """Return the folder's model with weights in codes, or decoded by compressed-tensors."""
     if writeback != "float32":
         return fm.load_fp8(folder, dtype=torch.float32)
     decode = transformers.CompressedTensorsConfig(dequantize=True)
@@ -96,47 +101,106 @@ def read(folder: Path, writeback: str) -> Any:
 
 
 def sources(modules: tuple[str, ...]) -> Tensor:
-    """Python's own code, one token per byte."""
+    """Return the code of Python's modules, one token per byte."""
     text = "\n".join(inspect.getsource(import_module(name)) for name in modules)
     return torch.tensor(list(text.encode("ascii", "replace")))
 
 
 def loss_of(model: nn.Module, text: Tensor) -> float:
-    """The loss over windows that are spread evenly."""
+    """Return the loss over windows that are spread evenly."""
     starts = torch.linspace(0, len(text) - LENGTH - 1, WINDOWS).long()[:, None]
     tokens = text[starts + torch.arange(LENGTH)]
     with torch.no_grad():
         return float(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
 
 
-def trained(
-    folder: Path, writeback: str, lr: float, seed: int, args: Namespace
-) -> tuple[float, float]:
-    """The loss before the training and after it."""
-    model, text, held = read(folder, writeback).eval(), sources(LEARNT), sources(HELD)
-    rule: dict[str, Any] = {} if writeback == "float32" else {"writeback": writeback, "seed": seed}
-    optimizer = fm.optim.StiffnessMuon.for_model(model, lr=lr, weight_decay=0.0, **rule)
-    before = loss_of(model, held)
-    drawn = torch.Generator().manual_seed(seed)
-    for step in range(args.steps):
+class Losses(NamedTuple):
+    """The losses of a training on text that is not trained on."""
+
+    before: float
+    after: float
+
+
+def train(folder: Path, writeback: str, lr: float, seed: int, steps: int) -> Losses:
+    """Train the folder's model at a rate that rises for ten steps and falls at the end."""
+    model = read(folder, writeback).eval()
+    text, test_text = sources(TRAINING_MODULES), sources(TEST_MODULES)
+    options: dict[str, Any] = {}
+    if writeback != "float32":
+        options = {"writeback": writeback, "seed": seed}
+    optimizer = fm.optim.StiffnessMuon.for_model(model, lr=lr, weight_decay=0.0, **options)
+    before = loss_of(model, test_text)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10, 2 * (args.steps - step) / args.steps)
-        starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=drawn)
+            group["lr"] = lr * min(1.0, (step + 1) / 10, 2 * (steps - step) / steps)
+        starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
         tokens = text[starts + torch.arange(LENGTH)]
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
-    return before, loss_of(model, held)
+    return Losses(before, loss_of(model, test_text))
 
 
-def spread(values: list[float]) -> str:
-    """The mean, and half of its 95% interval."""
+@dataclass(frozen=True)
+class Measured:
+    """The trainings of one row, a seed each."""
+
+    weights: str
+    lr: float
+    writeback: str
+    losses: list[Losses]
+
+    @property
+    def final_losses(self) -> list[float]:
+        """The losses after training, by seed."""
+        return [losses.after for losses in self.losses]
+
+
+def measure_all(args: Namespace, base: Any) -> Iterator[tuple[Measured, Measured]]:
+    """Yield each row, with that of float32 weights at the same rate."""
+    for scheme in args.weights:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            publish(base, folder, scheme)
+            for lr in args.lr:
+                rows: list[Measured] = []
+                for writeback in WRITEBACKS:
+                    seeds = range(args.seeds)
+                    losses = [train(folder, writeback, lr, seed, args.steps) for seed in seeds]
+                    rows.append(Measured(scheme, lr, writeback, losses))
+                    print(asdict(rows[-1]), file=sys.stderr, flush=True)
+                    # float32 is the first of the write-backs.
+                    yield rows[-1], rows[0]
+
+
+def table_row(row: Measured, exact: Measured) -> tuple[str, ...]:
+    """Return a row as text, with its difference to float32 weights."""
+    difference = ""
+    if row is not exact:
+        pairs = zip(row.final_losses, exact.final_losses, strict=True)
+        difference = interval_text([loss - other for loss, other in pairs])
+    return (
+        row.weights,
+        f"{row.lr:g}",
+        row.writeback,
+        f"{row.losses[0].before:.3f}",
+        interval_text(row.final_losses),
+        difference.replace("-0.000", "0.000"),
+    )
+
+
+def interval_text(values: list[float]) -> str:
+    """Return the mean, and half of its 95% interval."""
     half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Train every row, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--weights", nargs="+", choices=tuple(SCHEMES), default=["MXFP4"], help="what is published"
     )
@@ -152,41 +216,11 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     base, _ = small(args.reading)
-    rows: list[tuple[str, ...]] = []
-    found = []
-    for scheme in args.weights:
-        with tempfile.TemporaryDirectory() as place:
-            publish(base, Path(place), scheme)
-            for lr in args.lr:
-                floats: list[float] = []
-                for writeback in WRITEBACKS:
-                    ends = [
-                        trained(Path(place), writeback, lr, seed, args)
-                        for seed in range(args.seeds)
-                    ]
-                    after = [end for _, end in ends]
-                    floats = floats or after
-                    less = [own - other for own, other in zip(after, floats, strict=True)]
-                    found.append(
-                        {"weights": scheme, "lr": lr, "writeback": writeback, "losses": ends}
-                    )
-                    difference = (
-                        "" if writeback == "float32" else spread(less).replace("-0.000", "0.000")
-                    )
-                    print(found[-1], file=sys.stderr, flush=True)
-                    rows.append(
-                        (
-                            scheme,
-                            f"{lr:g}",
-                            writeback,
-                            f"{ends[0][0]:.3f}",
-                            spread(after),
-                            difference,
-                        )
-                    )
+    measured = list(measure_all(args, base))
+    rows = [table_row(row, exact) for row, exact in measured]
     columns = ["weights", "lr", "writeback", "before", f"after {args.steps} steps", "minus float32"]
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps([asdict(row) for row, _ in measured], indent=1))
         return
     print(text_table([columns, *rows], ("---", "---:", "---", *["---:"] * 3), args.markdown))
     if args.record:

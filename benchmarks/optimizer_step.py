@@ -1,5 +1,4 @@
-"""The cost of one optimizer step, as a ratio to torch's fused float32 AdamW, and the
-bytes per parameter it needs.
+"""The cost of one optimizer step beside torch's fused float32 AdamW, in time and bytes.
 
     python benchmarks/optimizer_step.py [--contenders 'stiffness-*' peers] [--pairs 25]
                                         [--processes 3] [--params 10M] [--device cpu]
@@ -8,8 +7,8 @@ bytes per parameter it needs.
 One thread. Each contender runs in fresh processes of its own, its steps taken in turn
 with fused AdamW's over the same weights and gradients; the ratio is the median over the
 pairs, on the CPU of process CPU time, and the table shows the median of the processes
-with the smallest and the largest. Our own steps include the check that every gradient
-is finite. Bytes are those of the live tensors after the steps and ``zero_grad``:
+with the smallest and the largest. Our steps include the check that every gradient is
+finite. Bytes are those of the live tensors after the steps and ``zero_grad``:
 parameters, state and whatever else the optimizer holds, gradients that it does not free
 included. The first step includes work that is done once: every weight's spacing, and
 the words that key its random bits.
@@ -34,38 +33,39 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _contenders import CONTENDERS, REFERENCE, SIZES, Workload
-from _forms import add_form_options, text_table
+from _contenders import CONTENDERS, REFERENCE, SIZES, Kind, Workload
+from _forms import add_form_options, print_titled, text_table
 from _record import Cell, add_option, record
-from _timing import live_bytes, paired_seconds, wall_seconds
+from _timing import Ratio, live_bytes, paired_seconds, wall_seconds
 
 WARM_UP: Final = 3
 #: peers that are packages of their own
 PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes", "sdnq")
+#: groups of contenders on the command line
 GROUPS: Final = {
-    "all": ("torch", "peer", "ours"),
-    "torch": ("torch",),
-    "peers": ("peer",),
-    "ours": ("ours",),
+    "all": tuple(Kind),
+    "torch": (Kind.TORCH,),
+    "peers": (Kind.PEER,),
+    "ours": (Kind.OURS,),
 }
 Step = Callable[[], object]
 
 
 def prepare(name: str, work: Workload) -> tuple[Step, list[Any]]:
-    """The step of one contender and the objects that hold its memory."""
+    """Return the step of one contender, and the objects that hold its memory."""
     parameters, optimizer = CONTENDERS[name].build(work)
     work.set_gradients(parameters)
     return optimizer.step, [parameters, optimizer]
 
 
 def graphs_compiled() -> int:
-    """Graphs that torch.compile has made in this process so far."""
+    """Return the number of graphs that torch.compile has made in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
 def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
-    """One contender in this process."""
+    """Measure one contender in this process."""
     try:
         step, holders = prepare(name, work)
     except (AttributeError, ImportError) as error:
@@ -80,40 +80,38 @@ def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
             reference()
         graphs = graphs_compiled()
         times = paired_seconds(step, reference, pairs, work.device)
-    work.drop_gradients(holders[0])
+    parameters, _ = holders
+    work.drop_gradients(parameters)
+    step_times = [pair.measured for pair in times]
+    reference_times = [pair.reference for pair in times]
+    texts = {
+        f"{warning.category.__name__}: {warning.message}"
+        for warning in caught
+        if is_about_run(warning.category)
+    }
     return {
         "first_step_s": first,
-        "ratio": statistics.median(ours / theirs for ours, theirs in times),
-        "ratio_of_sums": sum(ours for ours, _ in times) / sum(theirs for _, theirs in times),
-        "step_ms": 1e3 * statistics.median(ours for ours, _ in times),
-        "reference_ms": 1e3 * statistics.median(theirs for _, theirs in times),
+        "ratio": Ratio.of_pairs(times).median,
+        "ratio_of_sums": sum(step_times) / sum(reference_times),
+        "step_ms": 1e3 * statistics.median(step_times),
+        "reference_ms": 1e3 * statistics.median(reference_times),
         "bytes_per_parameter": live_bytes(*holders) / work.numel,
         "graphs": graphs,
         "graphs_while_timed": graphs_compiled() - graphs,
-        "warnings": sorted(
-            {f"{w.category.__name__}: {w.message}" for w in caught if is_of_use(w.category)}
-        ),
+        "warnings": sorted(texts),
     }
 
 
-def is_of_use(category: type[Warning]) -> bool:
-    """True if a warning is about the run, and not a deprecation inside a library."""
+def is_about_run(category: type[Warning]) -> bool:
+    """Return whether a warning is about the run, and not a deprecation inside a library."""
     return not issubclass(category, DeprecationWarning | FutureWarning)
 
 
-def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
-    """Call :func:`measure` in a fresh process."""
-    command = [
-        sys.executable,
-        __file__,
-        "--worker",
-        name,
-        "--pairs",
-        str(options.pairs),
-        "--params",
-        options.params,
-    ]
-    command += ["--elements", str(options.elements), "--device", options.device]
+def measure_in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
+    """Measure one contender in a process of its own."""
+    command = [sys.executable, __file__, "--worker", name]
+    for option in ("pairs", "params", "elements", "device"):
+        command += [f"--{option}", str(getattr(options, option))]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -133,86 +131,94 @@ def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dic
 
 
 def reason(errors: str) -> str:
-    """The line of a traceback that names the exception; hints may follow it."""
-    named = re.findall(
-        r"^[\w.]+(?:Error|Exception|Interrupt|Unsupported)\b.*", errors, re.MULTILINE
-    )
-    return (named or errors.strip().splitlines() or ["no output"])[-1]
+    """Return the line of a traceback that names the exception; hints may follow it."""
+    exception = re.compile(r"^[\w.]+(?:Error|Exception|Interrupt|Unsupported)\b.*", re.MULTILINE)
+    lines = exception.findall(errors) or errors.strip().splitlines() or ["no output"]
+    return str(lines[-1])
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run every contender once in each round, so that a drift of the machine affects
-    all of them.
+    """Return what was measured of each contender, once per process.
+
+    Every contender runs once in each round, so that a drift of the machine affects all
+    of them. One without figures does not run again.
     """
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as cache:
         for turn in range(options.processes):
-            for name, done in results.items():
-                if not turn or "ratio" in done[-1]:
-                    print(
-                        f"process {turn + 1} of {options.processes}: {name}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    done.append(in_fresh_process(name, options, Path(cache)))
-    return results
+            for name, runs_of_name in runs.items():
+                if turn > 0 and "ratio" not in runs_of_name[-1]:
+                    continue
+                title = f"process {turn + 1} of {options.processes}: {name}"
+                print(title, file=sys.stderr, flush=True)
+                runs_of_name.append(measure_in_fresh_process(name, options, Path(cache)))
+    return runs
 
 
 def row(name: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """One line of the table: figures over the processes, or why there are none."""
+    """Return a row: figures over the processes, or why there are none."""
     contender = CONTENDERS[name]
     head = {"name": name, "label": contender.label, "kind": contender.kind}
     last = runs[-1]
     if "ratio" not in last:
         return head | last
-    ratios = [run["ratio"] for run in runs]
+    ratio = Ratio.of(run["ratio"] for run in runs)
     goal = contender.goals.get((options.device, options.params))
     return head | {
         "bytes_per_parameter": last["bytes_per_parameter"],
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        "ratio": ratio.median,
+        "ratio_min": ratio.smallest,
+        "ratio_max": ratio.largest,
         "ratio_of_sums": statistics.median(run["ratio_of_sums"] for run in runs),
         "step_ms": statistics.median(run["step_ms"] for run in runs),
         "reference_ms": statistics.median(run["reference_ms"] for run in runs),
         "first_step_s": [run["first_step_s"] for run in runs],
         "goal": goal,
-        "met": None if goal is None else statistics.median(ratios) <= goal,
+        "met": None if goal is None else ratio.median <= goal,
         "graphs": last["graphs"],
         "graphs_while_timed": max(run["graphs_while_timed"] for run in runs),
-        "warnings": sorted({text for run in runs for text in run["warnings"]}),
+        "warnings": sorted(set().union(*(run["warnings"] for run in runs))),
     }
 
 
-def cells(line: dict[str, Any]) -> tuple[str, str, str, str, str]:
-    """A row as text."""
-    first, rest = line["first_step_s"][0], line["first_step_s"][1:]
-    warm = f", then {statistics.median(rest):.1f}" if rest else ""
-    goal = (
-        ""
-        if line["goal"] is None
-        else f"<= {line['goal']:g}x: {'met' if line['met'] else 'NOT met'}"
-    )
+def cells(line: dict[str, Any]) -> tuple[str, ...]:
+    """Return a measured row as text."""
+    first, later = _first_step_times(line)
+    times = f"{first:.1f}" if later is None else f"{first:.1f}, then {later:.1f}"
+    goal = ""
+    if line["goal"] is not None:
+        goal = f"<= {line['goal']:g}x: {'met' if line['met'] else 'NOT met'}"
+    size = f"{line['bytes_per_parameter']:.2f}"
+    return (line["label"], size, str(_ratio(line)), times, goal)
+
+
+def recorded(line: dict[str, Any]) -> tuple[Cell, ...]:
+    """Return a measured row as numbers, for the site."""
+    first, later = _first_step_times(line)
+    goal = None
+    if line["goal"] is not None:
+        goal = f"{line['goal']:g}x, {'met' if line['met'] else 'not met'}"
     return (
         line["label"],
-        f"{line['bytes_per_parameter']:.2f}",
-        f"{line['ratio']:.2f}x ({line['ratio_min']:.2f} .. {line['ratio_max']:.2f})",
-        f"{first:.1f}{warm}",
+        round(line["bytes_per_parameter"], 2),
+        _ratio(line),
+        round(first, 1),
+        None if later is None else round(later, 1),
         goal,
     )
 
 
-def recorded(line: dict[str, Any]) -> tuple[Cell, ...]:
-    """A measured row as numbers, for the site."""
-    first, rest = line["first_step_s"][0], line["first_step_s"][1:]
-    goal = (
-        None
-        if line["goal"] is None
-        else f"{line['goal']:g}x, {'met' if line['met'] else 'not met'}"
-    )
-    ratio = (line["ratio"], line["ratio_min"], line["ratio_max"])
-    times = (round(first, 1), round(statistics.median(rest), 1) if rest else None)
-    return (line["label"], round(line["bytes_per_parameter"], 2), ratio, *times, goal)
+def _ratio(line: dict[str, Any]) -> Ratio:
+    return Ratio(line["ratio"], line["ratio_min"], line["ratio_max"])
+
+
+def _first_step_times(line: dict[str, Any]) -> tuple[float, float | None]:
+    """Return the time of the first process's first step, and the median of the others'.
+
+    The first process compiles what the others find in its cache.
+    """
+    first, *later = line["first_step_s"]
+    return first, statistics.median(later) if later else None
 
 
 RECORDED: Final = ("contender", "bytes per parameter", "ratio", "first step, s", "then, s", "goal")
@@ -220,67 +226,65 @@ HEADER: Final = ("contender", "bytes per parameter", "ratio (processes)", "first
 
 
 def table(rows: list[dict[str, Any]], markdown: bool) -> str:
-    """The measured rows, as Markdown or in columns."""
+    """Return the measured rows as Markdown or in columns."""
     lines = [HEADER, *(cells(line) for line in rows if "ratio" in line)]
     return text_table(lines, ("---", "---:", "---:", "---:", "---"), markdown)
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each contender that is missing, has failed or warned, or has compiled
+    """Return what there is to say of contenders besides figures.
+
+    That is a line for each one that is missing, has failed or warned, or has compiled
     while it was timed.
     """
-    found = []
-    for line in rows:
+    lines = []
+    for row in rows:
         for kind in ("missing", "failed"):
-            if kind in line:
-                found.append(f"{line['label']} ({line['name']}): {kind}: {line[kind]}")
-        if line.get("graphs_while_timed"):
-            found.append(
-                f"{line['label']}: {line['graphs_while_timed']} graphs compiled while it was timed"
-            )
-        if line["kind"] == "ours":
-            found += [f"{line['label']}: {text}" for text in line.get("warnings", [])]
-    return found
+            if kind in row:
+                lines.append(f"{row['label']} ({row['name']}): {kind}: {row[kind]}")
+        graphs = row.get("graphs_while_timed")
+        if graphs:
+            lines.append(f"{row['label']}: {graphs} graphs compiled while it was timed")
+        if row["kind"] == Kind.OURS:
+            lines += [f"{row['label']}: {text}" for text in row.get("warnings", [])]
+    return lines
 
 
 def title(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """Title of the table: its subject, and how long the reference took."""
+    """Return the title of the table: its subject, and how long the reference took."""
     work = Workload.sized(options.params, options.elements, torch.device("cpu"))
-    device = (
-        torch.cuda.get_device_name()
-        if options.device == "cuda"
-        else "CPU, one thread, process CPU time"
-    )
+    device = "CPU, one thread, process CPU time"
+    if options.device == "cuda":
+        device = torch.cuda.get_device_name()
     text = (
         f"torch {torch.__version__}, {work.numel:,} parameters in {len(work.shapes)} tensors, "
         f"{device}, {options.processes} processes of {options.pairs} pairs"
     )
-    measured = [line["reference_ms"] for line in rows if "ratio" in line]
-    return f"{text}; fused AdamW takes {statistics.median(measured):.2f} ms" if measured else text
+    reference_times = [line["reference_ms"] for line in rows if "ratio" in line]
+    if not reference_times:
+        return text
+    return f"{text}; fused AdamW takes {statistics.median(reference_times):.2f} ms"
 
 
 def chosen(patterns: list[str]) -> list[str]:
-    """Names of contenders for groups, names and wildcards, in the table's order."""
+    """Return the contenders of groups, names and wildcards, in the table's order."""
     names: set[str] = set()
     for pattern in patterns:
-        if pattern in GROUPS:
-            found = [
-                name for name, contender in CONTENDERS.items() if contender.kind in GROUPS[pattern]
-            ]
-        else:
-            found = fnmatch.filter(CONTENDERS, pattern)
-        if not found:
+        kinds = GROUPS.get(pattern, ())
+        matching = [name for name, contender in CONTENDERS.items() if contender.kind in kinds]
+        matching = matching or fnmatch.filter(CONTENDERS, pattern)
+        if not matching:
             nearest = difflib.get_close_matches(pattern, [*CONTENDERS, *GROUPS], n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise argparse.ArgumentTypeError(
                 f"--contenders {pattern}: a name, a wildcard or one of {', '.join(GROUPS)}{hint}"
             )
-        names.update(found)
+        names.update(matching)
     return [name for name in CONTENDERS if name in names]
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A parser of numbers above 0."""
+    """Return a parser of numbers above 0."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -292,7 +296,7 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -349,18 +353,17 @@ def main() -> int:
     if options.json:
         print(json.dumps({"title": title(rows, options), "rows": rows}, indent=1))
     else:
-        print(
-            title(rows, options),
-            table(rows, options.markdown),
-            *remarks(rows),
-            sep="\n" * (1 + options.markdown),
-        )
+        parts = (title(rows, options), table(rows, options.markdown), *remarks(rows))
+        print_titled(*parts, markdown=options.markdown)
     if options.record:
         measured = [recorded(line) for line in rows if "ratio" in line]
         record("fused float32 AdamW of torch", RECORDED, measured, options.device, PACKAGES)
-    return int(
-        any("failed" in line or (line["kind"] == "ours" and "missing" in line) for line in rows)
-    )
+    return int(any(map(is_failure, rows)))
+
+
+def is_failure(line: dict[str, Any]) -> bool:
+    """Return whether a contender failed, or one of ours cannot be built."""
+    return "failed" in line or (line["kind"] == Kind.OURS and "missing" in line)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,42 @@
-"""The host's time for small layers and steps, as ratios to ``nn.Linear`` and fused
-AdamW in the same run.
+"""The host's time for small layers and steps, beside ``nn.Linear`` and fused AdamW.
 
-    python benchmarks/overhead.py [--parts layer compiled step] [--pairs 60] [--calls
-    50] [--markdown] [--record]
+    python benchmarks/overhead.py [--parts layer compiled step] [--pairs 60]
+                                  [--calls 50] [--markdown | --json] [--record]
 
 One thread, forward and backward over a few tokens, so that nearly all of it is Python
 and torch's dispatcher:
 
-    a card's path a layer under autocast as on a GPU, with kernels that do nothing; its
-                     scale is in bfloat16, as a GPU multiplies two dtypes in one launch,
-                     where this CPU makes a copy first
-    a CPU's a layer in float32 compiled a stack of layers with a GELU after each,
-    compiled whole; the times are of one layer a step `step()` of StiffnessAdamW over
-    one-byte weights, with kernels that do nothing and on a CPU, beside
-                     torch's fused AdamW over as many in float32; the times are of one
-                     parameter, and so is the goal
+    a CPU's path    a layer in float32
+    a card's path   a layer under autocast as on a GPU, with kernels that do nothing. Its
+                    scale is in bfloat16, because a GPU multiplies two dtypes in one
+                    launch, where this CPU makes a copy first.
+    compiled        a stack of layers with a GELU after each, compiled whole. The times
+                    are of one layer.
+    a step          `step()` of StiffnessAdamW over one-byte weights, on a CPU and with
+                    kernels that do nothing, beside torch's fused AdamW over as many in
+                    float32. The times are of one parameter, and so is the goal.
 
 Both sides take their calls in turn; process CPU time. The ratio is that of the least
-times, as whatever else the machine does only adds to them; beside it are the ratios of
+times, as whatever else the machine does only adds to them. Next to it are the ratios of
 the pairs: median, smallest and largest.
 """
 
 import argparse
 import copy
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
-from _forms import add_form_options, text_table
-from _overhead_step import cases
+from _forms import add_form_options, check_at_least, print_titled, text_table
+from _overhead_step import step_cases
 from _record import add_option, record
-from _timing import paired_seconds
+from _timing import Ratio, paired_seconds
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -45,131 +44,152 @@ from fp8manifold._encoded import storage
 from fp8manifold.nn import _products
 
 Step = Callable[[], object]
-#: of a small layer, and of one whose kernels do next to nothing on this CPU either, as
-#: none of a card's do
-SMALL, TINY = 32, 8
+#: width of a small layer
+SMALL: Final = 32
+#: width of a layer whose kernels do next to nothing on this CPU
+TINY: Final = 8
 TOKENS: Final = 4
 DEPTH: Final = 12
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two functions that are called in turn, and the number of layers or parameters of
-    a call.
-    """
+    """Two functions that are called in turn."""
 
     what: str
     format: str
     ours: Step
     theirs: Step
+    #: layers or parameters of a call
     size: int
-    goal: float | None
+    #: the largest ratio
+    goal: float | None = None
+    #: the largest time of a layer or parameter, in microseconds
     goal_us: float | None = None
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The ratio of the least times, those of the pairs, and microseconds per layer or
-    parameter.
-    """
+    """What was measured of a case; times are per layer or parameter."""
 
     what: str
     format: str
+    #: of the least times
     ratio: float
-    pairs: tuple[float, float, float]
+    #: of the pairs
+    pairs: Ratio
     ours_us: float
     theirs_us: float
     goal: float | None
-    goal_us: float | None = None
+    goal_us: float | None
 
 
-def both(model: nn.Module, x: Tensor, *, autocast: bool) -> Step:
-    """Forward and backward."""
+def forward_and_backward(model: nn.Module, x: Tensor, *, autocast: bool) -> Step:
+    """Return a function that goes forward and backward."""
     parameters = list(model.parameters())
+    gradient = torch.randn(x.shape)
+    gradients = {gradient.dtype: gradient, torch.bfloat16: gradient.bfloat16()}
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = model(x)
-        y.backward(gradient if y.dtype == gradient.dtype else half)
+        y.backward(gradients[y.dtype])
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
 
-    gradient = torch.randn(x.shape)
-    half = gradient.bfloat16()
     return step
 
 
-def pair(
-    fmt: str,
-    features: int,
-    depth: int = 1,
-    *,
-    autocast: bool,
-    compiled: bool = False,
-    halved: bool = False,
-) -> tuple[Step, Step]:
-    """Layers with one-byte weights, if ``halved`` with scales in bfloat16, and the
-    ``nn.Linear`` they are made from.
-    """
-    x = torch.randn(TOKENS, features, requires_grad=True)
-    stack = [nn.Linear(features, features) for _ in range(depth)]
-    dense = nn.Sequential(
-        *(part for layer in stack for part in ((layer, nn.GELU()) if depth > 1 else (layer,)))
-    )
-    ours: Any = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
-    models: list[Any] = [ours, dense] if depth > 1 else [ours[0], dense[0]]
-    if compiled:
-        models = [torch.compile(model, fullgraph=True) for model in models]
-    if halved:
-        ours[0].weight.kept_scale = ours[0].weight.kept_scale.bfloat16()
-    first, second = (both(model, x, autocast=autocast) for model in models)
-    return first, second
+class Layers(NamedTuple):
+    """Layers with one-byte weights, and the ``nn.Linear`` that they are made from."""
+
+    ours: Any
+    theirs: Any
+
+    def steps(self, *, autocast: bool) -> tuple[Step, Step]:
+        """Return forward and backward of either."""
+        x = torch.randn(TOKENS, _width(self.theirs), requires_grad=True)
+        return (
+            forward_and_backward(self.ours, x, autocast=autocast),
+            forward_and_backward(self.theirs, x, autocast=autocast),
+        )
 
 
-def layers(on_card: ExitStack) -> Iterator[Case]:
-    """One layer, eager."""
-    yield Case(
-        "a layer, a CPU's path, float32", "E4M3", *pair("E4M3", SMALL, autocast=False), 1, 1.5
-    )
+def _width(model: nn.Module) -> int:
+    first = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    return first.in_features
+
+
+def one_layer(fmt: str, width: int) -> Layers:
+    """Return a layer and its one-byte twin."""
+    dense = nn.Sequential(nn.Linear(width, width))
+    coded: Any = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
+    return Layers(coded[0], dense[0])
+
+
+def compiled_stack(fmt: str, width: int, depth: int) -> Layers:
+    """Return a compiled stack of layers with a GELU after each, and its one-byte twin."""
+    parts: list[nn.Module] = []
+    for _ in range(depth):
+        parts += [nn.Linear(width, width), nn.GELU()]
+    dense = nn.Sequential(*parts)
+    coded = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
+    return Layers(torch.compile(coded, fullgraph=True), torch.compile(dense, fullgraph=True))
+
+
+def layer_cases(on_card: ExitStack) -> Iterator[Case]:
+    """Yield the cases of one layer, eager."""
+    layers = one_layer("E4M3", SMALL)
+    steps = layers.steps(autocast=False)
+    yield Case("a layer, a CPU's path, float32", "E4M3", *steps, 1, goal=1.5)
+
     pretend_a_card(on_card)
-    for fmt, bound in (("E4M3", 1.25), ("E2M5", None)):
-        yield Case(
-            "a layer, a card's path, autocast",
-            fmt,
-            *pair(fmt, TINY, autocast=True, halved=fmt == "E4M3"),
-            1,
-            bound,
-        )
+    layers = one_layer("E4M3", TINY)
+    weight = layers.ours.weight
+    weight.kept_scale = weight.kept_scale.bfloat16()
+    steps = layers.steps(autocast=True)
+    yield Case("a layer, a card's path, autocast", "E4M3", *steps, 1, goal=1.25)
+
+    steps = one_layer("E2M5", TINY).steps(autocast=True)
+    yield Case("a layer, a card's path, autocast", "E2M5", *steps, 1)
 
 
-def compiled_layers(on_card: ExitStack) -> Iterator[Case]:
-    """A stack of them, compiled."""
+def compiled_cases(on_card: ExitStack) -> Iterator[Case]:
+    """Yield the cases of a compiled stack of layers."""
     for name, autocast in (("layers, compiled", False), ("layers, compiled, autocast", True)):
+        steps = compiled_stack("E4M3", TINY, DEPTH).steps(autocast=autocast)
+        yield Case(name, "E4M3", *steps, DEPTH, goal=1.3)
+
+
+def optimizer_cases(on_card: ExitStack) -> Iterator[Case]:
+    """Yield the cases of an optimizer's step."""
+    for case in step_cases(on_card):
         yield Case(
-            name, "E4M3", *pair("E4M3", TINY, DEPTH, autocast=autocast, compiled=True), DEPTH, 1.3
+            f"step() of {case.name}",
+            "E4M3",
+            case.step,
+            case.reference,
+            case.parameters,
+            goal_us=case.goal_us,
         )
-
-
-def steps(on_card: ExitStack) -> Iterator[Case]:
-    """The step of an optimizer."""
-    for what, ours, theirs, count, goal_us in cases(on_card):
-        yield Case(f"step() of {what}", "E4M3", ours, theirs, count, None, goal_us)
 
 
 PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {
-    "layer": layers,
-    "compiled": compiled_layers,
-    "step": steps,
+    "layer": layer_cases,
+    "compiled": compiled_cases,
+    "step": optimizer_cases,
 }
-"""The parts by the names that ``--parts`` takes: each makes its cases, and may pretend
-that there is a GPU.
+"""The parts by the names that ``--parts`` takes.
+
+Each makes its cases, and may pretend that there is a GPU until the stack is closed.
 """
 
 
 def pretend_a_card(until: ExitStack) -> None:
-    """Decode as on a GPU, launched by Triton itself, with a driver and a compiled
-    kernel that do nothing.
+    """Decode as on a GPU, with a driver and a compiled kernel that do nothing.
+
+    Triton itself launches the kernel.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -183,31 +203,38 @@ def pretend_a_card(until: ExitStack) -> None:
     def decode(
         codes: Tensor, fmt: Any, dtype: torch.dtype, scale: Tensor | None = None
     ) -> Tensor | None:
-        given = codes.detach().contiguous().resolve_neg()
-        return array_on_gpu("decode", given, fmt, dtype, scale)
+        plain_codes = codes.detach().contiguous().resolve_neg()
+        return array_on_gpu("decode", plain_codes, fmt, dtype, scale)
 
-    idle = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
-    driver.set_active(SimpleNamespace(**idle, get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-    until.callback(driver.set_active, None)  # which is asked for anew
-    places: list[tuple[Any, str, Any]] = [
+    idle_driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    driver.set_active(idle_driver)
+    # Without an active driver Triton looks for one again.
+    until.callback(driver.set_active, None)
+    replacements: list[tuple[Any, str, Any]] = [
         (decode_kernel, "_do_compile", compiled),
         (storage, "decoded", decode),
+        (torch.cuda, "device", lambda device: nullcontext()),
+        (_products, "decoded", decode),
+        (_products, "is_on_card", lambda codes: True),
     ]
-    places += [(torch.cuda, "device", lambda device: nullcontext())]
-    places += [(_products, "decoded", decode), (_products, "is_on_card", lambda codes: True)]
-    for owner, name, instead in places:
-        until.enter_context(patch.object(owner, name, instead))
+    for module, name, replacement in replacements:
+        until.enter_context(patch.object(module, name, replacement))
 
 
+#: a compiled kernel that does nothing
 KERNEL: Final = SimpleNamespace(
     function=0, packed_metadata=(), launch_metadata=lambda *facts: None, run=lambda *arguments: None
 )
 
 
 def measure(case: Case, pairs: int, calls: int) -> Figure:
-    """The figure of one case."""
+    """Measure one case, many calls at a time."""
 
-    def many(step: Step) -> Step:
+    def repeated(step: Step) -> Step:
         def run() -> None:
             for _ in range(calls):
                 step()
@@ -215,26 +242,34 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
         return run
 
     device = torch.device("cpu")
-    ours, theirs = many(case.ours), many(case.theirs)
+    ours, theirs = repeated(case.ours), repeated(case.theirs)
+    # The first pair warms up.
     paired_seconds(ours, theirs, 1, device)
     times = paired_seconds(ours, theirs, pairs, device)
-    ratios = [a / b for a, b in times]
-    own, reference = (1e6 * min(column) / calls / case.size for column in zip(*times, strict=True))
-    spread = (statistics.median(ratios), min(ratios), max(ratios))
+    microseconds = 1e6 / calls / case.size
+    ours_us = microseconds * min(pair.measured for pair in times)
+    theirs_us = microseconds * min(pair.reference for pair in times)
     return Figure(
-        case.what, case.format, own / reference, spread, own, reference, case.goal, case.goal_us
+        case.what,
+        case.format,
+        ratio=ours_us / theirs_us,
+        pairs=Ratio.of_pairs(times),
+        ours_us=ours_us,
+        theirs_us=theirs_us,
+        goal=case.goal,
+        goal_us=case.goal_us,
     )
 
 
-def goal(one: Figure) -> str:
-    """The goal, and whether it is met."""
-    if one.goal_us is not None:
-        return f"<= {one.goal_us:.0f} µs, {'met' if one.ours_us <= one.goal_us else 'NOT met'}"
-    return (
-        "none"
-        if one.goal is None
-        else f"<= {one.goal}, {'met' if one.ratio <= one.goal else 'NOT met'}"
-    )
+def goal_text(figure: Figure) -> str:
+    """Return the goal, and whether it is met."""
+    if figure.goal_us is not None:
+        met = "met" if figure.ours_us <= figure.goal_us else "NOT met"
+        return f"<= {figure.goal_us:.0f} µs, {met}"
+    if figure.goal is not None:
+        met = "met" if figure.ratio <= figure.goal else "NOT met"
+        return f"<= {figure.goal}, {met}"
+    return "none"
 
 
 HEADER: Final = (
@@ -250,25 +285,37 @@ RULE: Final = ("---", "---", "---:", "---:", "---", "---:", "---:")
 
 
 def lines(figures: list[Figure]) -> list[tuple[str, ...]]:
-    """The table's rows."""
+    """Return the table's rows, the header first."""
     rows: list[tuple[str, ...]] = [HEADER]
-    rows += [
-        (
-            *(
-                one.what,
-                one.format,
-                f"{one.ratio:.2f}x",
-                "{:.2f}x ({:.2f} .. {:.2f})".format(*one.pairs),
-            ),
-            *(goal(one), f"{one.ours_us:.1f}", f"{one.theirs_us:.1f}"),
+    for figure in figures:
+        rows.append(
+            (
+                figure.what,
+                figure.format,
+                f"{figure.ratio:.2f}x",
+                str(figure.pairs),
+                goal_text(figure),
+                f"{figure.ours_us:.1f}",
+                f"{figure.theirs_us:.1f}",
+            )
         )
-        for one in figures
-    ]
     return rows
 
 
+def recorded(figure: Figure) -> tuple[object, ...]:
+    """Return a figure as numbers, for the site."""
+    return (
+        figure.what,
+        figure.format,
+        figure.ratio,
+        figure.pairs,
+        goal_text(figure),
+        figure.ours_us,
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -284,9 +331,7 @@ def main() -> None:
     """Print the table."""
     parser = build_parser()
     options = parser.parse_args()
-    for name in ("pairs", "calls"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: at least 1")
+    check_at_least(parser, options, 1, "pairs", "calls")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     figures = []
@@ -297,22 +342,13 @@ def main() -> None:
                 figures.append(measure(case, options.pairs, options.calls))
     title = f"torch {torch.__version__}, CPU, one thread, process CPU time"
     if options.json:
-        print(json.dumps({"title": title, "figures": [asdict(one) for one in figures]}, indent=1))
+        print(json.dumps({"title": title, "figures": list(map(asdict, figures))}, indent=1))
     else:
-        print(
-            title,
-            text_table(lines(figures), RULE, options.markdown),
-            sep="\n" * (1 + options.markdown),
-        )
+        table = text_table(lines(figures), RULE, options.markdown)
+        print_titled(title, table, markdown=options.markdown)
     if options.record:
-        rows = [
-            (one.what, one.format, one.ratio, one.pairs, goal(one), one.ours_us) for one in figures
-        ]
-        record(
-            "`nn.Linear` of the same shape, or fused AdamW over as many parameters",
-            HEADER[:6],
-            rows,
-        )
+        peer = "`nn.Linear` of the same shape, or fused AdamW over as many parameters"
+        record(peer, HEADER[:6], map(recorded, figures))
 
 
 if __name__ == "__main__":

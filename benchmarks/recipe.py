@@ -1,17 +1,19 @@
-"""Loss and bytes of README's first lines of Python, run on a text in the model's
-tokens, beside AdamW.
+"""Loss and bytes of README's first lines of Python, beside AdamW.
 
-    python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl [--seeds
-    42,43,44] [--ways readme,float32]
+    python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl
+                                [--seeds 42,43,44] [--ways readme,float32]
 
-The model is a folder of floats, or one with a ``.gguf`` file; ``nanogpt-bench prepare``
-writes the text. A seed decides on the batches, which are those of the bench's runs of
-that seed, and on the random bits; ``readme`` runs README's lines with the name of the
-model and the seed put in. ``float32`` and ``bfloat16`` are torch's AdamW over all
-weights in that dtype, clipped, with the rates, betas and decay of these lines. The loss
-is over the bench's twelve windows of held-out text, as the model computes it, and
-computed in float32 on its decoded weights. Bytes are those of weights and optimizer
-state. Every run that ends is one line of JSON; a run that the file has is not repeated,
+The model is a folder of floats, or one with a ``.gguf`` file. ``nanogpt-bench prepare``
+writes the text in the model's tokens. A seed decides on the batches, which are those of
+the bench's runs of that seed, and on the random bits.
+
+    readme              README's lines, with the model's folder and the seed put in
+    float32, bfloat16   torch's AdamW over all weights in that dtype, clipped, with the
+                        rates, betas and decay of these lines
+
+The loss is over the bench's twelve windows of held-out text, as the model computes it,
+and computed in float32 on its decoded weights. Bytes are those of weights and optimizer
+state. Every run that ends is one line of JSON. A run that the file has is not repeated,
 so that the same command continues where it was stopped.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import re
 import tempfile
@@ -43,7 +46,8 @@ NAME: Final = "HuggingFaceTB/SmolLM2-135M"
 STEPS: Final = 200
 BLOCK: Final = 256
 WINDOWS: Final = 12
-#: of Student's t, by degrees of freedom
+WAYS: Final = ("readme", "float32", "bfloat16")
+#: of Student's t for 95% intervals, by degrees of freedom
 QUANTILES: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 ADAMW: Final = """
@@ -61,17 +65,16 @@ IMPORTS: Final = "import torch\nfrom transformers import AutoModelForCausalLM\n"
 
 
 def lines_of_readme() -> str:
-    """The first Python of README."""
-    found = re.search(
-        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    if found is None:
+    """Return the first Python of README."""
+    block = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    match = block.search(README.read_text(encoding="utf-8"))
+    if match is None:
         raise SystemExit(f"{README} has no Python")
-    return found[1]
+    return match[1]
 
 
 def code_of(way: str, folder: Path, seed: int) -> str:
-    """The lines of a way, with the folder of the model and the seed put in."""
+    """Return the lines of a way, with the folder of the model and the seed put in."""
     if way == "readme":
         code = lines_of_readme()
         if code.count('moments="8bit"') != 1:
@@ -85,39 +88,39 @@ def code_of(way: str, folder: Path, seed: int) -> str:
 
 
 def batches_of(corpus: Corpus, way: str, seed: int, steps: int) -> Iterator[Tensor]:
-    """Tokens of each step, (1, 257), as the bench draws them."""
-    begun = time.perf_counter()
+    """Yield the tokens of each step, (1, 257), as the bench draws them."""
+    begin = time.perf_counter()
     for step in range(steps):
         if step and step % 20 == 0:
-            print(
-                f"{way}, seed {seed}: {step} steps, {time.perf_counter() - begun:.0f} s", flush=True
-            )
+            seconds = time.perf_counter() - begin
+            print(f"{way}, seed {seed}: {step} steps, {seconds:.0f} s", flush=True)
         inputs, targets = batch(corpus.train, 1, BLOCK, seed=seed, step=step)
         yield torch.cat([inputs, targets[:, -1:]], dim=1)
 
 
 def loss_of(model: Any, windows: Tensor) -> float:
-    """The mean of the windows, in nats per token."""
+    """Return the mean loss of the windows, in nats per token."""
     return mean(window_losses(model, windows, 1))
 
 
 def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[str, Any]:
     """Train by the lines of a way, and measure the model and its state."""
-    pairs = eval_batches(corpus.val, WINDOWS, 1, BLOCK, seed=EVAL_SEED)
-    windows = torch.cat([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in pairs])
+    windows = []
+    for inputs, targets in eval_batches(corpus.val, WINDOWS, 1, BLOCK, seed=EVAL_SEED):
+        windows.append(torch.cat([inputs, targets[:, -1:]], dim=1))
     names: dict[str, Any] = {"batches": batches_of(corpus, way, seed, steps)}
     torch.manual_seed(seed)
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     exec(compile(code_of(way, folder, seed), way, "exec"), names)  # noqa: S102
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - begin
     model = names["model"]
     plain = fm.dequantize_model(copy.deepcopy(model)).float()
     return {
         "way": way,
         "seed": seed,
         "steps": steps,
-        "loss": loss_of(model, windows),
-        "loss_in_float32": loss_of(plain, windows),
+        "loss": loss_of(model, torch.cat(windows)),
+        "loss_in_float32": loss_of(plain, torch.cat(windows)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": held_bytes(model, names["optimizer"]),
         "seconds": seconds,
@@ -126,47 +129,68 @@ def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[s
 
 
 def write_floats(model: Path, out: Path) -> None:
-    """A folder of float32 that ``from_pretrained`` reads, from one that may have a
-    ``.gguf`` file.
+    """Write a folder of float32, which ``from_pretrained`` reads.
+
+    The model's folder may have a ``.gguf`` file.
     """
-    read = load_causal(str(model))
-    read.__class__ = type(read).__mro__[2]  # transformers' own, whose name the settings are given
-    read.save_pretrained(out)
+    causal = load_causal(str(model))
+    # The folder's settings get the name of the class, which has to be transformers'.
+    causal.__class__ = type(causal).__mro__[2]
+    causal.save_pretrained(out)
 
 
-def table(found: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) -> str:
-    """Losses by seed, the mean difference to float32 with half of its 95% interval, and
-    bytes per parameter.
-    """
-    rows = [
-        (
-            "way",
-            "seeds",
-            "loss by seed",
-            "minus float32",
-            "computed in float32",
-            "bytes per parameter",
-        )
-    ]
-    losses = {(line["way"], line["seed"]): line for line in found}
+HEADER: Final = (
+    "way",
+    "seeds",
+    "loss by seed",
+    "minus float32",
+    "computed in float32",
+    "bytes per parameter",
+)
+
+
+def table(runs: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) -> str:
+    """Return a line per way, with losses by seed and bytes per parameter."""
+    by_way: dict[str, dict[int, dict[str, Any]]] = {way: {} for way in ways}
+    for line in runs:
+        by_way.setdefault(line["way"], {})[line["seed"]] = line
+    rows = [HEADER]
     for way in ways:
-        seeds = [seed for name, seed in losses if name == way]
-        if not seeds:
+        by_seed = by_way[way]
+        if not by_seed:
             continue
-        own = [losses[way, seed] for seed in seeds]
-        shared = [seed for seed in seeds if ("float32", seed) in losses and way != "float32"]
-        off = [losses[way, seed]["loss"] - losses["float32", seed]["loss"] for seed in shared]
-        said = f"{mean(off):+.4f}" if off else ""
-        if len(off) > 1:
-            said += f" ± {QUANTILES[len(off) - 1] * stdev(off) / len(off) ** 0.5:.4f}"
-        each = ", ".join(f"{line['loss']:.4f}" for line in own)
-        exact = ", ".join(f"{line['loss_in_float32']:.4f}" for line in own)
-        size = f"{own[0]['bytes'] / own[0]['parameters']:.2f}"
-        rows.append((way, ", ".join(map(str, seeds)), each, said, exact, size))
+        lines = list(by_seed.values())
+        difference = ""
+        if way != "float32":
+            difference = difference_text(by_seed, by_way.get("float32", {}))
+        rows.append(
+            (
+                way,
+                ", ".join(map(str, by_seed)),
+                ", ".join(f"{line['loss']:.4f}" for line in lines),
+                difference,
+                ", ".join(f"{line['loss_in_float32']:.4f}" for line in lines),
+                f"{lines[0]['bytes'] / lines[0]['parameters']:.2f}",
+            )
+        )
     return text_table(rows, ("---", "---", "---", "---:", "---", "---:"), markdown)
 
 
+def difference_text(runs: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -> str:
+    """Return the mean difference of runs by seed, with half of its 95% interval."""
+    differences = [runs[seed]["loss"] - exact[seed]["loss"] for seed in runs if seed in exact]
+    count = len(differences)
+    if count == 0:
+        return ""
+    text = f"{mean(differences):+.4f}"
+    if count > 1:
+        half = QUANTILES[count - 1] * stdev(differences) / count**0.5
+        text += f" ± {half:.4f}"
+    return text
+
+
 def main() -> None:
+    """Do the runs that the file does not have, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="42,43,44", help="separated by commas")
     parser.add_argument(
         "--ways",
-        default="readme,float32,bfloat16",
+        default=",".join(WAYS),
         help="in their order, for one seed after the other",
     )
     parser.add_argument(
@@ -189,28 +213,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     add_form_options(parser)
     args = parser.parse_args()
-    ways, seeds = args.ways.split(","), [int(seed) for seed in args.seeds.split(",")]
-    if unknown := {*ways} - {"readme", "float32", "bfloat16"}:
-        raise SystemExit(
-            f"--ways: {sorted(unknown)[0]!r} is unknown; give some of readme, float32, bfloat16"
-        )
+    ways = args.ways.split(",")
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    for way in ways:
+        if way not in WAYS:
+            raise SystemExit(f"--ways: {way!r} is unknown; give some of {', '.join(WAYS)}")
     torch.set_num_threads(args.threads)
     corpus = load_corpus(args.data, BLOCK)
-    found = (
-        [json.loads(line) for line in args.out.read_text().splitlines()]
-        if args.out.exists()
-        else []
-    )
-    done = {(line["way"], line["seed"], line["steps"]) for line in found}
+    runs = []
+    if args.out.exists():
+        runs = [json.loads(line) for line in args.out.read_text().splitlines()]
+    done = {(line["way"], line["seed"], line["steps"]) for line in runs}
     with tempfile.TemporaryDirectory() as folder:
         write_floats(args.model, Path(folder))
-        for seed in seeds:
-            for way in ways:
-                if (way, seed, args.steps) not in done:
-                    found.append(run(way, Path(folder), corpus, seed, args.steps))
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(found[-1]) + "\n")
-    shown = [line for line in found if line["steps"] == args.steps]
+        for seed, way in itertools.product(seeds, ways):
+            if (way, seed, args.steps) in done:
+                continue
+            runs.append(run(way, Path(folder), corpus, seed, args.steps))
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(runs[-1]) + "\n")
+    shown = [line for line in runs if line["steps"] == args.steps]
     print(json.dumps(shown, indent=1) if args.json else table(shown, ways, args.markdown))
 
 

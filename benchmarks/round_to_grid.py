@@ -1,5 +1,4 @@
-"""The time of rounding to a grid, as a ratio to ``torch.clone`` of the same tensor
-measured in the same run.
+"""The time of rounding to a grid, as a ratio to ``torch.clone`` of the same tensor.
 
     python benchmarks/round_to_grid.py [--elements 16777216] [--repeats 15] [--record]
 
@@ -10,71 +9,66 @@ with a note if they are not installed.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from _record import Cell, add_option, record
+from _timing import Ratio, wall_seconds
 
 import fp8manifold as fm
 
 GOALS = {"nearest": 1.1, "stochastic": 1.5}
-Contender = tuple[str, Callable[[], object], int]
+CPU = torch.device("cpu")
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Wall-clock time of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+class Contender(NamedTuple):
+    """A function that is timed."""
+
+    name: str
+    function: Callable[[], object]
+    #: elements that it rounds
+    size: int
 
 
-def ratio(
-    function: Callable[[], object], peer: Callable[[], object], repeats: int
-) -> tuple[float, float, float]:
-    """Smallest, median and largest ratio of the two times over interleaved pairs."""
+def ratio_of(function: Callable[[], object], peer: Callable[[], object], repeats: int) -> Ratio:
+    """Return the ratios of the two wall-clock times over interleaved pairs."""
     function()
     peer()
     ratios = []
     for _ in range(repeats):
-        reference = seconds(peer)
-        ratios.append(seconds(function) / reference)
-    return min(ratios), statistics.median(ratios), max(ratios)
+        reference = wall_seconds(peer, CPU)
+        ratios.append(wall_seconds(function, CPU) / reference)
+    return Ratio.of(ratios)
 
 
-def ours(x: torch.Tensor) -> Iterator[Contender]:
-    """The library, eager and compiled."""
+def library_functions(x: torch.Tensor) -> Iterator[Contender]:
+    """Yield the library's functions, eager and compiled."""
+    size = x.numel()
     for name in ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ"):
-        yield f"round_to_grid {name} nearest", lambda n=name: fm.round_to_grid(x, n), x.numel()
-        yield (
-            f"round_to_grid {name} stochastic",
-            lambda n=name: fm.round_to_grid(x, n, "stochastic", seed=1),
-            x.numel(),
-        )
+        nearest = partial(fm.round_to_grid, x, name)
+        yield Contender(f"round_to_grid {name} nearest", nearest, size)
+        stochastic = partial(fm.round_to_grid, x, name, "stochastic", seed=1)
+        yield Contender(f"round_to_grid {name} stochastic", stochastic, size)
     compiled = torch.compile(fm.round_to_grid)
     for name in ("E4M3", "E7M0"):
-        yield (
-            f"round_to_grid {name} nearest, torch.compile",
-            lambda n=name: compiled(x, n),
-            x.numel(),
-        )
-    yield (
-        "round_to_grid E4M3 stochastic, torch.compile",
-        lambda: compiled(x, "E4M3", "stochastic", seed=1),
-        x.numel(),
-    )
+        nearest = partial(compiled, x, name)
+        yield Contender(f"round_to_grid {name} nearest, torch.compile", nearest, size)
+    stochastic = partial(compiled, x, "E4M3", "stochastic", seed=1)
+    yield Contender("round_to_grid E4M3 stochastic, torch.compile", stochastic, size)
+    yield Contender("encode E4M3", partial(fm.encode, x, "E4M3"), size)
     codes = fm.encode(x, "E4M3")
-    yield "encode E4M3", lambda: fm.encode(x, "E4M3"), x.numel()
-    yield "decode E4M3", lambda: fm.decode(codes, "E4M3"), x.numel()
+    yield Contender("decode E4M3", partial(fm.decode, codes, "E4M3"), size)
 
 
-def peers(x: torch.Tensor) -> Iterator[Contender]:
-    """Other packages that round to FP8, on a smaller tensor where the full one would
-    take minutes.
+def peer_functions(x: torch.Tensor) -> Iterator[Contender]:
+    """Yield functions of other packages that round to FP8.
+
+    One rounds a smaller tensor, as the full one would take minutes.
     """
-    yield (
+    yield Contender(
         "torch float8_e4m3fn, there and back",
         lambda: x.to(torch.float8_e4m3fn).float(),
         x.numel(),
@@ -85,7 +79,7 @@ def peers(x: torch.Tensor) -> Iterator[Contender]:
         print("ml_dtypes is not installed: left out")
     else:
         array = x.numpy()
-        yield (
+        yield Contender(
             "ml_dtypes float8_e4m3fn, there and back",
             lambda: array.astype(ml_dtypes.float8_e4m3fn).astype(np.float32),
             x.numel(),
@@ -98,7 +92,16 @@ def peers(x: torch.Tensor) -> Iterator[Contender]:
     else:
         part = x[: x.numel() // 16].numpy()
         info = gfloat.formats.format_info_ocp_e4m3
-        yield "gfloat E4M3 nearest", lambda: gfloat.round_ndarray(info, part, sat=True), part.size
+        rounding = partial(gfloat.round_ndarray, info, part, sat=True)
+        yield Contender("gfloat E4M3 nearest", rounding, part.size)
+
+
+def goal_text(name: str) -> str:
+    """Return the goal of a function; "" without one."""
+    for rounding, goal in GOALS.items():
+        if "round_to_grid" in name and rounding in name:
+            return f"<= {goal}"
+    return ""
 
 
 def main() -> None:
@@ -119,30 +122,17 @@ def main() -> None:
     )
     print(f"{'':48s} {'ratio to torch.clone':>22s}  {'(min .. max)':>16s}  goal")
     rows: list[tuple[Cell, ...]] = []
-    for contenders in (ours(x), peers(x)):
-        for name, function, size in contenders:
-            like = x[:size].clone()
-            low, median, high = ratio(function, like.clone, options.repeats)
-            goal = next(
-                (
-                    f"<= {g}"
-                    for mode, g in GOALS.items()
-                    if "round_to_grid" in name and mode in name
-                ),
-                "",
-            )
-            rows.append((name, (median, low, high), goal))
-            print(
-                f"{name:48s} {median:21.2f}x  {f'({low:.2f} .. {high:.2f})':>16s}  {goal}",
-                flush=True,
-            )
+    for contender in (*library_functions(x), *peer_functions(x)):
+        like = x[: contender.size].clone()
+        ratio = ratio_of(contender.function, like.clone, options.repeats)
+        goal = goal_text(contender.name)
+        rows.append((contender.name, ratio, goal))
+        ends = f"({ratio.smallest:.2f} .. {ratio.largest:.2f})"
+        print(f"{contender.name:48s} {ratio.median:21.2f}x  {ends:>16s}  {goal}", flush=True)
     if options.record:
-        record(
-            "`torch.clone` of the same tensor",
-            ("function", "ratio", "goal"),
-            rows,
-            packages=("ml_dtypes", "gfloat"),
-        )
+        header = ("function", "ratio", "goal")
+        peer = "`torch.clone` of the same tensor"
+        record(peer, header, rows, packages=("ml_dtypes", "gfloat"))
 
 
 if __name__ == "__main__":

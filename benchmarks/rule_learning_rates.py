@@ -1,14 +1,14 @@
-"""The learning rate of every update rule of the bench: a short training at each of a
-few rates, a factor of two apart.
+"""The learning rate of every update rule of the bench, by short trainings.
 
     python benchmarks/rule_learning_rates.py [--rules A,B|all] [--format E4M3]
                                              [--max-steps 150] [--points 5] [--seed 42]
                                              [--workers 2] [--out runs/learning-rates]
 
 Model, corpus, batches and schedule are those of ``nanogpt-bench compare``. Every rule
-gets the same grid around the usual learning rate of its optimizer; while the best of a
-rule is at an end, the grid grows by one point on that side, so that no rule's best is
-cut off. A rule's separate learning rate of float parameters does not change.
+gets the same grid around the usual learning rate of its optimizer, a factor of two
+apart. While the best of a rule is at an end, the grid grows by one point on that side,
+so that no rule's best is cut off. A rule's separate learning rate of float parameters
+does not change.
 
 Every training has a folder below ``--out`` and is not repeated: interrupted, or given
 more rules, the same command continues where it was. Prints the table, the best in bold,
@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
@@ -67,20 +68,16 @@ class Search:
         return self.out / "corpus"
 
     def folder(self, rule: str, power: int) -> Path:
-        """Folder of the training of `rule` at 2^power times its centre."""
+        """Return the folder of the training of `rule` at 2^power times its centre."""
         steps = f"{self.max_steps}-steps-seed-{self.seed}"
-        return (
-            self.out
-            / steps
-            / row_label(rule, self.format_of(rule)).replace(" ", "-")
-            / f"{lr_at(rule, power):.6g}"
-        )
+        label = row_label(rule, self.format_of(rule)).replace(" ", "-")
+        return self.out / steps / label / f"{lr_at(rule, power):.6g}"
 
     def format_of(self, rule: str) -> str:
         return "none" if RULES[rule].storage == "float32" else self.fmt
 
     def job(self, rule: str, power: int) -> dict[str, object]:
-        """Everything a worker process needs to train."""
+        """Return everything a worker process needs to train."""
         settings = row_settings(
             rule,
             self.format_of(rule),
@@ -97,49 +94,71 @@ class Search:
         return {"settings": settings, "run_dir": str(self.folder(rule, power)), "argv": sys.argv}
 
     def loss(self, rule: str, power: int) -> float | None:
-        """The final validation loss; infinite where the training failed, None where it
-        has not ended.
+        """Return the final validation loss.
+
+        It is infinite where the training failed, and None where it has not ended.
         """
         path = self.folder(rule, power) / "summary.json"
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not path.exists():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
         if summary.get("status") == "failed":
             return math.inf
         return summary["final_val_loss"] if summary.get("status") == "finished" else None
 
 
 def lr_at(rule: str, power: int) -> float:
-    """Two to the power times the usual learning rate of the rule's optimizer."""
+    """Return 2^power times the usual learning rate of the rule's optimizer."""
     return CENTRES[RULES[rule].optimizer] * 2.0**power
 
 
-def wanted(losses: Mapping[int, float], points: int) -> list[int]:
-    """The powers still to be tried: the first grid, then one beyond an end that is the
-    best so far.
+def next_powers(losses: Mapping[int, float], points: int) -> list[int]:
+    """Return the powers to try next.
 
-    >>> wanted({}, 3), wanted({-1: 2.0, 0: 1.0, 1: 2.0}, 3), wanted({-1: 2.0, 0: 1.5, 1: 1.0}, 3)
-    ([-1, 0, 1], [], [2])
+    They are those of the first grid, then one beyond an end that is the best so far.
+
+    >>> next_powers({}, 3), next_powers({-1: 2.0, 0: 1.0, 1: 2.0}, 3)
+    ([-1, 0, 1], [])
+    >>> next_powers({-1: 2.0, 0: 1.5, 1: 1.0}, 3)
+    [2]
     """
-    first = [power - points // 2 for power in range(points)]
-    missing = [power for power in first if power not in losses]
-    if missing:
-        return missing
-    best, low, high = best_power(losses), min(losses), max(losses)
-    grown = {low: low - 1, high: high + 1}.get(best)
-    return [] if grown is None or abs(grown) > MOST_POWERS or math.isinf(losses[best]) else [grown]
+    first_grid = [power - points // 2 for power in range(points)]
+    untried = [power for power in first_grid if power not in losses]
+    if untried:
+        return untried
+    best = best_power(losses)
+    beyond_an_end = {min(losses): min(losses) - 1, max(losses): max(losses) + 1}
+    power = beyond_an_end.get(best)
+    if power is None or abs(power) > MOST_POWERS or math.isinf(losses[best]):
+        return []
+    return [power]
 
 
 def best_power(losses: Mapping[int, float]) -> int:
-    """The power with the lowest loss, the smaller one of equals."""
+    """Return the power with the lowest loss, the smaller one of equals."""
     return min(sorted(losses), key=lambda power: losses[power])
 
 
-def known(search: Search, rule: str) -> dict[int, float]:
-    """The losses found so far for the powers that `wanted` returns, in this or an
-    earlier run of the command.
+class Training(NamedTuple):
+    """A rule, and the power of two of its learning rate."""
+
+    rule: str
+    power: int
+
+    def __str__(self) -> str:
+        """Return the rule and its rate."""
+        return f"{self.rule} at lr {lr_at(self.rule, self.power):g}"
+
+
+def known_losses(search: Search, rule: str) -> dict[int, float]:
+    """Return the losses of a rule's trainings that have ended, by power.
+
+    They may be of an earlier run of the command.
     """
     losses: dict[int, float] = {}
     while True:
-        found = {power: search.loss(rule, power) for power in wanted(losses, search.points)}
+        powers = next_powers(losses, search.points)
+        found = {power: search.loss(rule, power) for power in powers}
         ended = {power: loss for power, loss in found.items() if loss is not None}
         losses |= ended
         if not ended or len(ended) < len(found):
@@ -147,68 +166,77 @@ def known(search: Search, rule: str) -> dict[int, float]:
 
 
 def train(search: Search, rules: Sequence[str], workers: int) -> None:
-    """Do the trainings that are left, in rounds, as a grid grows only when its points
-    are known.
+    """Do the trainings that are left, in rounds.
+
+    A grid grows only when its points are known.
     """
-    left = missing(search, rules)
+    left = next_trainings(search, rules)
     if not left:
         return
     with Pool(min(workers, len(left))) as pool:
         while left:
             for rule, power in left:
-                shutil.rmtree(search.folder(rule, power), ignore_errors=True)  # begun and not ended
-            _follow(search, left, pool)
-            left = missing(search, rules)
+                # It may have begun and not ended.
+                shutil.rmtree(search.folder(rule, power), ignore_errors=True)
+            _train_in_pool(search, left, pool)
+            left = next_trainings(search, rules)
 
 
-def missing(search: Search, rules: Sequence[str]) -> list[tuple[str, int]]:
-    """The trainings that can be done now, as (rule, power)."""
-    left = [(rule, power) for rule in rules for power in wanted(known(search, rule), search.points)]
-    return [(rule, power) for rule, power in left if search.loss(rule, power) is None]
+def next_trainings(search: Search, rules: Sequence[str]) -> list[Training]:
+    """Return the trainings that can be done now."""
+    trainings = []
+    for rule in rules:
+        for power in next_powers(known_losses(search, rule), search.points):
+            if search.loss(rule, power) is None:
+                trainings.append(Training(rule, power))
+    return trainings
 
 
-def _follow(search: Search, left: Sequence[tuple[str, int]], pool: Pool) -> None:
-    jobs = [search.job(rule, power) for rule, power in left]
+def _train_in_pool(search: Search, trainings: Sequence[Training], pool: Pool) -> None:
+    jobs = [search.job(rule, power) for rule, power in trainings]
     ended = 0
     for event in pool.run(jobs, range(len(jobs))):
         if event.kind not in ("done", "failed") or event.job is None:
             continue
-        rule, power = left[event.job]
+        training = trainings[event.job]
         if event.kind == "failed":
-            raise BenchError(f"{rule} at {lr_at(rule, power):g}: {event.data['error']['message']}")
+            raise BenchError(f"{training}: {event.data['error']['message']}")
         ended += 1
-        loss = search.loss(rule, power)
-        print(
-            f"{ended} of {len(jobs)}: {rule} at lr {lr_at(rule, power):g}: {loss:.3f}",
-            file=sys.stderr,
-            flush=True,
-        )
+        loss = search.loss(*training)
+        print(f"{ended} of {len(jobs)}: {training}: {loss:.3f}", file=sys.stderr, flush=True)
 
 
 def table(search: Search, rules: Iterable[str]) -> str:
-    """The losses as Markdown: a column for each multiple of the centre, the best of a
-    row in bold.
+    """Return the losses as Markdown, with a column for each multiple of the centre.
+
+    The best of a row is in bold.
     """
-    losses = {rule: known(search, rule) for rule in rules}
-    powers = sorted({power for row in losses.values() for power in row})
+    losses = {rule: known_losses(search, rule) for rule in rules}
+    powers = sorted(set().union(*losses.values()))
     header = ["rule", "centre", *(f"x {2.0**power:g}" for power in powers), "best lr", "default lr"]
     lines = [header, ["---"] * len(header)]
-    for rule, row in losses.items():
-        best = best_power(row) if row else None
-        cells = [
-            ("**{}**" if power == best else "{}").format(_cell(row.get(power))) for power in powers
-        ]
-        found = "-" if best is None else f"{lr_at(rule, best):g}"
-        lines.append([rule, f"{lr_at(rule, 0):g}", *cells, found, f"{RULES[rule].lr:g}"])
+    for rule, loss_by_power in losses.items():
+        best = best_power(loss_by_power) if loss_by_power else None
+        line = [rule, f"{lr_at(rule, 0):g}"]
+        for power in powers:
+            text = _loss_text(loss_by_power.get(power))
+            line.append(f"**{text}**" if power == best else text)
+        best_lr = "-" if best is None else f"{lr_at(rule, best):g}"
+        lines.append([*line, best_lr, f"{RULES[rule].lr:g}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _cell(loss: float | None) -> str:
-    return "" if loss is None else "failed" if math.isinf(loss) else f"{loss:.3f}"
+def _loss_text(loss: float | None) -> str:
+    if loss is None:
+        return ""
+    return "failed" if math.isinf(loss) else f"{loss:.3f}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Search the learning rate of every update rule.")
+    """Train what is left, print the table, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rules", default="all")
     parser.add_argument("--format", default="E4M3")
     parser.add_argument("--max-steps", type=int, default=150)
@@ -236,6 +264,7 @@ def main(words: Sequence[str] | None = None) -> int:
     text = table(search, rules)
     (args.out / "table.md").write_text(text, encoding="utf-8")
     print(text, end="")
+    # 130 is the exit code of a shell's command that Ctrl-C ended.
     return 130 if interrupted else 0
 
 

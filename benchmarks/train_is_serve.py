@@ -1,9 +1,9 @@
-"""Distance between the policy that samples and the policy that is trained, where
-rollouts come from weights in FP8.
+"""Distance between the policy that samples, with weights in FP8, and the trained one.
 
-    python benchmarks/train_is_serve.py [--model FOLDER_OR_GGUF | --large] [--updates
-                                        20] [--prompts 8] [--written 32] [--lr 1e-4]
-                                        [--reading 300] [--json | --markdown] [--record]
+    python benchmarks/train_is_serve.py [--model FOLDER_OR_GGUF | --large]
+                                        [--updates 20] [--prompts 8] [--written 32]
+                                        [--lr 1e-4] [--reading 300]
+                                        [--json | --markdown] [--record]
 
 A language model learns by policy gradients (rewards minus their mean over 8 samples of
 one prompt) to write tokens with even numbers. Before the first update, after it and
@@ -12,15 +12,17 @@ policies score them in one pass of the same arithmetic, so that only the weights
 With r the trained policy's probability of a sampled token over that of the sampling
 one:
 
-    k3 KL = mean(r - 1 - log r), ratio = mean(r), argmax = share of places whose
-    likeliest token differs
+    k3 KL    mean(r - 1 - log r)
+    ratio    mean(r)
+    argmax   the share of places whose likeliest token differs
 
 A server has E4M3 codes, at scales of the largest weight of 128 x 128, or of a row, over
 448. In place, StiffnessAdamW or StiffnessMuon trains the codes of such a folder, which
 are written as they are. Other weights are trained by AdamW and rounded for the server.
-A server's weights are decoded by hand, as code times scale. Without a model a Llama of
-1.4M weights is pretrained on some prose; ``--large`` takes SmolLM2-135M's shape with
-random weights, in three ways.
+A server's weights are decoded by hand, as code times scale.
+
+Without a model a Llama of 1.4M weights is pretrained on some prose. ``--large`` takes
+SmolLM2-135M's shape with random weights, in three ways.
 """
 
 import argparse
@@ -32,12 +34,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
-from _forms import add_form_options, text_table
+from _forms import add_form_options, check_at_least, text_table
 from _record import add_option, record
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -45,33 +47,47 @@ from torch.nn.utils import parametrize
 
 import fp8manifold as fm
 
+#: rows and columns of the weights that share a scale; None for those of a row
+Block = tuple[int, int] | None
 SQUARES: Final = (128, 128)
-GROUP, PROMPT = 8, 16
+#: samples of one prompt
+GROUP: Final = 8
+#: tokens of a prompt
+PROMPT: Final = 16
 E4M3: Final = torch.float8_e4m3fn
+#: the largest number of E4M3
+LARGEST: Final = 448
 
 
-def rounded(weight: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-    """The codes of a float matrix, and a scale for each block (None: for each row)."""
+class Rounded(NamedTuple):
+    """A float matrix as codes, with a scale for each block."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def rounded(weight: Tensor, block: Block) -> Rounded:
+    """Round a float matrix to codes."""
     rows, columns = block or (1, weight.shape[1])
     padded = F.pad(weight.float(), (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
-    tiles = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = tiles.abs().amax((1, 3)) / 448
-    codes = (tiles / scale[:, None, :, None]).to(E4M3).view_as(padded)
-    return codes[: weight.shape[0], : weight.shape[1]], scale
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    scale = blocks.abs().amax((1, 3)) / LARGEST
+    codes = (blocks / scale[:, None, :, None]).to(E4M3).view_as(padded)
+    return Rounded(codes[: weight.shape[0], : weight.shape[1]], scale)
 
 
-def decoded(codes: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """The values of codes: code times scale, in float32."""
+def decoded(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """Return the values of codes: code times scale, in float32."""
     rows, columns = block or (1, codes.shape[1])
-    spread = (
-        scale.view(-1, scale.shape[-1]).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    )
-    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+    scale = scale.view(-1, scale.shape[-1])
+    scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return codes.float() * scale[: codes.shape[0], : codes.shape[1]]
 
 
 def copy_in(base: Any, dtype: torch.dtype) -> Any:
-    """A copy with its parameters in a dtype; rotary frequencies stay in float32, as
-    after ``from_pretrained``.
+    """Return a copy with its parameters in a dtype.
+
+    Rotary frequencies stay in float32, as after ``from_pretrained``.
     """
     model = copy.deepcopy(base)
     for parameter in model.parameters():
@@ -79,28 +95,29 @@ def copy_in(base: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def linear(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers by name, without the head."""
-    return {
-        name: m
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and name != "lm_head"
-    }
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers by name, without the head."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            layers[name] = module
+    return layers
 
 
-class Rounded(nn.Module):
+class RoundedInTraining(nn.Module):
     """A parametrisation: the rounded weight forward, and its gradient straight through."""
 
-    def __init__(self, block: tuple[int, int] | None) -> None:
+    def __init__(self, block: Block) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, weight: Tensor) -> Tensor:
+        """Return the rounded weight."""
         values = decoded(*rounded(weight.detach(), self.block), self.block)
-        return _Through.apply(weight, values)  # type: ignore[no-any-return]
+        return _StraightThrough.apply(weight, values)  # type: ignore[no-any-return]
 
 
-class _Through(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
         return values
@@ -112,59 +129,67 @@ class _Through(torch.autograd.Function):
 
 @dataclass
 class Policy:
-    """A model in training, and the weights that a server gets, as a state for the model
-    before training.
-    """
+    """A model in training, and the weights that a server gets."""
 
     model: Any
     optimizer: torch.optim.Optimizer
+    #: returns the server's weights, as a state for the model before training
     served: Callable[[], dict[str, Tensor]]
 
 
-def publish(model: Any, folder: Path, block: tuple[int, int] | None, dtype: torch.dtype) -> None:
-    """Write a float model as models are published in FP8: a scale for each block or
-    row, other tensors in a dtype.
-    """
+#: the settings of a folder with a scale for each row
+ROWS_SETTINGS: Final = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "channel",
+                "symmetric": True,
+                "dynamic": False,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def publish(model: Any, folder: Path, block: Block, dtype: torch.dtype) -> None:
+    """Write a float model as models are published in FP8, other tensors in a dtype."""
+    scale_suffix = _scale_suffix(block)
     tensors = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
-    for name, layer in linear(model).items():
-        (
-            tensors[f"{name}.weight"],
-            tensors[f"{name}.{'weight_scale_inv' if block else 'weight_scale'}"],
-        ) = rounded(layer.weight.detach(), block)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-    )
-    weights = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "channel",
-        "symmetric": True,
-        "dynamic": False,
-    }
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    rows = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-    }
-    squares = {"quant_method": "fp8", "weight_block_size": block}
+    for name, layer in linear_layers(model).items():
+        codes, scale = rounded(layer.weight.detach(), block)
+        tensors[f"{name}.weight"] = codes
+        tensors[f"{name}.weight{scale_suffix}"] = scale
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors")
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.quantization_config = (
-        squares if block else rows | {"config_groups": groups, "ignore": ["lm_head"]}
-    )
+    if block:
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": block}
+    else:
+        config.quantization_config = dict(ROWS_SETTINGS)
     config.save_pretrained(folder)
+
+
+def _scale_suffix(block: Block) -> str:
+    """Return what follows the name of a weight in that of its scales."""
+    return "_scale_inv" if block else "_scale"
 
 
 def in_place(
     base: Any,
     lr: float,
-    block: tuple[int, int] | None,
+    block: Block,
     dtype: torch.dtype = torch.float32,
     muon: bool = False,
 ) -> Policy:
-    """The codes of a published folder: trained, written, and read by hand."""
+    """Return the policy of a published folder's codes: trained, written, read by hand."""
     with tempfile.TemporaryDirectory() as folder:
         publish(base, Path(folder), block, dtype)
         model = fm.load_fp8(folder, dtype=dtype).eval()
@@ -173,50 +198,49 @@ def in_place(
         with tempfile.TemporaryDirectory() as folder:
             fm.save_fp8(model, folder)
             tensors = load_file(Path(folder) / "model.safetensors")
-        for name in [name for name, value in tensors.items() if value.dtype is E4M3]:
-            scale = tensors.pop(f"{name}_scale_inv" if block else f"{name}_scale")
+        for name in [name for name, tensor in tensors.items() if tensor.dtype is E4M3]:
+            scale = tensors.pop(f"{name}{_scale_suffix(block)}")
             tensors[name] = decoded(tensors[name], scale, block).to(dtype)
         return tensors
 
     if muon:
-        rule = fm.optim.StiffnessMuon.for_model(
+        optimizer: torch.optim.Optimizer = fm.optim.StiffnessMuon.for_model(
             model, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit"
         )
-        return Policy(model, rule, served)
-    return Policy(
-        model,
-        fm.optim.StiffnessAdamW(
+    else:
+        optimizer = fm.optim.StiffnessAdamW(
             model.parameters(), lr, (0.9, 0.95), weight_decay=0.0, moments="8bit"
-        ),
-        served,
-    )
+        )
+    return Policy(model, optimizer, served)
 
 
 def from_master(
     base: Any,
     lr: float,
-    block: tuple[int, int] | None,
+    block: Block,
     dtype: torch.dtype = torch.float32,
     trained_rounded: bool = False,
     copied_in: torch.dtype | None = None,
 ) -> Policy:
-    """Float weights, trained as they are or rounded in the forward pass, and a copy
-    rounded for the server.
+    """Return the policy of float weights, of which a copy is rounded for the server.
+
+    They are trained as they are, or rounded in the forward pass.
     """
     model = copy_in(base, dtype)
-    masters = {name: layer.weight for name, layer in linear(model).items()}
-    for layer in linear(model).values() if trained_rounded else ():
-        parametrize.register_parametrization(layer, "weight", Rounded(block))
+    layers = linear_layers(model)
+    masters = {name: layer.weight for name, layer in layers.items()}
+    if trained_rounded:
+        for layer in layers.values():
+            parametrize.register_parametrization(layer, "weight", RoundedInTraining(block))
 
     def served() -> dict[str, Tensor]:
-        tensors = {
-            name: p.detach()
-            for name, p in model.named_parameters()
-            if ".parametrizations." not in name
-        }
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            if ".parametrizations." not in name:
+                tensors[name] = parameter.detach()
         for name, weight in masters.items():
-            parts = rounded(weight.detach().to(copied_in or dtype), block)
-            tensors[f"{name}.weight"] = decoded(*parts, block).to(dtype)
+            codes, scale = rounded(weight.detach().to(copied_in or dtype), block)
+            tensors[f"{name}.weight"] = decoded(codes, scale, block).to(dtype)
         return tensors
 
     return Policy(model, torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0), served)
@@ -245,31 +269,44 @@ LARGE: Final[dict[str, Callable[[Any, float], Policy]]] = {
 
 
 def scores(model: Any, tokens: Tensor) -> Tensor:
-    """The log-probabilities of all tokens at each place that was written."""
+    """Return the log-probabilities of all tokens at each place that was written."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, PROMPT - 1 : -1]
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
-def roll_out(
-    policy: Policy, server: Any, prompts: Tensor, written: int
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Samples of the server's weights, their log-probabilities under these, and the
-    mismatch to the trained policy.
-    """
+class Rollout(NamedTuple):
+    """Samples of the server's weights."""
+
+    tokens: Tensor
+    #: log-probabilities of the written tokens under the server's weights
+    log_probabilities: Tensor
+    #: to the trained policy
+    mismatch: dict[str, float]
+
+
+def roll_out(policy: Policy, server: Any, prompts: Tensor, written: int) -> Rollout:
+    """Let the server write so many tokens after each prompt."""
     server.load_state_dict(policy.served(), strict=False)
-    how = transformers.GenerationConfig(
+    sampling = transformers.GenerationConfig(
         do_sample=True, max_new_tokens=written, top_k=0, pad_token_id=0
     )
     with torch.no_grad():
-        tokens = server.generate(prompts, how, attention_mask=torch.ones_like(prompts))
-        sampling, trained = scores(server, tokens), scores(policy.model, tokens)
+        tokens = server.generate(prompts, sampling, attention_mask=torch.ones_like(prompts))
+        server_scores = scores(server, tokens)
+        trained_scores = scores(policy.model, tokens)
     drawn = tokens[:, PROMPT:, None]
-    return tokens, sampling.gather(2, drawn), mismatch(trained, sampling, drawn)
+    return Rollout(
+        tokens, server_scores.gather(2, drawn), mismatch(trained_scores, server_scores, drawn)
+    )
 
 
 def mismatch(trained: Tensor, sampling: Tensor, drawn: Tensor) -> dict[str, float]:
-    """Mismatch of two policies' log-probabilities, over the tokens that one of them
-    drew.
+    """Return the mismatch of two policies, over the tokens that one of them drew.
+
+    Args:
+        trained: log-probabilities of all tokens under the trained policy.
+        sampling: the same under the policy that drew the tokens.
+        drawn: the tokens.
     """
     log_ratio = (trained.gather(2, drawn) - sampling.gather(2, drawn)).double()
     return {
@@ -283,47 +320,53 @@ def mismatch(trained: Tensor, sampling: Tensor, drawn: Tensor) -> dict[str, floa
 def measure(
     policy: Policy, base: Any, text: Tensor, args: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """The mismatch and the reward before the first update and after each."""
+    """Return the mismatch and the reward before the first update and after each."""
     server = copy_in(base, policy.model.lm_head.weight.dtype)
-    found = []
+    figures = []
     for update in range(args.updates + 1):
         torch.manual_seed(update)
         starts = torch.randint(len(text) - PROMPT, (args.prompts, 1)).repeat_interleave(GROUP, 0)
         prompts = text[starts + torch.arange(PROMPT)]
-        tokens, drawn_with, differs = roll_out(policy, server, prompts, args.written)
-        rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1).view(-1, GROUP)
-        found.append(differs | {"reward": rewards.mean().item()})
+        rollout = roll_out(policy, server, prompts, args.written)
+        written = rollout.tokens[:, PROMPT:]
+        rewards = (written % 2 == 0).float().mean(1).view(-1, GROUP)
+        figures.append(rollout.mismatch | {"reward": rewards.mean().item()})
         if update < args.updates:
             advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std() + 1e-6)
-            log_ratio = (
-                scores(policy.model, tokens).gather(2, tokens[:, PROMPT:, None]) - drawn_with
-            )
+            log_probabilities = scores(policy.model, rollout.tokens).gather(2, written[..., None])
+            log_ratio = log_probabilities - rollout.log_probabilities
             policy.optimizer.zero_grad()
             (-log_ratio.exp() * advantages.view(-1, 1, 1)).mean().backward()
             policy.optimizer.step()
-    return found
+    return figures
 
 
-def prose() -> Tensor:
-    """English, one token per byte."""
-    return torch.tensor(list("\n".join(topics.topics.values()).encode("ascii", "replace")))
+def english() -> str:
+    """Return the Python reference that comes with Python."""
+    return "\n".join(topics.topics.values())
+
+
+def english_bytes() -> Tensor:
+    """Return English with one token per byte."""
+    return torch.tensor(list(english().encode("ascii", "replace")))
 
 
 def small(steps: int) -> tuple[Any, Tensor]:
-    """A Llama that was pretrained on English for so many steps, one token per byte, and
-    that text.
+    """Return a Llama that was pretrained on English for so many steps, and that text.
+
+    Its tokens are bytes.
     """
     torch.manual_seed(0)
-    text = prose()
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    model: Any = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=128, eos_token_id=None, **sizes)
+    text = english_bytes()
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        eos_token_id=None,
     )
+    model: Any = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
         batch = text[torch.randint(len(text) - 64, (16, 1)) + torch.arange(64)]
@@ -334,46 +377,58 @@ def small(steps: int) -> tuple[Any, Tensor]:
 
 
 def large() -> tuple[Any, Tensor]:
-    """SmolLM2-135M's shape with random weights, and the text of the small Llama: tokens
-    are bytes.
+    """Return SmolLM2-135M's shape with random weights, and the text of the small Llama.
+
+    Tokens are bytes.
     """
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-    }
-    sizes |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
-    config = transformers.LlamaConfig(tie_word_embeddings=True, eos_token_id=None, **sizes)
-    return transformers.LlamaForCausalLM(config), prose()
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config), english_bytes()
 
 
 def read(path: Path) -> tuple[Any, Tensor]:
-    """A causal model of transformers, in float32, and the same text in its tokens."""
-    where: Any = {"pretrained_model_name_or_path": path}
+    """Return a causal model of transformers, in float32, and English in its tokens."""
+    source: Any = {"pretrained_model_name_or_path": path}
     if path.suffix == ".gguf":
-        where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    return model, torch.tensor(tokenizer("\n".join(topics.topics.values()))["input_ids"])
+        source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    return model, torch.tensor(tokenizer(english())["input_ids"])
 
 
-def short(number: float) -> str:
-    """Two significant digits; 0 and 1 without decimals."""
+def short_text(number: float) -> str:
+    """Return a number with two significant digits; 0 and 1 without decimals.
+
+    >>> short_text(0.0), short_text(1.0), short_text(0.00123), short_text(0.1234)
+    ('0', '1', '1.2e-3', '0.12')
+    >>> short_text(0.99996), short_text(1.2)
+    ('1.0000', '1.2000')
+    """
     if number in (0, 1):
         return str(int(number))
-    return (
-        f"{number:.1e}".replace("e-0", "e-")
-        if number < 0.01
-        else f"{number:.4f}"
-        if number > 0.99
-        else f"{number:.2g}"
+    if number < 0.01:
+        return f"{number:.1e}".replace("e-0", "e-")
+    # ratios near 1
+    if number > 0.99:
+        return f"{number:.4f}"
+    return f"{number:.2g}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", type=Path, help="a folder of save_pretrained or a .gguf file; else a small Llama"
     )
@@ -393,11 +448,14 @@ def main() -> None:
     )
     add_form_options(parser)
     add_option(parser)
+    return parser
+
+
+def main() -> None:
+    """Train in every way, and print the table."""
+    parser = build_parser()
     args = parser.parse_args()
-    if least := next(
-        (name for name in ("updates", "prompts", "written") if getattr(args, name) < 1), None
-    ):
-        parser.error(f"--{least} {getattr(args, least)}: at least 1")
+    check_at_least(parser, args, 1, "updates", "prompts", "written")
     if args.large and (args.model or args.record):
         parser.error(
             "--large goes with neither --model nor --record, which writes the table of the small "
@@ -405,31 +463,34 @@ def main() -> None:
         )
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    base, text = (
-        large() if args.large else small(args.reading) if args.model is None else read(args.model)
-    )
+    if args.large:
+        base, text = large()
+    elif args.model is None:
+        base, text = small(args.reading)
+    else:
+        base, text = read(args.model)
     base.eval()
-    ways = LARGE if args.large else WAYS
-    found = {name: measure(make(base, args.lr), base, text, args) for name, make in ways.items()}
+    figures = {}
+    for name, make_policy in (LARGE if args.large else WAYS).items():
+        figures[name] = measure(make_policy(base, args.lr), base, text, args)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
         return
     columns = [
         "weights in training, and at the server",
         "k3 KL before",
         "after 1",
         f"after {args.updates}",
+        "argmax",
+        "ratio",
+        "log r at most",
     ]
-    columns += ["argmax", "ratio", "log r at most"]
     rows: list[tuple[str, ...]] = []
-    for name, at in found.items():
-        last = at[-1]
-        numbers = (
-            at[0]["k3"],
-            at[1]["k3"],
-            *(last[key] for key in ("k3", "argmax", "ratio", "largest")),
-        )
-        rows.append((name, *map(short, numbers)))
+    for name, by_update in figures.items():
+        before, after_first, after_last = by_update[0], by_update[1], by_update[-1]
+        numbers = [before["k3"], after_first["k3"]]
+        numbers += [after_last[key] for key in ("k3", "argmax", "ratio", "largest")]
+        rows.append((name, *map(short_text, numbers)))
     print(text_table([columns, *rows], ("---", *["---:"] * 6), args.markdown))
     if args.record:
         record("", columns, rows, packages=("transformers",))

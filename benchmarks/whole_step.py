@@ -1,18 +1,19 @@
-"""The peak of main memory when a language model is read and trained, from its file to
-its stepped weights, by recipe.
+"""The peak of main memory when a language model is read and trained, by recipe.
 
     python benchmarks/whole_step.py [--weights 277M] [--recipes adamw,torchao,backward]
-    [--iterations 5] [--record]
+                                    [--iterations 5] [--markdown | --json] [--record]
 
-A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a
-separate process. For each recipe a fresh process reads it, in bfloat16 or into codes of
-E4M3 with the embedding too, and takes two steps on sequences of 128 tokens, so that the
-second has gradients and a state; activations of blocks are recomputed in the backward
+A separate process writes a Llama of random bfloat16 weights, tied, in shards of
+safetensors. For each recipe a fresh process reads it, in bfloat16 or into codes of E4M3
+with the embedding too. It takes two steps on sequences of 128 tokens, so that the
+second has gradients and a state. Activations of blocks are recomputed in the backward
 pass. A recipe that steps in the backward pass frees each gradient there, clipped by the
-norm of the pass before; the others clip all gradients at once. Shown is the largest
-resident set of that process (``VmHWM`` of Linux, reset first) minus that before, taken
-after such steps of one layer of the model, so that all compilation is done. Muon's
-iterations, which all take the same memory, may be fewer than the usual 5 to save time.
+norm of the pass before. The others clip all gradients at once.
+
+Shown is the largest resident set of that process (``VmHWM`` of Linux, reset first)
+minus that before. The one before is taken after such steps of one layer of the model,
+so that all compilation is done. Muon's iterations, which all take the same memory, may
+be fewer than the usual 5 to save time.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
-from loading import SIZES, highest, write
+from loading import SIZES, check_linux, peak_resident_bytes, write
 
 TOKENS: Final = 128
 SHARDS: Final = 5
@@ -40,28 +41,28 @@ MAX_NORM: Final = 1.0
 
 
 def adamw(model: Any, _: int) -> Any:
-    """torch's AdamW."""
+    """Return torch's AdamW."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), 1e-5)
 
 
 def torchao(model: Any, _: int) -> Any:
-    """torchao's AdamW with moments of 8 bits."""
+    """Return torchao's AdamW with moments of 8 bits."""
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(model.parameters(), 1e-5)
 
 
 def stiffness(model: Any, _: int) -> Any:
-    """StiffnessAdamW, with moments of 8 bits."""
+    """Return StiffnessAdamW, with moments of 8 bits."""
     import fp8manifold as fm
 
     return fm.optim.StiffnessAdamW(model.parameters(), 1e-5, moments="8bit")
 
 
 def muon(model: Any, iterations: int) -> Any:
-    """StiffnessMuon over a whole model."""
+    """Return StiffnessMuon over a whole model, with so many iterations."""
     import fp8manifold as fm
 
     return fm.optim.StiffnessMuon.for_model(model, 1e-3, moments="8bit", ns_steps=iterations)
@@ -69,11 +70,14 @@ def muon(model: Any, iterations: int) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way of training: where weights live, what steps them, and when."""
+    """A way of training."""
 
     name: str
-    made: Callable[[Any, int], Any]
+    #: takes a model and the iterations of Muon
+    make_optimizer: Callable[[Any, int], Any]
+    #: weights live in one byte each
     codes: bool
+    #: weights are stepped in the backward pass
     in_backward: bool
 
 
@@ -90,8 +94,9 @@ RECIPES: Final = {
 
 
 def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
-    """Take two steps; if they are taken in the backward pass, after a pass that only
-    takes the norm.
+    """Take two steps.
+
+    If they are taken in the backward pass, a pass before them only measures the norm.
     """
     import torch
 
@@ -99,16 +104,16 @@ def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
 
     model.gradient_checkpointing_enable()
     model.train()
-    tokens = torch.randint(
-        0, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)
-    )
-    optimizer = recipe.made(model, iterations)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=generator)
+    optimizer = recipe.make_optimizer(model, iterations)
 
     def backward() -> None:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
 
     if recipe.in_backward:
-        with fm.optim.step_in_backward(optimizer, clip="previous", max_norm=MAX_NORM).measure():
+        handle = fm.optim.step_in_backward(optimizer, clip="previous", max_norm=MAX_NORM)
+        with handle.measure():
             backward()
     for _ in range(2):
         optimizer.zero_grad()
@@ -122,23 +127,24 @@ def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
 
 
 def read(folder: Path, recipe: Recipe) -> Any:
-    """The model in bfloat16, or in codes, its embedding too."""
+    """Read the model in bfloat16, or into codes, its embedding too."""
     import transformers
 
     import fp8manifold as fm
 
-    config = (
-        fm.huggingface.quantization_config(FORMATS, tied="leave", embeddings="E4M3")
-        if recipe.codes
-        else None
-    )
+    config = None
+    if recipe.codes:
+        config = fm.huggingface.quantization_config(FORMATS, tied="leave", embeddings="E4M3")
     auto = transformers.AutoModelForCausalLM
     return auto.from_pretrained(folder, quantization_config=config, dtype="auto")
 
 
-def child(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
-    """Read and step in this process: its largest resident set at the start, once it has
-    read, and at the end.
+def measure_here(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
+    """Read and step in this process.
+
+    Returns:
+        Its largest resident set at the start, once it has read, and at the end, and the
+        numbers of all weights and of those in codes.
     """
     import torch
     import transformers
@@ -155,15 +161,20 @@ def child(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
     take_steps(small, recipe, iterations)
     del small
     gc.collect()
-    Path("/proc/self/clear_refs").write_text(
-        "5"
-    )  # resets the largest resident set to the present one
-    found: dict[str, float] = {"empty": highest()}
+    # This resets the largest resident set to the present one.
+    Path("/proc/self/clear_refs").write_text("5")
+    empty = peak_resident_bytes()
     model = read(folder, recipe)
-    found |= {"read": highest(), "weights": sum(p.numel() for p in model.parameters())}
-    found |= {"in_codes": sum(p.numel() for p in model.parameters() if isinstance(p, fm.FP8Tensor))}
+    after_reading = peak_resident_bytes()
+    parameters = list(model.parameters())
     take_steps(model, recipe, iterations)
-    return found | {"stepped": highest()}
+    return {
+        "empty": empty,
+        "read": after_reading,
+        "weights": sum(p.numel() for p in parameters),
+        "in_codes": sum(p.numel() for p in parameters if isinstance(p, fm.FP8Tensor)),
+        "stepped": peak_resident_bytes(),
+    }
 
 
 def run_child(*words: str) -> Any:
@@ -177,22 +188,37 @@ def run_child(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(
-    folder: Path, size: str, names: list[str], iterations: int
-) -> list[tuple[str, float, float, float]]:
-    """For each recipe: GB at the peak of reading and of all, and bytes per weight."""
+class Row(NamedTuple):
+    """What was measured of one recipe."""
+
+    #: name of the recipe
+    what: str
+    #: GB at the peak of reading
+    read: float
+    #: GB at the peak of all
+    gb: float
+    #: per weight, at that peak
+    bytes: float
+
+
+def measure(folder: Path, size: str, names: list[str], iterations: int) -> list[Row]:
+    """Measure each recipe in a process of its own."""
     run_child("write", str(folder), size)
     rows = []
     for name in names:
-        found = run_child("step", str(folder), name, str(iterations))
-        read_in, stepped = (found[at] - found["empty"] for at in ("read", "stepped"))
-        rows.append((RECIPES[name].name, read_in / 1e9, stepped / 1e9, stepped / found["weights"]))
-        print(f"{name}: {json.dumps(found)}", file=sys.stderr)
+        figures = run_child("step", str(folder), name, str(iterations))
+        reading = figures["read"] - figures["empty"]
+        peak = figures["stepped"] - figures["empty"]
+        rows.append(Row(RECIPES[name].name, reading / 1e9, peak / 1e9, peak / figures["weights"]))
+        print(f"{name}: {json.dumps(figures)}", file=sys.stderr)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--weights", choices=tuple(SIZES), default="277M", help="how many there are"
     )
@@ -210,18 +236,13 @@ def main() -> None:
     add_option(parser)
     args = parser.parse_args()
     if args.child:
-        task, folder, what, *more = args.child
-        if task == "write":
-            write(Path(folder), what, SHARDS)
-            print("{}")
-        else:
-            print(json.dumps(child(Path(folder), RECIPES[what], int(more[0]))))
+        run_task(*args.child)
         return
     names = args.recipes.split(",")
-    if unknown := [name for name in names if name not in RECIPES]:
-        raise SystemExit(f"--recipes: {unknown[0]!r} is unknown; give some of {', '.join(RECIPES)}")
-    if not Path("/proc/self/status").exists():
-        raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
+    for name in names:
+        if name not in RECIPES:
+            raise SystemExit(f"--recipes: {name!r} is unknown; give some of {', '.join(RECIPES)}")
+    check_linux()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = measure(Path(folder), args.weights, names, args.iterations)
     columns = (
@@ -231,12 +252,7 @@ def main() -> None:
         "bytes per weight",
     )
     if args.json:
-        print(
-            json.dumps(
-                [dict(zip(("what", "read", "gb", "bytes"), row, strict=True)) for row in rows],
-                indent=1,
-            )
-        )
+        print(json.dumps([row._asdict() for row in rows], indent=1))
     else:
         lines = [(name, *(f"{cell:.2f}" for cell in cells)) for name, *cells in rows]
         print(text_table([columns, *lines], ("---", "---:", "---:", "---:"), args.markdown))
@@ -245,6 +261,17 @@ def main() -> None:
             [name, *(round(cell, 2) for cell in rest)] for name, *rest in rows
         ]
         record("", columns, cells, packages=("transformers", "safetensors", "torchao"))
+
+
+def run_task(task: str, folder: str, *words: str) -> None:
+    """Do what `run_child` asks of a process, and print JSON."""
+    if task == "write":
+        (size,) = words
+        write(Path(folder), size, SHARDS)
+        print("{}")
+    else:
+        recipe, iterations = words
+        print(json.dumps(measure_here(Path(folder), RECIPES[recipe], int(iterations))))
 
 
 if __name__ == "__main__":

@@ -466,8 +466,8 @@ def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, r
     """
     script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
     gradient[:, 0] = 1.0
-    moment = script.Kept(gradient.shape, optimizer, script.Way("E2M5"), rounding, 1)
-    ratio = torch.stack([moment.advanced(gradient)[:, 1:] for _ in range(300)])[150:].mean() / 0.003
+    moment = script.StoredMoment(gradient.shape, optimizer, script.Way("E2M5"), rounding, 1)
+    ratio = torch.stack([moment.advance(gradient)[:, 1:] for _ in range(300)])[150:].mean() / 0.003
     if rounding == "independent":
         assert abs(ratio - 1) < 0.03
     else:  # what is rounded to nearest stays where it is; a dithered draw is not independent of what it rounds
@@ -487,7 +487,7 @@ def test_values_of_a_fitted_grid_stay(modules):
         values[0] = 0.0
         for rounding in ("nearest", "independent", "dither"):
             assert torch.equal(
-                script.kept(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values
+                script.stored(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values
             )
     x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
     assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]

@@ -1,3 +1,4 @@
-"""The parts of ``gpu.py``, by what they measure; each is a function of the session that
-returns figures.
+"""The parts of ``gpu.py``, by what they measure.
+
+Each is a function of the session that returns figures.
 """

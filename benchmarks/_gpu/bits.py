@@ -1,145 +1,172 @@
-"""A GPU's bits beside the CPU's: of steps, of arrays, and of products within the bound
-of their sums.
+"""A GPU's bits beside the CPU's.
+
+Those of steps and of arrays have to be equal. Sums of products may differ within a
+bound.
 """
 
 import copy
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from _gpu.session import PRODUCTS, Session, bits, on_card, one_byte, seeded
-from _gpu.steps import WAYS
+from _gpu.steps import WAYS, Way
 
 __all__ = ["exact_arrays", "exact_products", "exact_steps"]
 
-#: (format of the weights, products) of this version that are no decoded ones
-KINDS: Final = (
-    (("E4M3", "fp8"), ("E4M3", "fp8, dW"), ("E5M2", "fp8"), ("E1M6", "int8"))
-    if PRODUCTS[1:]
-    else ()
-)
-LARGEST: Final = 448.0  # of E4M3
+
+class Products(NamedTuple):
+    """How a layer multiplies."""
+
+    fmt: str
+    #: the units, and whether gradients of weights are FP8 products too
+    units: str
+
+
+#: those of this version that multiply codes, not decoded weights
+CODE_PRODUCTS: tuple[Products, ...] = ()
+if PRODUCTS != ("decoded",):
+    CODE_PRODUCTS = (
+        Products("E4M3", "fp8"),
+        Products("E4M3", "fp8, dW"),
+        Products("E5M2", "fp8"),
+        Products("E1M6", "int8"),
+    )
+#: the largest number of E4M3
+LARGEST: Final = 448.0
 FORMATS: Final = ("E4M3", "E5M2", "E3M4", "E2M5", "E7M0", "E4M3FNUZ")
-#: (rows, inputs, outputs) of products that are compared
+
+
+class Shape(NamedTuple):
+    """Sizes of a product."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+
 SHAPES: Final = (
-    *(
-        (16, 16, 16),
-        (32, 64, 48),
-        (128, 768, 768),
-        (128, 768, 3072),
-        (128, 3072, 768),
-        (512, 1024, 1024),
-    ),
-    *(
-        (48, 2048, 2048),
-        (64, 2048, 8192),
-        (64, 8192, 2048),
-        (256, 4096, 4096),
-        (32, 4096, 11_008),
-        (32, 11_008, 4096),
-    ),
+    Shape(16, 16, 16),
+    Shape(32, 64, 48),
+    Shape(128, 768, 768),
+    Shape(128, 768, 3072),
+    Shape(128, 3072, 768),
+    Shape(512, 1024, 1024),
+    Shape(48, 2048, 2048),
+    Shape(64, 2048, 8192),
+    Shape(64, 8192, 2048),
+    Shape(256, 4096, 4096),
+    Shape(32, 4096, 11_008),
+    Shape(32, 11_008, 4096),
 )
 
 
 def exact_steps(session: Session) -> dict[str, Any]:
-    """The number of bytes of weights and state in which five steps on the GPU differ
-    from native code's.
+    """Count the bytes in which five steps on the GPU differ from native code's.
+
+    They are bytes of weights and of state.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for fmt in FORMATS[: 1 if session.dry else None]:
-        for writeback, moments in WAYS[: 2 if session.dry else None]:
+        for way in WAYS[: 2 if session.dry else None]:
             if not session.has_time:
-                return found
-            here = [
-                fm.FP8Parameter(torch.randn(24, 256, generator=seeded(i)) * 0.1, fmt, seed=i)
-                for i in range(3)
-            ]
-            there = [nn.Parameter(p.detach().clone().to(session.device)) for p in here]
-            made = [
-                fm.optim.StiffnessAdamW(
-                    p, 1e-2, weight_decay=0.1, writeback=writeback, moments=moments
-                )  # type: ignore[arg-type]
-                for p in (here, there)
-            ]
-            for step in range(5):
-                for i, (p, q) in enumerate(zip(here, there, strict=True)):
-                    p.grad = torch.randn(24, 256, generator=seeded(100 * step + i))
-                    q.grad = p.grad.to(session.device)
-                made[0].step()
-                with on_card(session):
-                    made[1].step()
-            pairs = [(p.codes, q.codes) for p, q in zip(here, there, strict=True)]  # type: ignore[attr-defined]
-            for p, q in zip(here, there, strict=True):
-                ours, theirs = made[0].state[p], made[1].state[q]
-                pairs += [
-                    (value, theirs[name])
-                    for name, value in ours.items()
-                    if isinstance(value, Tensor)
-                ]
-            found[f"{fmt} {writeback} {moments}"] = sum(
-                int((bits(a) != bits(b)).sum()) for a, b in pairs
-            )
-    return found
+                return figures
+            name = f"{fmt} {way.writeback} {way.moments}"
+            figures[name] = differing_bytes_of_steps(session, fmt, way)
+    return figures
+
+
+def differing_bytes_of_steps(session: Session, fmt: str, way: Way) -> int:
+    """Count the bytes in which one way to step differs."""
+    on_cpu: list[Any] = []
+    for seed in range(3):
+        values = torch.randn(24, 256, generator=seeded(seed)) * 0.1
+        on_cpu.append(fm.FP8Parameter(values, fmt, seed=seed))
+    on_device: list[Any] = [nn.Parameter(p.detach().clone().to(session.device)) for p in on_cpu]
+    options: dict[str, Any] = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "writeback": way.writeback,
+        "moments": way.moments,
+    }
+    cpu_optimizer = fm.optim.StiffnessAdamW(on_cpu, **options)
+    device_optimizer = fm.optim.StiffnessAdamW(on_device, **options)
+    for step in range(5):
+        for i, (p, q) in enumerate(zip(on_cpu, on_device, strict=True)):
+            p.grad = torch.randn(24, 256, generator=seeded(100 * step + i))
+            q.grad = p.grad.to(session.device)
+        cpu_optimizer.step()
+        with on_card(session):
+            device_optimizer.step()
+    count = 0
+    for p, q in zip(on_cpu, on_device, strict=True):
+        count += differing_bytes(p.codes, q.codes)
+        device_state = device_optimizer.state[q]
+        for name, value in cpu_optimizer.state[p].items():
+            if isinstance(value, Tensor):
+                count += differing_bytes(value, device_state[name])
+    return count
+
+
+def differing_bytes(x: Tensor, y: Tensor) -> int:
+    """Count the bytes in which two tensors differ."""
+    return int((bits(x) != bits(y)).sum())
 
 
 def exact_arrays(session: Session) -> dict[str, Any]:
-    """The number of elements in which decoding, rounding and encoding differ."""
-    found = {}
+    """Count the bytes in which decoding, rounding and encoding differ, by format."""
+    sizes = torch.exp2(torch.randn(100_003, generator=seeded(2)) * 4)
+    x = torch.randn(100_003, generator=seeded(1)) * sizes
+    y = x.to(session.device)
+    stochastic: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
+    figures = {}
     for fmt in FORMATS:
-        x = torch.randn(100_003, generator=seeded(1)) * torch.exp2(
-            torch.randn(100_003, generator=seeded(2)) * 4
-        )
-        y, stochastic = x.to(session.device), {"rounding": "stochastic", "seed": 3}
         codes = fm.encode(x, fmt)
-        pairs = [
-            (codes, fm.encode(y, fmt)),
-            (fm.round_to_grid(x, fmt, **stochastic), fm.round_to_grid(y, fmt, **stochastic)),  # type: ignore[arg-type]
-            (fm.decode(codes, fmt), fm.decode(codes.to(session.device), fmt)),
-        ]
-        found[fmt] = sum(int((bits(a) != bits(b)).sum()) for a, b in pairs)
-    return found
+        figures[fmt] = sum(
+            (
+                differing_bytes(codes, fm.encode(y, fmt)),
+                differing_bytes(
+                    fm.round_to_grid(x, fmt, **stochastic), fm.round_to_grid(y, fmt, **stochastic)
+                ),
+                differing_bytes(fm.decode(codes, fmt), fm.decode(codes.to(session.device), fmt)),
+            )
+        )
+    return figures
 
 
 def exact_products(session: Session) -> dict[str, Any]:
-    """The number of values converted otherwise than by definition, and of elements of
-    products beyond the bound.
-    """
-    found: dict[str, Any] = {}
-    session.case(
-        found, "bfloat16 values, converted to E4M3", partial(differing_conversions, session)
-    )
-    if KINDS:
-        session.case(
-            found, "bfloat16 values, through a layer", partial(differing_in_a_layer, session)
-        )
-    for fmt, products in KINDS:
+    """Count the values that are converted wrongly, and the products beyond the bound."""
+    figures: dict[str, Any] = {}
+    conversions = partial(differing_conversions, session)
+    session.case(figures, "bfloat16 values, converted to E4M3", conversions)
+    if CODE_PRODUCTS:
+        through_a_layer = partial(differing_in_a_layer, session)
+        session.case(figures, "bfloat16 values, through a layer", through_a_layer)
+    for fmt, units in CODE_PRODUCTS:
         for shape in SHAPES[: 2 if session.dry else None]:
-            what = f"{fmt}, {products}, {' x '.join(map(str, shape))}"
-            session.case(found, what, partial(beyond_the_bound, session, shape, products, fmt))
-    return found
+            name = f"{fmt}, {units}, {' x '.join(map(str, shape))}"
+            session.case(figures, name, partial(beyond_the_bound, session, shape, units, fmt))
+    return figures
 
 
 def values_of_bfloat16() -> Tensor:
-    """All bfloat16 values that a row at scale 1 may hold, both zeros among them."""
-    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
-    return every[every.abs() <= LARGEST]
+    """Return all bfloat16 values that a row at scale 1 may hold, both zeros among them."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    return values[values.abs() <= LARGEST]
 
 
 def differing_conversions(session: Session) -> int:
-    """The number of values that torch converts to another code than the library does on
-    the CPU.
-    """
+    """Count the values that torch converts otherwise than the library does on the CPU."""
     x = values_of_bfloat16()
-    there = x.to(session.device).to(torch.float8_e4m3fn)
-    return int((bits(there) != bits(fm.encode(x.float(), "E4M3"))).sum())
+    converted = x.to(session.device).to(torch.float8_e4m3fn)
+    return differing_bytes(converted, fm.encode(x.float(), "E4M3"))
 
 
 def differing_in_a_layer(session: Session) -> int:
-    """The number of values that differ in the output of a layer that multiplies by 1
-    after it has rounded.
+    """Count the values that a layer rounds wrongly, which then multiplies by 1.
 
     The last value of each row is the format's largest, so that the row's scale is 1.
     """
@@ -149,19 +176,18 @@ def differing_in_a_layer(session: Session) -> int:
     layer = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     nn.init.eye_(layer.weight)
     layer = one_byte(nn.Sequential(layer), "fp8").to(session.device)
-    there = layer(rows.to(session.device))[:, :15].reshape(-1)[: len(x)]
-    return int((there.cpu() != fm.round_to_grid(x.float(), "E4M3")).sum())
+    output = layer(rows.to(session.device))[:, :15].reshape(-1)[: len(x)]
+    return int((output.cpu() != fm.round_to_grid(x.float(), "E4M3")).sum())
 
 
 def beyond_the_bound(
     session: Session, shape: tuple[int, int, int], products: str, fmt: str = "E4M3"
 ) -> dict[str, float]:
-    """The number of elements of y, dx and dW further from the CPU's than the bound,
-    with the largest ratio to it.
+    """Count the elements of y, dx and dW further from the CPU's than a bound.
 
-    Two sums that differ may round to neighbours in bfloat16, and an FP8 unit keeps
-    fewer bits of a sum than float32: ``ulp(y) + 2^-10 (|a| @ |b|)``, the ulp being
-    bfloat16's, ``2^-7 |y|`` at most. Sums of integers are exact.
+    The bound is ``ulp(y) + 2^-10 (|a| @ |b|)``. Two sums that differ may round to
+    neighbours in bfloat16, whose ulp is ``2^-7 |y|`` at most. An FP8 unit keeps fewer
+    bits of a sum than float32. Sums of integers are exact.
 
     With 2^-11 an H200 was up to 1.29 times the bound apart. A unit that adds 32
     products at a time, each cut below 2^-13 of the largest, would be up to 1.49 times,
@@ -172,24 +198,40 @@ def beyond_the_bound(
     layer = one_byte(
         nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)), products, fmt
     )
-    x, g = (torch.randn(rows, n) * torch.exp2(2 * torch.randn(rows, 1)) for n in (inputs, outputs))
-    made = []
-    for device in (torch.device("cpu"), session.device):
-        there = copy.deepcopy(layer).to(device)
-        a = x.to(device, torch.bfloat16).requires_grad_()
-        y = there(a)
-        y.backward(g.to(device, torch.bfloat16))
-        made.append([t.detach().cpu().float() for t in (y, a.grad, there[0].weight.grad)])  # type: ignore[index, union-attr]
-    w = layer[0].weight.dequantize().float().abs()  # type: ignore[index, operator, union-attr]
-    sums = (x.abs() @ w.T, g.abs() @ w, g.abs().T @ x.abs())
-    beyond, share = 0, 0.0
-    for name, a, b, magnitude in zip(("y", "dx", "dW"), *made, sums, strict=True):
-        distance, allowed = (
-            (a - b).abs(),
-            2**-7 * torch.maximum(a.abs(), b.abs()) + 2**-10 * magnitude,
-        )
+    x = _rows_of_unlike_size(rows, inputs)
+    gradient = _rows_of_unlike_size(rows, outputs)
+    expected = products_of(layer, x, gradient, torch.device("cpu"))
+    measured = products_of(layer, x, gradient, session.device)
+    weight = layer[0].weight.dequantize().float().abs()  # type: ignore[index, operator, union-attr]
+    magnitudes = {
+        "y": x.abs() @ weight.T,
+        "dx": gradient.abs() @ weight,
+        "dW": gradient.abs().T @ x.abs(),
+    }
+    count, largest_share = 0, 0.0
+    for name, magnitude in magnitudes.items():
+        a, b = expected[name], measured[name]
+        distance = (a - b).abs()
+        bound = 2**-7 * torch.maximum(a.abs(), b.abs()) + 2**-10 * magnitude
         if products == "int8" and name != "dW":
-            allowed = torch.zeros_like(allowed)
-        beyond += int((~(distance <= allowed)).sum())
-        share = max(share, float((distance / allowed).nan_to_num(0.0).max()))
-    return {"count": beyond, "largest share of the bound": share}
+            bound = torch.zeros_like(bound)
+        # NaN is beyond the bound.
+        count += int((~(distance <= bound)).sum())
+        largest_share = max(largest_share, float((distance / bound).nan_to_num(0.0).max()))
+    return {"count": count, "largest share of the bound": largest_share}
+
+
+def _rows_of_unlike_size(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns) * torch.exp2(2 * torch.randn(rows, 1))
+
+
+def products_of(
+    layer: nn.Module, x: Tensor, gradient: Tensor, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the three products of a layer on a device, in float32 on the CPU."""
+    copied: Any = copy.deepcopy(layer).to(device)
+    inputs = x.to(device, torch.bfloat16).requires_grad_()
+    y = copied(inputs)
+    y.backward(gradient.to(device, torch.bfloat16))
+    products = {"y": y, "dx": inputs.grad, "dW": copied[0].weight.grad}
+    return {name: product.detach().cpu().float() for name, product in products.items()}

@@ -1,12 +1,11 @@
-"""Full-rank training of Llama-3.1-8B's and Llama-2-7B's shapes in one byte per weight,
-under a cap on memory.
+"""Full-rank training of 7 and 8 billion one-byte weights, under a cap on memory.
 
-    cd benchmarks && python -m _gpu.eight_billion --shape Llama-3.1-8B --optimizer
-    StiffnessMuon --gb 24
+    cd benchmarks
+    python -m _gpu.eight_billion --shape Llama-3.1-8B --optimizer StiffnessMuon --gb 24
 
 Weights are random and made a block at a time, so that no whole model in 16 bits ever
-exists except the peer's. Each row runs in a separate process, whose memory torch caps;
-blocks are recomputed in the backward pass, the loss is computed in chunks, and each
+exists except the peer's. Each row runs in a separate process, whose memory torch caps.
+Blocks are recomputed in the backward pass, the loss is computed in chunks, and each
 gradient is stepped with and freed as soon as it is computed.
 """
 
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,64 +24,68 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from _gpu.llama import SHAPES, Llama
 from _gpu.session import Session, one_byte
-from _gpu.steps import PEERS, peer
+from _gpu.steps import PEERS, find_peer
 
 __all__ = ["eight_billion"]
 
 PEER: Final = "torchao's AdamW8bit"
 OPTIMIZERS: Final = ("StiffnessMuon", "StiffnessAdamW", PEER)
-#: (shape, optimizer, gigabytes), by worth; the peer is expected to run out of memory,
-#: or to say what it needs
+
+
+class Row(NamedTuple):
+    """A training."""
+
+    shape: str
+    optimizer: str
+    #: the cap on memory
+    gigabytes: int
+
+
+#: by worth; the peer is expected to run out of memory, or to say what it needs
 ROWS: Final = (
-    ("Llama-3.1-8B", "StiffnessMuon", 24),
-    ("Llama-2-7B", "StiffnessMuon", 16),
-    ("Llama-3.1-8B", "StiffnessAdamW", 24),
-    ("Llama-2-7B", "StiffnessAdamW", 16),
-    ("Llama-3.1-8B", PEER, 24),
+    Row("Llama-3.1-8B", "StiffnessMuon", 24),
+    Row("Llama-2-7B", "StiffnessMuon", 16),
+    Row("Llama-3.1-8B", "StiffnessAdamW", 24),
+    Row("Llama-2-7B", "StiffnessAdamW", 16),
+    Row("Llama-3.1-8B", PEER, 24),
 )
-TOKENS: Final = (2048, 512)  # of a step: the second where the first does not fit
+#: of a step: the second where the first does not fit
+TOKENS: Final = (2048, 512)
 OUT_OF_MEMORY: Final = "out of memory"
 
 
 def eight_billion(session: Session) -> dict[str, Any]:
-    """Peak memory, tokens per second, and the first and last loss of 20 steps over a
-    text with something to learn.
+    """Train each row for 20 steps over a text with something to learn.
+
+    Figures are peak memory, tokens per second, and the first and the last loss.
     """
-    found: dict[str, Any] = {}
-    for shape, optimizer, gigabytes in ROWS[:: 2 if session.dry else 1]:
-        if optimizer == PEER and peer(*PEERS[PEER][:2]) is None:
+    figures: dict[str, Any] = {}
+    for row in ROWS[:: 2 if session.dry else 1]:
+        peer = PEERS[PEER]
+        if row.optimizer == PEER and find_peer(peer.package, peer.name) is None:
             continue
         for tokens in TOKENS:
             if not session.has_time:
-                return found
-            options = {
-                "shape": "tiny" if session.dry else shape,
-                "optimizer": optimizer,
-                "gb": gigabytes,
-                "tokens": tokens,
-            }
-            if session.dry:
-                options |= {"tokens": 32, "steps": 3}
-            figures = in_a_process(options, session)
-            found[f"{shape}, {optimizer}, {gigabytes} GB, {tokens} tokens"] = figures
-            if figures.get("peak GB") != OUT_OF_MEMORY:
+                return figures
+            name = f"{row.shape}, {row.optimizer}, {row.gigabytes} GB, {tokens} tokens"
+            figures[name] = train_in_a_process(row, tokens, session)
+            if figures[name].get("peak GB") != OUT_OF_MEMORY:
                 break
-    return found
+    return figures
 
 
-def in_a_process(options: dict[str, Any], session: Session) -> dict[str, Any]:
-    """A row's figures, from a fresh process, or why there are none."""
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+def train_in_a_process(row: Row, tokens: int, session: Session) -> dict[str, Any]:
+    """Return a row's figures, from a fresh process, or why there are none."""
+    command = [sys.executable, "-m", "_gpu.eight_billion"]
+    command += ["--optimizer", row.optimizer, "--gb", str(row.gigabytes)]
+    if session.dry:
+        command += ["--shape", "tiny", "--tokens", "32", "--steps", "3", "--dry"]
+    else:
+        command += ["--shape", row.shape, "--tokens", str(tokens)]
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     try:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "_gpu.eight_billion",
-                *words,
-                *(["--dry"] if session.dry else []),
-            ],
+            command,
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -96,69 +99,77 @@ def in_a_process(options: dict[str, Any], session: Session) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def train(asked: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one row."""
-    session = Session(asked.dry)
-    if not asked.dry:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(asked.gb * 1e9 / whole, 1.0))
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one row."""
+    session = Session(options.dry)
+    if not options.dry:
+        card_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(options.gb * 1e9 / card_bytes, 1.0))
     torch.manual_seed(0)
     losses: list[float] = []
     times: list[float] = []
     try:
-        model = made(session, asked.shape, in_codes=asked.optimizer != PEER)
-        optimizer = prepared(session, model, asked.optimizer)
-        follows = torch.randint(
-            0, SHAPES[asked.shape].vocabulary, (SHAPES[asked.shape].vocabulary,)
-        )
-        for _ in range(asked.steps):
-            text = walk(follows, asked.tokens + 1).to(session.device)
-            begun = time.perf_counter()
+        model = random_model(session, options.shape, in_codes=options.optimizer != PEER)
+        optimizer = make_optimizer(session, model, options.optimizer)
+        vocabulary = SHAPES[options.shape].vocabulary
+        successors = torch.randint(0, vocabulary, (vocabulary,))
+        for _ in range(options.steps):
+            text = random_text(successors, options.tokens + 1).to(session.device)
+            begin = time.perf_counter()
             loss = model(text[:, :-1], text[:, 1:])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - begin)
     except torch.OutOfMemoryError as error:
         return {"peak GB": OUT_OF_MEMORY, "reason": str(error).partition(". ")[0]}
-    usual = sorted(times[1:])[len(times[1:]) // 2]
-    found = {"tokens/s": asked.tokens / usual, "first loss": losses[0], "loss": losses[-1]}
-    found["weights"] = sum(p.numel() for p in model.parameters())
-    for name, peak in (("peak GB", "max_memory_allocated"), ("reserved GB", "max_memory_reserved")):
-        found[name] = 0.0 if session.dry else getattr(torch.cuda, peak)() / 1e9
-    return found
+    # The first step compiles.
+    later = sorted(times[1:])
+    return {
+        "tokens/s": options.tokens / later[len(later) // 2],
+        "first loss": losses[0],
+        "loss": losses[-1],
+        "weights": sum(p.numel() for p in model.parameters()),
+        "peak GB": 0.0 if session.dry else torch.cuda.max_memory_allocated() / 1e9,
+        "reserved GB": 0.0 if session.dry else torch.cuda.max_memory_reserved() / 1e9,
+    }
 
 
-def made(session: Session, shape: str, in_codes: bool) -> Llama:
-    """The model with random weights of deviation 0.02, in one byte each except the
-    norms, or in bfloat16.
+def random_model(session: Session, shape: str, in_codes: bool) -> Llama:
+    """Return the model with random weights of deviation 0.02.
+
+    They are in one byte each except the norms, or in bfloat16.
     """
     with torch.device("meta"):
         model = Llama(SHAPES[shape]).to(torch.bfloat16)
     for block in model.blocks:
-        put_random(session, block)
+        set_random(session, block)
         if in_codes:
             one_byte(block)
-    for rest in (model.embedding, model.norm, model.lm_head):
-        put_random(session, rest)
+    for module in (model.embedding, model.norm, model.lm_head):
+        set_random(session, module)
     if in_codes:
         fm.quantize_model(model, {"lm_head": "E4M3"}, storage="fp8", embeddings="E4M3")
     return model
 
 
-def put_random(session: Session, module: nn.Module) -> None:
-    """Give a module on the meta device values."""
+def set_random(session: Session, module: nn.Module) -> None:
+    """Give random values to a module on the meta device; norms get ones."""
     module.to_empty(device=session.device)
-    for p in module.parameters():
-        p.data.fill_(1.0) if p.dim() == 1 else p.data.normal_(0, 0.02)
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0, 0.02)
 
 
-def prepared(session: Session, model: Llama, name: str) -> Any:
-    """The optimizer, which steps each parameter in the backward pass where it can."""
+def make_optimizer(session: Session, model: Llama, name: str) -> Any:
+    """Return the optimizer; one of ours steps each parameter in the backward pass."""
     if name == PEER:
-        package, kind, options = PEERS[PEER]
-        return peer(package, kind)(model.parameters(), lr=5e-4, **options)
+        peer = PEERS[PEER]
+        kind = find_peer(peer.package, peer.name)
+        return kind(model.parameters(), lr=5e-4, **peer.options)
     if name == "StiffnessMuon":
         products: dict[str, Any] = {"ns_dtype": torch.bfloat16} if session.dry else {}
         optimizer: Any = fm.optim.StiffnessMuon.for_model(
@@ -170,17 +181,21 @@ def prepared(session: Session, model: Llama, name: str) -> Any:
     return optimizer
 
 
-def walk(follows: Tensor, length: int) -> Tensor:
-    """A text (1, length) in which nine of ten tokens follow from the one before."""
-    rule, at, out = follows.tolist(), 1, []
-    others = torch.randint(0, len(rule), (length,)).tolist()
-    for flips, other in zip((torch.rand(length) < 0.1).tolist(), others, strict=True):
-        at = other if flips else rule[at]
-        out.append(at)
-    return torch.tensor([out])
+def random_text(successors: Tensor, length: int) -> Tensor:
+    """Return a text (1, length) in which nine of ten tokens follow from the one before."""
+    successor_of = successors.tolist()
+    random_tokens = torch.randint(0, len(successor_of), (length,)).tolist()
+    is_random = (torch.rand(length) < 0.1).tolist()
+    token = 1
+    text = []
+    for place in range(length):
+        token = random_tokens[place] if is_random[place] else successor_of[token]
+        text.append(token)
+    return torch.tensor([text])
 
 
 def main() -> None:
+    """Train one row, and print its figures as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,10 +205,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS[0], help="of a step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dry", action="store_true", help="on a CPU")
-    asked = parser.parse_args()
-    if asked.dry:
+    options = parser.parse_args()
+    if options.dry:
         torch.compiler.set_stance("force_eager")
-    print(json.dumps(train(asked)))
+    print(json.dumps(train(options)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""GPT-2's 124M trained from scratch over 50 million tokens, one row after the other, by
-the bench's own sweep.
-"""
+"""GPT-2's 124M trained from scratch over 50 million tokens, by the bench's sweep."""
 
 import json
 import os
@@ -15,10 +13,13 @@ from _gpu.session import Session
 
 __all__ = ["gpt2"]
 
-SWEEP: Final = "gpt2_rules.yaml"  # of the bench
+#: one of the bench's
+SWEEP: Final = "gpt2_rules.yaml"
 DATA: Final = Path("data/packages")
 RUNS: Final = Path("runs/gpt2")
-STOPPING: Final = 60.0  # seconds in which a run that is told to stop writes its checkpoint
+#: seconds in which an interrupted run writes its checkpoint
+STOPPING: Final = 60.0
+#: keys of a run in sweep.json, by the names of the figures
 FIGURES: Final = {
     "loss": "final_val_loss",
     "tokens/s": "tokens_per_s",
@@ -28,15 +29,17 @@ FIGURES: Final = {
 
 
 def gpt2(session: Session) -> dict[str, Any]:
-    """Loss, speed and bytes per parameter of each row so far; unfinished rows continue
-    in the next call.
+    """Return loss, speed and bytes per parameter of each row so far.
+
+    Rows are trained one after the other. Unfinished ones continue in the next call.
     """
     if not session.dry:
         if not DATA.is_dir():
             prepare = "nanogpt-bench prepare packages --tokenizer gpt2"
             raise FileNotFoundError(f"no text in {str(DATA)!r}; prepare one: {prepare}")
         return sweep(session, DATA, RUNS)
-    from nanogpt_bench.data.text import prepare_text  # its packages are not everywhere
+    # The packages of the bench are not everywhere.
+    from nanogpt_bench.data.text import prepare_text
 
     with tempfile.TemporaryDirectory() as folder:
         text, data = Path(folder) / "text.txt", Path(folder) / "data"
@@ -50,19 +53,20 @@ def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]
     words = ["sweep", SWEEP, "--data.dir", str(data), "--out", str(out), *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "nanogpt_bench", *words]
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    timeout = None if session.dry else max(session.seconds_left - STOPPING, 1.0)
     try:
-        running.wait(None if session.dry else max(session.seconds_left - STOPPING, 1.0))
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
-        running.send_signal(signal.SIGINT)
-        running.wait(STOPPING)
+        process.send_signal(signal.SIGINT)
+        process.wait(STOPPING)
     runs = json.loads((out / "sweep.json").read_text(encoding="utf-8"))["runs"]
     return {run["name"]: figures(run) for run in runs}
 
 
 def figures(run: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a run in sweep.json."""
-    found = {name: run[key] for name, key in FIGURES.items() if run.get(key) is not None}
-    return (
-        found if run["status"] == "finished" else {**found, "status": run["status"] or "not begun"}
-    )
+    """Return the figures of a run in sweep.json, with its status if it is unfinished."""
+    known = {name: run[key] for name, key in FIGURES.items() if run.get(key) is not None}
+    if run["status"] != "finished":
+        known["status"] = run["status"] or "not begun"
+    return known

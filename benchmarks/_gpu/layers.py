@@ -1,11 +1,9 @@
-"""Times of a layer's products: a call in Python, products by themselves, and the
-kernels that feed them.
-"""
+"""Times of a layer, of its products, and of the kernels that feed them."""
 
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,53 +17,64 @@ TOKENS = 8192
 
 
 def layers(session: Session) -> dict[str, Any]:
-    """A square layer in eager mode, forward alone and with its backward pass, and the
-    decoding of its weight.
+    """Time a square layer in eager mode, and the decoding of its weight.
+
+    The layer goes forward alone, and forward and backward.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for d in (256,) if session.dry else (1024, 4096):
         dense = nn.Linear(d, d, bias=False, device=session.device, dtype=torch.bfloat16)
-        made: dict[str, Any] = {"nn.Linear": dense}
+        layers_by_name: dict[str, Any] = {"nn.Linear": dense}
         for kind in PRODUCTS:
-            made[f"one byte, {kind}"] = one_byte(nn.Sequential(copy.deepcopy(dense)), kind)[0]  # type: ignore[index]
-        found[f"{d} x {d}, decoding"] = session.times(made["one byte, decoded"].weight.dequantize)
+            coded: Any = one_byte(nn.Sequential(copy.deepcopy(dense)), kind)
+            layers_by_name[f"one byte, {kind}"] = coded[0]
+        decoded = layers_by_name["one byte, decoded"]
+        figures[f"{d} x {d}, decoding"] = session.times(decoded.weight.dequantize)
         x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16).requires_grad_()
-        g = torch.randn_like(x)
-        for name, layer in made.items():
-            for what, call in (
-                ("forward", partial(layer, x)),
-                ("forward and backward", partial(both, layer, x, g)),
-            ):
-                session.case(found, f"{d} x {d}, {name}, {what}", partial(session.times, call))
-    return found
+        gradient = torch.randn_like(x)
+        for name, layer in layers_by_name.items():
+            calls = {
+                "forward": partial(layer, x),
+                "forward and backward": partial(forward_and_backward, layer, x, gradient),
+            }
+            for title, call in calls.items():
+                case = f"{d} x {d}, {name}, {title}"
+                session.case(figures, case, partial(session.times, call))
+    return figures
 
 
-def both(layer: Any, x: Tensor, g: Tensor) -> None:
-    """A forward and a backward pass."""
-    layer(x).backward(g)
-    x.grad = layer.weight.grad = None
+def forward_and_backward(layer: Any, x: Tensor, gradient: Tensor) -> None:
+    """Go forward and backward."""
+    layer(x).backward(gradient)
+    x.grad = None
+    layer.weight.grad = None
 
 
 def products(session: Session) -> dict[str, Any]:
-    """Matrix products of 8,192 rows by themselves: bfloat16, FP8 at one scale per
-    tensor and at one per row.
+    """Time matrix products of 8,192 rows by themselves.
+
+    They are in bfloat16, and in FP8 at one scale per tensor and at one per row.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     tokens = 16 if session.dry else TOKENS
     for d in (32,) if session.dry else (768, 2048, 4096, 8192):
         for inputs, outputs in ((d, d), (d, 4 * d), (4 * d, d)):
+            giga_operations = 2e-9 * tokens * inputs * outputs
             for name, call in product_calls(session, tokens, inputs, outputs):
-                work = 2e-9 * tokens * inputs * outputs
-                session.case(
-                    found,
-                    f"{inputs} to {outputs}, {name}",
-                    partial(rate, session, call, work, "TFLOP/s"),
-                )
-    return found
+                measure = partial(rate, session, call, giga_operations, "TFLOP/s")
+                session.case(figures, f"{inputs} to {outputs}, {name}", measure)
+    return figures
 
 
 def rate(session: Session, call: Callable[[], object], work: float, unit: str) -> dict[str, float]:
-    """The time of a call, and the work divided by it."""
+    """Return the time of a call, and the work divided by it.
+
+    Args:
+        session: times the call.
+        call: the call.
+        work: in 10^9 operations or bytes.
+        unit: of the rate: 10^9 in a millisecond are 10^12 in a second.
+    """
     ms = session.milliseconds(call)
     return {"ms": ms, unit: work / ms}
 
@@ -73,50 +82,60 @@ def rate(session: Session, call: Callable[[], object], work: float, unit: str) -
 def product_calls(
     session: Session, tokens: int, inputs: int, outputs: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Each way to multiply, by name."""
-    a, b = (session.normal(n, inputs, dtype=torch.bfloat16) for n in (tokens, outputs))
-    yield "bfloat16", partial(torch.mm, a, b.t())
+    """Yield each way to multiply, by name."""
+    x = session.normal(tokens, inputs, dtype=torch.bfloat16)
+    weight = session.normal(outputs, inputs, dtype=torch.bfloat16)
+    yield "bfloat16", partial(torch.mm, x, weight.t())
     one = torch.ones((), device=session.device)
     scales = {"tensorwise": (one, one), "rowwise": (one.repeat(tokens, 1), one.repeat(1, outputs))}
-    x, w = (t.to(torch.float8_e4m3fn) for t in (a, b))
-    for name, (p, q) in scales.items():
-        for fast in (True, False):
+    x_codes = x.to(torch.float8_e4m3fn)
+    weight_codes = weight.to(torch.float8_e4m3fn).t()
+    for name, (x_scale, weight_scale) in scales.items():
+        for sums, is_fast in (("fast", True), ("exact", False)):
             call = partial(
-                torch._scaled_mm, x, w.t(), p, q, out_dtype=torch.bfloat16, use_fast_accum=fast
+                torch._scaled_mm,
+                x_codes,
+                weight_codes,
+                x_scale,
+                weight_scale,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=is_fast,
             )
-            yield f"FP8 {name}, {'fast' if fast else 'exact'} sums", call
+            yield f"FP8 {name}, {sums} sums", call
+
+
+class Kernel(NamedTuple):
+    """A kernel that reads and writes once."""
+
+    name: str
+    call: Callable[[], object]
+    #: bytes that it reads and writes
+    moved: int
 
 
 def kernels(session: Session) -> dict[str, Any]:
-    """Kernels that read and write once, and the bytes per second that they move."""
-    found: dict[str, Any] = {}
+    """Time kernels that read and write once, and count the bytes per second."""
+    figures: dict[str, Any] = {}
     for d in (64,) if session.dry else (768, 4096, 11_008):
-        x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16)
-        codes = fm.FP8Parameter(session.normal(d, d, dtype=torch.bfloat16), "E4M3")
-        calls = {
-            f"decoding {d} x {d}": (codes.dequantize, 3 * d * d),
-            f"bfloat16 of {len(x)} x {d}, converted by torch": (
-                partial(x.to, torch.float8_e4m3fn),
-                3 * x.numel(),
-            ),
-        }
-        if PRODUCTS[1:]:
-            from fp8manifold._encoded import products as operands
+        for kernel in kernels_of_width(session, d):
+            measure = partial(rate, session, kernel.call, 1e-9 * kernel.moved, "TB/s")
+            session.case(figures, kernel.name, measure)
+    return figures
 
-            calls |= {
-                f"rows of {len(x)} x {d}, rounded": (
-                    partial(operands.round_rows, x),
-                    3 * x.numel(),
-                ),
-                f"columns of {len(x)} x {d}, rounded": (
-                    partial(operands.round_columns, x),
-                    5 * x.numel(),
-                ),
-                f"bytes of {d} x {d}, transposed": (
-                    partial(operands.transpose_bytes, codes.codes),
-                    2 * d * d,
-                ),
-            }
-        for name, (call, moved) in calls.items():
-            session.case(found, name, partial(rate, session, call, 1e-9 * moved, "TB/s"))
-    return found
+
+def kernels_of_width(session: Session, d: int) -> Iterator[Kernel]:
+    """Yield the kernels over activations of a width, and over a square weight."""
+    x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16)
+    weight = fm.FP8Parameter(session.normal(d, d, dtype=torch.bfloat16), "E4M3")
+    size = f"{len(x)} x {d}"
+    yield Kernel(f"decoding {d} x {d}", weight.dequantize, 3 * d * d)
+    convert = partial(x.to, torch.float8_e4m3fn)
+    yield Kernel(f"bfloat16 of {size}, converted by torch", convert, 3 * x.numel())
+    if PRODUCTS == ("decoded",):
+        return
+    from fp8manifold._encoded import products as operands
+
+    yield Kernel(f"rows of {size}, rounded", partial(operands.round_rows, x), 3 * x.numel())
+    yield Kernel(f"columns of {size}, rounded", partial(operands.round_columns, x), 5 * x.numel())
+    transpose = partial(operands.transpose_bytes, weight.codes)
+    yield Kernel(f"bytes of {d} x {d}, transposed", transpose, 2 * d * d)

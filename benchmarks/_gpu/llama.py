@@ -1,6 +1,4 @@
-"""Llama's shapes in PyTorch alone, for machines without transformers, and one block of
-it.
-"""
+"""Llama in PyTorch alone, for machines without transformers."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -48,32 +46,36 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        q, k, v = (
-            layer(normed).unflatten(2, (-1, self.head)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        q, k = rotated(q, self.base), rotated(k, self.base)
+        q = rotated(self._heads(self.q(normed)), self.base)
+        k = rotated(self._heads(self.k(normed)), self.base)
+        v = self._heads(self.v(normed))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         normed = self.norm2(x)
         return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """Split the channels of all heads: (B, T, C) -> (B, heads, T, head)."""
+        return x.unflatten(2, (-1, self.head)).transpose(1, 2)
+
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """Each pair of values (i, i + half) of a head turned by the position times
-    ``base^(-i / half)``.
+    """Turn each pair of values (i, i + half) of a head by its position.
+
+    The angle is the position times ``base^(-i / half)``.
     """
     half = x.shape[-1] // 2
     turns = base ** -(torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * turns
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class Llama(nn.Module):
-    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy, in chunks: all
-    logits never exist at once.
+    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy.
+
+    It is computed in chunks, so that all logits never exist at once.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -87,13 +89,10 @@ class Llama(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        pieces = zip(
-            self.norm(x).flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True
-        )
-        return (
-            torch.stack([checkpoint(self._sum, h, t, use_reentrant=False) for h, t in pieces]).sum()
-            / targets.numel()
-        )
+        hidden = self.norm(x).flatten(0, 1).split(chunk)
+        chunks = zip(hidden, targets.flatten().split(chunk), strict=True)
+        sums = [checkpoint(self._loss_sum, h, t, use_reentrant=False) for h, t in chunks]
+        return torch.stack(sums).sum() / targets.numel()
 
-    def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")

@@ -1,10 +1,11 @@
-"""A small training whose steps are recorded: the 0.86M model of ``compare`` under Muon
-and under AdamW.
+"""A small training whose steps are recorded.
+
+It is that of the 0.86M model of ``compare``, under Muon or under AdamW.
 """
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -24,11 +25,12 @@ from nanogpt_bench.sweep.comparison import row_settings
 __all__ = ["RULES", "read_options", "text_for", "train", "trainer_of"]
 
 RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
-_MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four blocks
+#: hidden matrices, which Muon steps: four in each of four blocks
+_MATRICES: Final = 16
 
 
 def read_options(description: str | None, max_steps: int) -> tuple[argparse.Namespace, list[int]]:
-    """Options of a command line, and the numbers of the hidden matrices that it names."""
+    """Return the options of a command line, and the numbers of the hidden matrices in it."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +60,10 @@ def read_options(description: str | None, max_steps: int) -> tuple[argparse.Name
 
 @contextmanager
 def text_for(options: argparse.Namespace) -> Iterator[str]:
-    """The folder of the given text, or of one that is prepared and removed at the end."""
+    """Yield the folder of a text: that of the options, or one that is prepared.
+
+    What was prepared is removed at the end.
+    """
     if options.data_dir is not None:
         yield options.data_dir
         return
@@ -70,17 +75,14 @@ def text_for(options: argparse.Namespace) -> Iterator[str]:
 def trainer_of(
     rule: str, fmt: str, max_steps: int, seed: int, data_dir: str
 ) -> tuple[Trainer, list[Tensor]]:
-    """A trainer, and its quantised matrices in the model's order."""
+    """Return a trainer, and its quantised matrices in the model's order."""
     settings = row_settings(rule, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir)
     config = resolve(build_config(settings | {"shadow.enabled": False}))
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     return trainer, [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
 
 
-def train(
-    trainer: Trainer, max_steps: int, after: Callable[[int], None] = lambda number: None
-) -> None:
-    """Take the steps, and call ``after`` with the number of each."""
+def train(trainer: Trainer, max_steps: int) -> None:
+    """Take the steps."""
     for number in range(1, max_steps + 1):
         trainer.train_step(trainer.new_step(number, last=number == max_steps), [])
-        after(number)

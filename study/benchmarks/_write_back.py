@@ -1,10 +1,14 @@
-"""Recorded updates written back again: in a format, with scales of some kind, with
-independent or dithered draws.
+"""Recorded updates written back again, in several ways.
+
+    w_t = round(w_{t-1} + d_t) under the scale of the step
+
+A way is a format, the kind of its scales, and the bits of a residual. Draws are
+independent or dithered.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +20,8 @@ from fp8manifold.scaling import BLOCK_SIZE, amax_of, amax_scale, storage_scale, 
 
 __all__ = ["Error", "Way", "error_of", "replayed"]
 
+#: weights in a row, for the bytes that scales take
 ROW: Final = 128
-"""Weights in a row, for the bytes that scales take."""
 
 
 @dataclass(frozen=True)
@@ -40,45 +44,52 @@ class Way:
     def label(self) -> str:
         """Name in the table."""
         words = [self.fmt, "rows" if self.granularity == "channel" else f"blocks of {BLOCK_SIZE}"]
-        words += [] if self.pow2 else ["float scale"]
-        words += ["fitted in every step"] if not self.every else [f"room {self.room:g}", self.looks]
-        return ", ".join(
-            [*words, *([f"residual of {self.residual_bits} bits"] if self.residual_bits else [])]
-        )
+        if not self.pow2:
+            words.append("float scale")
+        if self.every:
+            words += [f"room {self.room:g}", self._review]
+        else:
+            words.append("fitted in every step")
+        if self.residual_bits:
+            words.append(f"residual of {self.residual_bits} bits")
+        return ", ".join(words)
 
     @property
-    def looks(self) -> str:
-        """Steps between two reviews of the scales."""
+    def _review(self) -> str:
+        """When scales are reviewed, in words."""
         if self.stepped:
             return "the library's step"
         return "widened at once" if self.every == 1 else f"every {self.every} steps"
 
     @property
     def scale_bytes(self) -> float:
-        """Bytes per weight for scales: float32, or for powers of two in blocks one
-        byte.
+        """Bytes per weight for scales.
+
+        Scales are float32, but powers of two in blocks take one byte.
         """
-        return 4 / ROW if self.granularity == "channel" else (1 if self.pow2 else 4) / BLOCK_SIZE
+        if self.granularity == "channel":
+            return 4 / ROW
+        return (1 if self.pow2 else 4) / BLOCK_SIZE
 
 
-def spread(scale: Tensor, way: Way) -> Tensor:
-    """Scales as they broadcast against the weights."""
+def expanded(scale: Tensor, way: Way) -> Tensor:
+    """Return scales as they broadcast against the weights."""
     return scale.repeat_interleave(BLOCK_SIZE, -1) if way.granularity == "block" else scale
 
 
-def fresh_scale(w: Tensor, way: Way) -> Tensor:
-    """The scale of weights that have none yet."""
+def fresh_scale(weights: Tensor, way: Way) -> Tensor:
+    """Return the scale of weights that have none yet."""
     if way.pow2:
-        return storage_scale(w, way.fmt, way.granularity, headroom=way.room)
-    blocks = w.unflatten(
-        -1, (-1, BLOCK_SIZE)
-    )  # a channel each: scales of blocks are powers of two in the library
+        return storage_scale(weights, way.fmt, way.granularity, headroom=way.room)
+    # The library's scales of blocks are powers of two, so a block is a channel here.
+    blocks = weights.unflatten(-1, (-1, BLOCK_SIZE))
     return amax_scale(blocks.flatten(0, -2), way.fmt, "channel").view(blocks.shape[:-1])
 
 
 def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
-    """The scale that a step writes under: widened where a target is beyond its end, or
-    fitted again.
+    """Return the scale that a step writes under.
+
+    It is widened where a target is beyond its end, or fitted again.
     """
     if not way.every:
         return fresh_scale(target, way)
@@ -87,89 +98,106 @@ def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
     return widened_scale(amax_of(target, way.granularity), scale, way.fmt, way.room).maximum(scale)
 
 
-def rounded(
-    x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws
-) -> tuple[Tensor, Tensor]:
-    """Stored weights in units of their scale, and the values of their codes: the same
-    without a residual.
-    """
+class Stored(NamedTuple):
+    """Weights as they are stored; without a residual the two are the same."""
+
+    #: with the residual
+    values: Tensor
+    #: of the codes alone
+    code_values: Tensor
+
+    def scaled(self, factor: Tensor) -> "Stored":
+        """Return the weights times a factor."""
+        return Stored(self.values * factor, self.code_values * factor)
+
+
+def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws) -> Stored:
+    """Return weights as they are stored, in units of their scale."""
+    key: dict[str, Any] = {"seed": seed, "step": step, "stream": stream, "draws": draws}
     if not way.residual_bits:
-        code = fm.round_to_grid(
-            x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws
-        )
-        return code, code
-    words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
+        values = fm.round_to_grid(x, way.fmt, "stochastic", **key)
+        return Stored(values, values)
     fmt, bits = as_format(way.fmt), way.residual_bits
-    signed = encode_signed(
-        x, fmt, words, bits
-    )  # code and residual in one, as the optimizers store them
+    # The optimizers store code and residual in one.
+    signed = encode_signed(x, fmt, fm.random_bits(x.shape, **key), bits)
     codes, _ = split_codes(signed, fmt, bits, 0 * signed)
-    return decode_signed(signed, fmt, bits)[0], decode_with_ulp(codes, fmt)[0]
+    values, _ = decode_signed(signed, fmt, bits)
+    code_values, _ = decode_with_ulp(codes, fmt)
+    return Stored(values, code_values)
+
+
+class Replay(NamedTuple):
+    """The weights that updates lead to, from the same start."""
+
+    #: written back in every step
+    code_values: Tensor
+    #: without rounding
+    exact: Tensor
 
 
 def replayed(
     start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int
-) -> tuple[Tensor, Tensor]:
-    """The weights that updates lead to, written back in a way, and without rounding:
-    both from the same start.
+) -> Replay:
+    """Write updates back in a way, and add them up without rounding.
 
-    ``key`` has ``seed``, ``stream`` and ``first``, the number of the first of the
-    updates.
+    ``key`` has ``seed``, ``stream`` and ``first``, the number of the first update.
     """
     if way.stepped:
-        return stepped(start, updates, way, draws, key["seed"])
+        return replayed_by_optimizer(start, updates, way, draws, key["seed"])
     seed, stream, first = key["seed"], key["stream"], key["first"]
     scale = fresh_scale(start, way)
-    # another seed, independent of the steps' draws
-    kept, code = rounded(start / spread(scale, way), way, 0, stream, seed + 1, "independent")
-    kept, code = kept * spread(scale, way), code * spread(scale, way)
-    exact = kept.double()
+    factor = expanded(scale, way)
+    # Another seed is independent of the steps' draws.
+    stored = rounded(start / factor, way, 0, stream, seed + 1, "independent").scaled(factor)
+    exact = stored.values.double()
     for step, update in enumerate(updates, first):
         exact += update
-        target = kept + update
+        target = stored.values + update
         scale = next_scale(target, scale, way, step)
-        factor = spread(scale, way)
-        kept, code = (
-            part * factor for part in rounded(target / factor, way, step, stream, seed, draws)
-        )
-    return code, exact
+        factor = expanded(scale, way)
+        stored = rounded(target / factor, way, step, stream, seed, draws).scaled(factor)
+    return Replay(stored.code_values, exact)
 
 
-def stepped(
+def replayed_by_optimizer(
     start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int
-) -> tuple[Tensor, Tensor]:
-    """:func:`replayed` by steps of an optimizer whose gradients are the updates."""
-    p = fm.FP8Parameter(start, way.fmt, granularity=way.granularity, headroom=way.room, seed=seed)
-    plain = {
-        "lr": 1.0,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-        "stiffness": 0.0,
-        "writeback": "stochastic",
-    }
-    optimizer = fm.optim.StiffnessSGD([p], **plain, draws=draws, seed=seed)
-    exact = p.dequantize().double()
+) -> Replay:
+    """Write updates back by steps of an optimizer whose gradients they are."""
+    weight = fm.FP8Parameter(
+        start, way.fmt, granularity=way.granularity, headroom=way.room, seed=seed
+    )
+    optimizer = fm.optim.StiffnessSGD(
+        [weight],
+        lr=1.0,
+        momentum=0.0,
+        weight_decay=0.0,
+        stiffness=0.0,
+        writeback="stochastic",
+        draws=draws,
+        seed=seed,
+    )
+    exact = weight.dequantize().double()
     for update in updates:
         exact += update
-        p.grad = -update
+        weight.grad = -update
         optimizer.step()
-    return p.dequantize(), exact
+    return Replay(weight.dequantize(), exact)
 
 
 class Error(NamedTuple):
     """The error of a write-back over the weights of a layer."""
 
+    #: the root mean square of the error over that of the weights
     noise: float
-    """The root mean square of the error over that of the weights."""
+    #: the error along the movement, as a share of it: 0 up to chance if rounding is
+    #: right on average
     bias: float
-    """The error along the movement, as a share of it: 0 up to chance if rounding is
-    right on average.
-    """
 
 
 def error_of(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> Error:
-    """The error of a replay."""
-    code, exact = replayed(start, updates, way, draws, **key)
-    error, moved = code - exact, exact - start
+    """Return the error of a replay."""
+    code_values, exact = replayed(start, updates, way, draws, **key)
+    error = code_values - exact
+    moved = exact - start
     noise = error.square().mean().sqrt() / exact.square().mean().sqrt()
     return Error(float(noise), float((error * moved).sum() / moved.square().sum()))

@@ -1,20 +1,21 @@
-"""Adam's first average with a memory that is longer or shorter where the spacing is
-wide: final loss by exponent.
+"""Adam's first average with a memory that depends on the spacing at a weight.
 
-    python study/benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats
-                                               E4M3,E5M2] [--seeds 42,43,44] [--powers
-                                               library,0,0.5,1,-0.5] [--beta1 0.9]
-                                               [--max-steps 300]
+    python study/benchmarks/momentum_by_stiffness.py --data-dir data/stdlib
+                                                     [--formats E4M3,E5M2]
+                                                     [--seeds 42,43,44]
+                                                     [--powers library,0,0.5,1,-0.5]
+                                                     [--beta1 0.9] [--max-steps 300]
 
 Model, batches and schedule are those of ``nanogpt-bench compare``, under its rule
 ``stiffness``. Each weight's average decays by ``beta_1`` to the power
-``(S / S_ref)^-p``: with p above 0 its time constant grows with the spacing S of the
-format at the weight, with p = 0 all have that of ``beta_1``. ``library`` is the
-library's StiffnessAdamW, which p = 0 repeats with other random bits. Prints a line for
-every training and the paired differences to p = 0 at the end.
+``(S / S_ref)^-p``. With p above 0 its time constant grows with the spacing S of the
+format at the weight. With p = 0 all have that of ``beta_1``. ``library`` is the
+library's StiffnessAdamW, which p = 0 repeats with other random bits. The script prints
+the final loss of every training, and the paired differences to p = 0 at the end.
 """
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,11 +38,10 @@ LIBRARY = "library"
 
 
 class DecayByStiffness(torch.optim.Optimizer):
-    """StiffnessAdamW with k = 1 and a decay of the first average by weight, on a grid
-    of floats.
+    """StiffnessAdamW with k = 1 and a decay of the first average by weight.
 
-    The average is divided by the sum of its gradients' weights, as Adam's by
-    ``1 - beta_1^t``.
+    Weights are on a grid of floats. The average is divided by the sum of its gradients'
+    weights, as Adam's is by ``1 - beta_1^t``.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], power: float, **defaults: Any) -> None:
@@ -57,39 +57,35 @@ class DecayByStiffness(torch.optim.Optimizer):
                     self._step(group, weight, weight.grad)
 
     def _step(self, group: dict[str, Any], weight: Tensor, gradient: Tensor) -> None:
-        state, (beta1, beta2) = self.state[weight], group["betas"]
+        state = self.state[weight]
+        beta1, beta2 = group["betas"]
         if not state:
-            state |= {name: torch.zeros_like(gradient) for name in ("first", "sum", "second")} | {
-                "step": 0
-            }
+            state["step"] = 0
+            for name in ("first", "sum", "second"):
+                state[name] = torch.zeros_like(gradient)
         state["step"] += 1
         manifold = getattr(weight, "manifold", None)
-        ratio = (
-            torch.ones_like(gradient)
-            if manifold is None
-            else _ratio(manifold.stiffness(weight.detach()))
-        )
+        ratio = torch.ones_like(gradient)
+        if manifold is not None:
+            stiffness = manifold.stiffness(weight.detach())
+            ratio = (stiffness / stiffness.mean()).clamp(DAMPING, CLIP)
         decay = beta1 ** (ratio.clamp(SHORTEST, LONGEST) ** -self._power)
         state["first"].mul_(decay).add_((1 - decay) * gradient)
         state["sum"].mul_(decay).add_(1 - decay)
         state["second"].mul_(beta2).add_((1 - beta2) * gradient * gradient)
         root = (state["second"] / (1 - beta2 ** state["step"])).sqrt()
         direction = state["first"] / state["sum"] / (root + group["eps"])
-        target = (
-            weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * ratio * direction
-        )
+        lr = group["lr"]
+        target = weight * (1 - lr * group["weight_decay"]) - lr * ratio * direction
         weight.copy_(target if manifold is None else manifold.round(target))
 
 
-def _ratio(stiffness: Tensor) -> Tensor:
-    return (stiffness / stiffness.mean()).clamp(DAMPING, CLIP)
-
-
-def trained(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -> float:
-    """The final validation loss of a training."""
+def final_loss(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -> float:
+    """Train, and return the final validation loss."""
     settings = row_settings(
         "stiffness", fmt, seed=seed, max_steps=args.max_steps, data_dir=args.data_dir
-    ) | {
+    )
+    settings |= {
         "model.storage": "grid",
         "optimizer.beta1": args.beta1,
         "shadow.enabled": False,
@@ -97,23 +93,19 @@ def trained(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -
     config = resolve(build_config(settings))
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     if not isinstance(power, str):
-        groups = [
-            {**group, "betas": tuple(group["betas"])} for group in trainer.optimizer.param_groups
-        ]
-        kept = [
-            {name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay")}
-            for group in groups
-        ]
-        trainer.optimizer = DecayByStiffness(kept, power)
-        assert all(
-            isinstance(layer.manifold, fm.FP8Manifold) for layer in _quantized(trainer.model)
-        )
+        groups = []
+        for group in trainer.optimizer.param_groups:
+            names = ("params", "lr", "betas", "eps", "weight_decay")
+            groups.append({name: group[name] for name in names})
+        trainer.optimizer = DecayByStiffness(groups, power)
+        manifolds = [layer.manifold for layer in _quantized_layers(trainer.model)]
+        assert all(isinstance(manifold, fm.FP8Manifold) for manifold in manifolds)
     for number in range(1, args.max_steps + 1):
         trainer.train_step(trainer.new_step(number, last=number == args.max_steps), [])
     return trainer.validate()
 
 
-def _quantized(model: torch.nn.Module) -> Iterator[fm.QuantizedLinear]:
+def _quantized_layers(model: torch.nn.Module) -> Iterator[fm.QuantizedLinear]:
     return (module for module in model.modules() if isinstance(module, fm.QuantizedLinear))
 
 
@@ -136,20 +128,18 @@ def main() -> None:
     torch.set_num_threads(1)
     powers = [word if word == LIBRARY else float(word) for word in args.powers.split(",")]
     losses: dict[tuple[str, float | str], list[float]] = {}
-    for seed in map(int, args.seeds.split(",")):
-        for fmt in args.formats.split(","):
-            for power in powers:
-                loss = trained(args, fmt, seed, power)
-                losses.setdefault((fmt, power), []).append(loss)
-                print(f"{fmt} seed {seed} p {power} beta1 {args.beta1:g}: {loss:.4f}", flush=True)
-    for (fmt, power), found in losses.items():
-        differences = [a - b for a, b in zip(found, losses.get((fmt, 0.0), ()), strict=False)]
-        paired = (
-            f", less p 0: {', '.join(f'{difference:+.4f}' for difference in differences)}"
-            if differences
-            else ""
-        )
-        print(f"{fmt} p {power}: {statistics.mean(found):.4f}{paired}")
+    seeds = list(map(int, args.seeds.split(",")))
+    for seed, fmt, power in itertools.product(seeds, args.formats.split(","), powers):
+        loss = final_loss(args, fmt, seed, power)
+        losses.setdefault((fmt, power), []).append(loss)
+        print(f"{fmt} seed {seed} p {power} beta1 {args.beta1:g}: {loss:.4f}", flush=True)
+    for (fmt, power), by_seed in losses.items():
+        line = f"{fmt} p {power}: {statistics.mean(by_seed):.4f}"
+        without_power = losses.get((fmt, 0.0))
+        if without_power:
+            pairs = zip(by_seed, without_power, strict=True)
+            line += f", less p 0: {', '.join(f'{loss - other:+.4f}' for loss, other in pairs)}"
+        print(line)
 
 
 if __name__ == "__main__":

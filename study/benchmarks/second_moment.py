@@ -1,8 +1,7 @@
-"""The length that a step gains by the rounding of its second moment, by the power whose
-mean the rounding preserves.
+"""The length that a step of Adam gains by the rounding of its second moment.
 
-    python study/benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1]
-    [--json] [--record]
+    python study/benchmarks/second_moment.py [--elements 32768] [--lookbacks 4]
+                                             [--seed 1] [--json] [--record]
 
 A step of Adam is proportional to ``1 / sqrt(v)``. Gradients of independent weights,
 with sizes within a factor of eight, are averaged over ``lookbacks / (1 - beta2)``
@@ -19,6 +18,7 @@ under *a sixteenth* it falls to a sixteenth where the last quarter begins.
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -31,7 +31,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold.optim._step import _scale
 
-# modules that all benchmarks share
+# All benchmarks share these modules.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from _forms import text_table
@@ -46,17 +46,19 @@ HEADER: Final = ("gradients", "beta2", *POWERS, "8bit", "8bit, mean of v", "bflo
 
 
 def rounded(root: Tensor, power: float, draws: Tensor) -> Tensor:
-    """Round to E4M3's spacing above its lowest binade, preserving the mean of
-    ``root ** power``.
+    """Round to E4M3's spacing above its lowest binade.
+
+    The odds preserve the mean of ``root ** power``.
     """
     spacing = torch.exp2(torch.floor(torch.log2(root)) - 3)
     steps = root / spacing
     below = steps.floor()
-    at, low, high = steps**power, below**power, (below + 1) ** power
-    return (below + (draws < (at - low) / (high - low)).to(root.dtype)) * spacing
+    low, high = below**power, (below + 1) ** power
+    odds_of_up = (steps**power - low) / (high - low)
+    return (below + (draws < odds_of_up).to(root.dtype)) * spacing
 
 
-class Library:
+class LibraryMoment:
     """The second moment of an optimizer of the library, as it is in its state."""
 
     def __init__(self, sizes: Tensor, moments: str, beta2: float, seed: int) -> None:
@@ -70,16 +72,15 @@ class Library:
         self.optimizer = fm.optim.StiffnessAdamW([self.weight], **options)
 
     def read(self) -> Tensor:
-        """The present value."""
+        """Return the present value."""
         state = self.optimizer.state.get(self.weight)
         if not state:
             return torch.zeros(self.weight.shape, dtype=torch.float64)
-        kept = state["exp_avg_sq"]
-        if kept.dtype is torch.uint8:
-            return (
-                (fm.decode(kept, "E4M3") * _scale(state["sq_bound"], root=True)).double().square()
-            )
-        return kept.double()
+        stored = state["exp_avg_sq"]
+        if stored.dtype is torch.uint8:
+            root = fm.decode(stored, "E4M3") * _scale(state["sq_bound"], root=True)
+            return root.double().square()
+        return stored.double()
 
     def step(self, gradient: Tensor) -> None:
         """Take a step."""
@@ -90,7 +91,7 @@ class Library:
 def gradient_of(
     kind: str, sizes: Tensor, done: float, beta2: float, t: int, draw: torch.Generator
 ) -> Tensor:
-    """The gradients of step ``t``, when a share of ``done`` of all steps is."""
+    """Return the gradients of step ``t``, before which a share ``done`` of all is done."""
     normal = torch.randn(sizes.shape, generator=draw, dtype=torch.float64) * sizes
     if kind == "constant size":
         return sizes * normal.sign()
@@ -103,40 +104,54 @@ def gradient_of(
 
 
 def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]:
-    """The figures of one line, in percent."""
+    """Return the figures of one line, in percent."""
     draw = torch.Generator().manual_seed(options.seed)
     shape = (options.elements // ROW, ROW)
     sizes = torch.exp2(torch.rand(shape, generator=draw, dtype=torch.float64) * 3)
     steps = round(options.lookbacks / (1 - beta2))
     every = max(1, steps // 4 // LOOKS)
-    exact, ours = (
-        torch.zeros(shape, dtype=torch.float64),
-        [torch.zeros(shape, dtype=torch.float64) for _ in POWERS],
-    )
-    library = [Library(sizes, moments, beta2, options.seed) for moments in ("8bit", "bfloat16")]
-    found: list[list[float]] = []
+    exact = torch.zeros(shape, dtype=torch.float64)
+    by_power = {power: torch.zeros(shape, dtype=torch.float64) for power in POWERS.values()}
+    in_8_bits = LibraryMoment(sizes, "8bit", beta2, options.seed)
+    in_bfloat16 = LibraryMoment(sizes, "bfloat16", beta2, options.seed)
+    looks: list[list[float]] = []
     for t in range(steps):
         gradient = gradient_of(kind, sizes, t / steps, beta2, t, draw)
         new = gradient.square() * (1 - beta2)
         exact = exact * beta2 + new
-        ours = [kept * beta2 + new for kept in ours]
-        if 4 * (t + 1) > 3 * steps and (steps - 1 - t) % every == 0:
-            read = [*ours, *(one.read() * beta2 + new for one in library)]
-            there = exact > 0
-            longer = [100 * ((exact / v)[there].sqrt().mean().item() - 1) for v in read]
-            above = 100 * ((read[-2] / exact)[there].mean().item() - 1)
-            found.append([*longer[:-1], above, longer[-1]])
+        by_power = {power: moment * beta2 + new for power, moment in by_power.items()}
+        is_last_quarter = 4 * (t + 1) > 3 * steps
+        if is_last_quarter and (steps - 1 - t) % every == 0:
+            moment_8_bits = in_8_bits.read() * beta2 + new
+            moment_bfloat16 = in_bfloat16.read() * beta2 + new
+            figures = [gained_length(exact, moment) for moment in by_power.values()]
+            figures.append(gained_length(exact, moment_8_bits))
+            figures.append(excess(exact, moment_8_bits))
+            figures.append(gained_length(exact, moment_bfloat16))
+            looks.append(figures)
         draws = torch.rand(shape, generator=draw)
-        ours = [
-            torch.where(v > 0, rounded(v.sqrt().clamp(min=1e-30), power, draws), 0.0).square()
-            for v, power in zip(ours, POWERS.values(), strict=True)
-        ]
-        for one in library:
-            one.step(gradient)
-    return [math.fsum(column) / len(column) for column in zip(*found, strict=True)]
+        for power, moment in by_power.items():
+            root = rounded(moment.sqrt().clamp(min=1e-30), power, draws)
+            by_power[power] = torch.where(moment > 0, root, 0.0).square()
+        in_8_bits.step(gradient)
+        in_bfloat16.step(gradient)
+    return [math.fsum(column) / len(column) for column in zip(*looks, strict=True)]
+
+
+def gained_length(exact: Tensor, moment: Tensor) -> float:
+    """Return how much longer steps are by a moment, over weights that had a gradient."""
+    ratios = (exact / moment)[exact > 0]
+    return 100 * (ratios.sqrt().mean().item() - 1)
+
+
+def excess(exact: Tensor, moment: Tensor) -> float:
+    """Return by how much a moment exceeds the exact one, in the mean."""
+    ratios = (moment / exact)[exact > 0]
+    return 100 * (ratios.mean().item() - 1)
 
 
 def main() -> int:
+    """Measure, print, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,24 +169,19 @@ def main() -> int:
         parser.error(f"--lookbacks {options.lookbacks}: at least 0.2")
     torch.set_num_threads(1)
     rows: list[list[Cell]] = []
-    for kind in KINDS:
-        for beta2 in BETAS:
-            print(f"{kind}, {beta2}", file=sys.stderr, flush=True)
-            rows.append(
-                [kind, str(beta2), *(round(figure, 2) for figure in lengths(kind, beta2, options))]
-            )
+    for kind, beta2 in itertools.product(KINDS, BETAS):
+        print(f"{kind}, {beta2}", file=sys.stderr, flush=True)
+        figures = [round(figure, 2) for figure in lengths(kind, beta2, options)]
+        rows.append([kind, str(beta2), *figures])
     if options.json:
         print(json.dumps(rows))
     else:
-        print(
-            f"torch {torch.__version__}, {options.elements} weights, {options.lookbacks} / (1 - "
-            f"beta2) steps; percent\n"
-        )
-        texts = [
-            tuple(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row)
-            for row in rows
-        ]
-        print(text_table([HEADER, *texts], ("---", *["---:"] * (len(HEADER) - 1)), markdown=True))
+        steps = f"{options.lookbacks} / (1 - beta2) steps"
+        print(f"torch {torch.__version__}, {options.elements} weights, {steps}; percent\n")
+        texts = [HEADER]
+        for kind, beta2, *figures in rows:
+            texts.append((kind, beta2, *(f"{figure:.2f}" for figure in figures)))
+        print(text_table(texts, ("---", *["---:"] * (len(HEADER) - 1)), markdown=True))
     if options.record:
         record("", HEADER, rows)
     return 0

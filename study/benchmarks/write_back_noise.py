@@ -1,8 +1,8 @@
-"""The noise of a write-back: what rounding adds to real updates, by format, scales and
-draws.
+"""The noise of a write-back: what rounding adds to real updates.
 
-    python study/benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500] [--layers
-                                          0,3,9] [--seed 42] [--json] [--record]
+    python study/benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500]
+                                                [--layers 0,3,9] [--seed 42] [--json]
+                                                [--record]
 
 The 0.86M model of ``compare`` trains on the standard library's prose in E4M3, under
 Muon (``muon-stochastic``) and under AdamW (``stochastic``), each at its own rate, which
@@ -33,6 +33,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,23 +43,24 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold.random_bits import Draws
 
-# modules that all benchmarks share
+# All benchmarks share these modules.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from _forms import text_table
 from _record import Cell, record
+from _timing import Ratio
 from _training import RULES, read_options, text_for, train, trainer_of
 from _write_back import Error, Way, error_of
 
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
 FORMAT: Final = "E4M3"
-
-
-FORMER: Final = Way("E2M5", room=2, every=100)
-NO_SLACK: Final = Way("E2M5", stepped=True)
-BAR: Final = 0.5
 #: a former rule of the library, for comparison: a review every 100 steps, with room 2
 #: in formats of few binades
+FORMER: Final = Way("E2M5", room=2, every=100)
+#: the library's rule: scales of rows without room
+PRESENT: Final = Way("E2M5", stepped=True)
+#: the largest ratio of noise that the present rule may have to the former one
+BAR: Final = 0.5
 WAYS: Final = (
     Way("E7M0", room=16, every=100),
     Way("E4M3", room=16, every=100),
@@ -69,7 +71,7 @@ WAYS: Final = (
     FORMER,
     Way("E2M5", room=2),
     Way("E2M5"),
-    NO_SLACK,
+    PRESENT,
     Way("E2M5", every=10),
     Way("E2M5", every=100),
     Way("E2M5", every=0),
@@ -85,82 +87,91 @@ WAYS: Final = (
 
 @dataclass(frozen=True)
 class Recording:
-    """The updates of one layer in the steps of a training, from the number ``first``
-    on.
-    """
+    """The updates of one layer in some steps of a training."""
 
+    #: the weights before the first of the steps
     start: Tensor
     updates: list[Tensor]
+    #: of the random bits
     stream: int
+    #: number of the first of the steps
     first: int
 
 
 def recorded_steps(
     rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str
 ) -> list[Recording]:
-    """Train, and record the updates of some of the quantised matrices, one recording
-    for each half of the steps.
+    """Train, and record the updates of some of the quantised matrices.
+
+    There is a recording for each layer and each half of the steps, half by half.
     """
     trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
-    watched = {id(matrices[layer]): layer for layer in layers}
-    seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+    layer_of = {id(matrices[layer]): layer for layer in layers}
+    half = max_steps // 2
+    updates: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    #: weights before the first step of a half, by layer and number of earlier steps
+    starts: dict[tuple[int, int], Tensor] = {}
 
-    def observe(view: fm.optim.StepView) -> None:
+    def record_update(view: fm.optim.StepView) -> None:
+        layer = layer_of[id(view.parameter)]
         before = view.before.clone()
-        seen[watched[id(view.parameter)]].append((before, view.target - before))
+        earlier_steps = len(updates[layer])
+        if earlier_steps in (0, half):
+            starts[layer, earlier_steps] = before
+        updates[layer].append(view.target - before)
 
     optimizer: Any = trainer.optimizer
-    optimizer.observer, optimizer.observes = observe, lambda parameter: id(parameter) in watched
-
-    def drop_weights(number: int) -> None:
-        for steps in seen.values():  # those that a half begins with are enough
-            steps[-1] = (
-                steps[-1][0] if number in (1, max_steps // 2 + 1) else torch.empty(0),
-                steps[-1][1],
-            )
-
-    train(trainer, max_steps, drop_weights)
-    halves = ((0, max_steps // 2), (max_steps // 2, max_steps))
-    return [
-        Recording(
-            seen[layer][low][0], [update for _, update in seen[layer][low:high]], layer, low + 1
-        )
-        for low, high in halves
-        for layer in layers
-    ]
+    optimizer.observer = record_update
+    optimizer.observes = lambda parameter: id(parameter) in layer_of
+    train(trainer, max_steps)
+    recordings = []
+    for low, high in ((0, half), (half, max_steps)):
+        for layer in layers:
+            start = starts[layer, low]
+            recordings.append(Recording(start, updates[layer][low:high], layer, low + 1))
+    return recordings
 
 
-Found = dict[Way, dict[Draws, list[Error]]]
+Errors = dict[Way, dict[Draws, list[Error]]]
+"""The errors by way and draws, one for each recording."""
 
 
-def measure(recordings: Sequence[Recording], seed: int) -> Found:
-    """The errors of every way and kind of draws, for every recording."""
-    found: Found = {}
+def measure(recordings: Sequence[Recording], seed: int) -> Errors:
+    """Write every recording back in every way."""
+    errors: Errors = {}
     for way in WAYS:
         print(way.label, file=sys.stderr, flush=True)
-        found[way] = {
-            draws: [
-                error_of(r.start, r.updates, way, draws, seed=seed, stream=r.stream, first=r.first)
-                for r in recordings
-            ]
-            for draws in DRAWS
-        }
-    return found
+        errors[way] = {}
+        for draws in DRAWS:
+            errors[way][draws] = [error_of_recording(r, way, draws, seed) for r in recordings]
+    return errors
 
 
-def spread_of(over: Sequence[Error], under: Sequence[Error]) -> list[float]:
-    """Ratios of noise to noise: their median, the smallest and the largest."""
-    ratios = [a.noise / b.noise for a, b in zip(over, under, strict=True)]
-    return [statistics.median(ratios), min(ratios), max(ratios)]
+def error_of_recording(recording: Recording, way: Way, draws: Draws, seed: int) -> Error:
+    """Return the error of writing a recording back in one way."""
+    return error_of(
+        recording.start,
+        recording.updates,
+        way,
+        draws,
+        seed=seed,
+        stream=recording.stream,
+        first=recording.first,
+    )
+
+
+def ratio_of_noise(over: Sequence[Error], under: Sequence[Error]) -> Ratio:
+    """Return the ratios of noise to noise."""
+    return Ratio.of(a.noise / b.noise for a, b in zip(over, under, strict=True))
 
 
 def together(errors: Sequence[Error]) -> float:
-    """The noise over layers: the root of the mean square."""
+    """Return the noise over layers: the root of the mean square."""
     return math.sqrt(statistics.fmean(error.noise**2 for error in errors))
 
 
 def worst(errors: Sequence[Error]) -> float:
-    """The largest bias, with its sign."""
+    """Return the largest bias, with its sign."""
     return max((error.bias for error in errors), key=abs)
 
 
@@ -168,11 +179,10 @@ HEADER: Final = (
     "under",
     "written back in",
     "bytes for scales",
-    *(
-        f"{draws}, {half}"
-        for half in ("1st half", "2nd half")
-        for draws in ("independent", "dithered")
-    ),
+    "independent, 1st half",
+    "dithered, 1st half",
+    "independent, 2nd half",
+    "dithered, 2nd half",
     "dithered / independent",
     "dithered / the former rule's",
     "bias, independent",
@@ -180,28 +190,27 @@ HEADER: Final = (
 )
 
 
-def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
-    """The table of one optimizer: the noise of each half, and ratios over layers and
-    halves.
+def rows_of(optimizer: str, errors: Errors) -> list[list[Cell]]:
+    """Return the table of one optimizer.
+
+    It has the noise of each half, and ratios over layers and halves.
     """
+    former = errors[FORMER]["independent"]
     rows: list[list[Cell]] = []
-    for way, (independent, dithered) in (
-        (way, [noises[draws] for draws in DRAWS]) for way, noises in found.items()
-    ):
+    for way, by_draws in errors.items():
+        independent, dithered = by_draws["independent"], by_draws["dither"]
         half = len(independent) // 2
-        figures = [
-            together(part)
-            for at in (slice(half), slice(half, None))
-            for part in (independent[at], dithered[at])
-        ]
-        ratios = spread_of(dithered, independent), spread_of(dithered, found[FORMER]["independent"])
         rows.append(
             [
                 optimizer,
                 way.label,
                 round(way.scale_bytes, 3),
-                *figures,
-                *ratios,
+                together(independent[:half]),
+                together(dithered[:half]),
+                together(independent[half:]),
+                together(dithered[half:]),
+                ratio_of_noise(dithered, independent),
+                ratio_of_noise(dithered, former),
                 worst(independent),
                 worst(dithered),
             ]
@@ -209,24 +218,23 @@ def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
     return rows
 
 
-def bar(found: Found) -> str:
-    """The bar for scales of rows without room: half of the noise of the former rule, in
-    the median.
-    """
-    median, smallest, largest = spread_of(found[NO_SLACK]["dither"], found[FORMER]["independent"])
-    figures = f"{median:.3f} ({smallest:.3f} .. {largest:.3f})"
-    met = "met" if median <= BAR else "NOT met"
-    return f"{NO_SLACK.label}, dithered, over the former rule's: {figures}, bar <= {BAR}: {met}"
+def bar_text(errors: Errors) -> str:
+    """Return whether the present rule has half of the noise of the former, in the median."""
+    ratio = ratio_of_noise(errors[PRESENT]["dither"], errors[FORMER]["independent"])
+    figures = f"{ratio.median:.3f} ({ratio.smallest:.3f} .. {ratio.largest:.3f})"
+    met = "met" if ratio.median <= BAR else "NOT met"
+    return f"{PRESENT.label}, dithered, over the former rule's: {figures}, bar <= {BAR}: {met}"
 
 
 def cell_text(cell: Cell) -> str:
-    """A cell as it is printed."""
-    if isinstance(cell, list):
-        return f"{cell[0]:.2f} ({cell[1]:.2f} .. {cell[2]:.2f})"
+    """Return a cell as it is printed."""
+    if isinstance(cell, Ratio):
+        return f"{cell.median:.2f} ({cell.smallest:.2f} .. {cell.largest:.2f})"
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def main() -> int:
+    """Measure, print, and return the exit code."""
     options, layers = read_options(__doc__, max_steps=500)
     torch.set_num_threads(1)
     rows: dict[str, list[list[Cell]]] = {}
@@ -234,28 +242,24 @@ def main() -> int:
     with text_for(options) as data_dir:
         for optimizer, rule in RULES.items():
             recordings = recorded_steps(rule, layers, options.max_steps, options.seed, data_dir)
-            found = measure(recordings, options.seed)
-            rows[optimizer], bars[optimizer] = rows_of(optimizer, found), bar(found)
+            errors = measure(recordings, options.seed)
+            rows[optimizer] = rows_of(optimizer, errors)
+            bars[optimizer] = bar_text(errors)
     if options.json:
         print(json.dumps(rows))
     else:
-        print(
-            f"torch {torch.__version__}, seed {options.seed}, {options.max_steps} steps, layers "
-            f"{options.layers}"
-        )
+        seed = f"seed {options.seed}, {options.max_steps} steps, layers {options.layers}"
+        print(f"torch {torch.__version__}, {seed}")
         print(f"the former rule: {FORMER.label}, independent draws")
         print("ratios: median of layers and halves (smallest .. largest)")
         for optimizer, lines in rows.items():
             print(f"\n{optimizer} ({RULES[optimizer]}):\n")
-            texts = [tuple(cell_text(cell) for cell in line[1:]) for line in lines]
+            texts = [tuple(map(cell_text, line[1:])) for line in lines]
             print(text_table([HEADER[1:], *texts], ("---", *["---:"] * 9), markdown=True))
             print(f"\n{bars[optimizer]}")
     if options.record:
-        record(
-            f"the second of the two named, the former rule to {FORMER.label}, independent",
-            HEADER,
-            [line for part in rows.values() for line in part],
-        )
+        peer = f"the second of the two named, the former rule to {FORMER.label}, independent"
+        record(peer, HEADER, chain.from_iterable(rows.values()))
     return 0
 
 

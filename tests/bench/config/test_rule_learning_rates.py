@@ -48,7 +48,7 @@ def test_its_examples_run_and_every_rule_has_a_grid_around_its_default(search):
     ],
 )
 def test_the_grid_grows_where_the_best_is_at_an_end(search, losses, grown):
-    assert search.wanted(losses, 3) == grown
+    assert search.next_powers(losses, 3) == grown
 
 
 @pytest.mark.slow
