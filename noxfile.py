@@ -1,8 +1,8 @@
-"""The common commands: `nox --list` names them; without arguments nox runs the ones
-that a change has to pass.
+"""The common commands.
 
-Sessions run in the environment that nox was started in, which needs the extra `dev`;
-only `package` makes its own.
+`nox --list` names them. Without arguments nox runs the ones that a change has to pass.
+Sessions run in the environment that nox was started in, which needs the extra `dev`.
+Only `package` makes others.
 """
 
 import sys
@@ -27,7 +27,7 @@ BENCHMARKS = (
     "checkpoint",
 )
 #: tests of the session `first`: doctests, formats, layers, a step against its
-#: definition, a run of the bench, a report
+#: definition, a run of the bench, and a report
 FIRST = (
     "fp8manifold",
     "tests/library/formats/test_codec.py",
@@ -48,9 +48,9 @@ FIRST = (
     "tests/bench/training/test_train.py",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-#: make torch, oneDNN, MKL and the C library behave as on older processors, which have
-#: no products in bfloat16
-OLDER = {
+#: environments in which torch, oneDNN, MKL and the C library behave as on older
+#: processors, which have no products in bfloat16
+OLDER_PROCESSORS = {
     "no AVX": {
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -63,9 +63,9 @@ OLDER = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
 }
-#: tests that fail so on a processor with AMX: torch sees it and gives oneDNN products
-#: of FP8, which oneDNN refuses
-NOT_THERE = (
+#: tests that fail in these environments on a processor with AMX: torch sees it and gives
+#: oneDNN products of FP8, which oneDNN refuses
+FAIL_WITH_AMX = (
     "tests/library/kernels/test_code_products.py::test_torchs_own_products_give_the_same_bits",
     "tests/test_gpu_benchmark.py::test_a_dry_run_goes_through_every_part",
 )
@@ -73,7 +73,7 @@ NOT_THERE = (
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff, its formatter and mypy."""
+    """Check with ruff, its formatter and mypy."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
@@ -81,78 +81,70 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default tests. Source files after -- are replaced by their tests; other
-    arguments go to pytest.
+    """Run the default tests.
+
+    Source files after -- are replaced by their tests; other arguments go to pytest.
     """
-    sources = [
-        source
-        for source in session.posargs
-        if source.startswith(("fp8manifold/", "nanogpt_bench/"))
-    ]
-    tests = [test for source in sources for test in where_tested(source)]
-    others = [argument for argument in session.posargs if argument not in sources]
-    session.run("pytest", *dict.fromkeys(tests), *others, env=ONE_THREAD)
+    tests: list[str] = []
+    options = []
+    for argument in session.posargs:
+        if argument.startswith(("fp8manifold/", "nanogpt_bench/")):
+            tests += where_tested(argument)
+        else:
+            options.append(argument)
+    # Two files may have the same tests.
+    session.run("pytest", *dict.fromkeys(tests), *options, env=ONE_THREAD)
 
 
 @nox.session
 def first(session: nox.Session) -> None:
-    """A sample of all tests, in about a minute, to see that the environment works."""
+    """Run a sample of all tests, in about a minute, to see that the environment works."""
     session.run("pytest", *FIRST, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
-@nox.parametrize("processor", list(OLDER))
+@nox.parametrize("processor", list(OLDER_PROCESSORS))
 def baseline(session: nox.Session, processor: str) -> None:
-    """The default tests as on an older processor, which uses other kernels."""
-    without = [f"--deselect={test}" for test in NOT_THERE]
-    with TemporaryDirectory() as kernels:  # a cache with those of another processor ends in a crash
-        environment = ONE_THREAD | OLDER[processor] | {"TORCHINDUCTOR_CACHE_DIR": kernels}
-        session.run("pytest", *without, *session.posargs, env=environment)
+    """Run the default tests as on an older processor, which uses other kernels."""
+    deselected = [f"--deselect={test}" for test in FAIL_WITH_AMX]
+    # Compiled kernels of another processor would end in a crash.
+    with TemporaryDirectory() as cache:
+        environment = ONE_THREAD | OLDER_PROCESSORS[processor]
+        environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+        session.run("pytest", *deselected, *session.posargs, env=environment)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """The tests that take minutes."""
+    """Run the tests that take minutes."""
     session.run("pytest", "-m", "slow", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def reliability(session: nox.Session) -> None:
-    """The tests of reliability with every fault instead of a sample: hours."""
+    """Run the tests of reliability with every fault instead of a sample: hours."""
     session.run("pytest", "tests/reliability", "--full", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, built into docs/_build without a warning, and the tests of the code on
-    its pages.
-    """
-    session.run(
-        "sphinx-build",
-        "-n",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        "docs",
-        "docs/_build",
-        env=ONE_THREAD,
-    )
+    """Build the site into docs/_build without a warning, and test the code on its pages."""
+    build = "sphinx-build -n -W --keep-going -b html docs docs/_build"
+    session.run(*build.split(), env=ONE_THREAD)
     session.run("pytest", "tests/test_docs.py", env=ONE_THREAD)
 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Tests of wheel and sdist, each installed into an empty environment and imported
-    there.
-    """
+    """Test wheel and sdist, each installed into an empty environment and imported."""
     session.run("pytest", "-m", "slow", "tests/test_package.py", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks of speed, one after another, on an otherwise idle machine; --
-    --record writes the site's files.
+    """Run the benchmarks of speed, one after another, on an otherwise idle machine.
+
+    `-- --record` writes the site's files.
     """
     for name in BENCHMARKS:
         session.run("python", f"benchmarks/{name}.py", *session.posargs, env=ONE_THREAD)

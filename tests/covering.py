@@ -1,5 +1,7 @@
-"""Covering samples: of many cases few, in which every value still occurs, or every two
-values together.
+"""Covering samples: few of many cases, in which every value still occurs.
+
+With strength 2 every two values occur together that do so in any case. A matrix of
+tests that would take too long runs such a sample.
 """
 
 import itertools
@@ -7,19 +9,30 @@ from collections.abc import Hashable, Mapping, Sequence
 
 
 def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> set[int]:
-    """Return the places of cases that have together every `strength` values that any
-    has; always the richest next.
+    """Return the places of cases that cover all combinations of `strength` values.
 
-    Cases of fewer values than that are all in the sample.
+    The next case of the sample is always the one with the most combinations that are
+    not covered yet, the first of several. Cases of fewer values than `strength` are
+    compared whole.
+
+    >>> cases = [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 2, "b": 2}]
+    >>> covering(cases, 1), covering(cases, 2)
+    ({0, 3}, {0, 1, 2, 3})
     """
     strength = min(strength, len(cases[0]))
-    left = [
-        set(itertools.combinations(sorted(case.items(), key=lambda item: item[0]), strength))
-        for case in cases
-    ]
+    uncovered = [_combinations(case, strength) for case in cases]
     sample: set[int] = set()
-    while any(left):
-        best = max(range(len(left)), key=lambda index: len(left[index]))
-        sample.add(best)
-        left = [combinations - left[best] for combinations in left]
+    while any(uncovered):
+        richest = max(range(len(uncovered)), key=lambda place: len(uncovered[place]))
+        sample.add(richest)
+        covered = uncovered[richest]
+        uncovered = [combinations - covered for combinations in uncovered]
     return sample
+
+
+def _combinations(
+    case: Mapping[str, Hashable], strength: int
+) -> set[tuple[tuple[str, Hashable], ...]]:
+    """Return every `strength` of a case's names with their values."""
+    items = sorted(case.items(), key=lambda item: item[0])
+    return set(itertools.combinations(items, strength))

@@ -1,13 +1,15 @@
-"""The tests of a source file: those named after it in their folders of tests, or else
-all of these folders.
+"""The tests of a source file.
+
+They are the test modules named after the file, in the folders of tests that go with its
+path. Without such a module they are these folders whole.
 """
 
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-#: the folders of tests by the start of the source's path; of several that fit, the
-#: longest counts
+#: the folders or modules of tests, separated by blanks, by the start of the source's
+#: path; of several that fit, the longest counts
 FOLDERS: dict[str, str] = {
     "fp8manifold/": "tests/library/formats tests/library/tensor",
     "fp8manifold/_base/": "tests/library/formats",
@@ -51,23 +53,28 @@ FOLDERS: dict[str, str] = {
 
 
 def where_tested(source: str) -> list[str]:
-    """The arguments of pytest for a source file: its own doctests, and its tests.
+    """Return the arguments of pytest for a source file: its doctests, and its tests.
 
     >>> where_tested("nanogpt_bench/monitors/zones.py")
     ['nanogpt_bench/monitors/zones.py', 'tests/bench/monitors/test_attention_and_zones.py']
     >>> where_tested("fp8manifold/optim/_slot.py")
     ['fp8manifold/optim/_slot.py', 'tests/library/optim']
     """
-    start = max((start for start in FOLDERS if source.startswith(start)), key=len, default=None)
-    if start is None or not (ROOT / source).exists():
+    starts = [start for start in FOLDERS if source.startswith(start)]
+    if not starts or not (ROOT / source).exists():
         raise ValueError(f"source: {source!r}; allowed: a file below {', '.join(sorted(FOLDERS))}")
-    places = FOLDERS[start].split()
+    places = FOLDERS[max(starts, key=len)].split()
+    tests = _modules_named_after(source, places) or places
+    has_doctests = source.startswith(("fp8manifold/", "nanogpt_bench/"))
+    return [source, *tests] if has_doctests else tests
+
+
+def _modules_named_after(source: str, folders: list[str]) -> list[str]:
+    """Return the test modules whose names contain that of the source file."""
     word = f"_{Path(source).stem.strip('_')}_"
-    named = [
-        path
-        for place in places
-        for path in sorted((ROOT / place).glob("test_*.py"))
-        if word in f"{path.stem}_"
-    ]
-    tests = [path.relative_to(ROOT).as_posix() for path in named] or places
-    return [source, *tests] if source.startswith(("fp8manifold/", "nanogpt_bench/")) else tests
+    modules = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).glob("test_*.py")):
+            if word in f"{path.stem}_":
+                modules.append(path.relative_to(ROOT).as_posix())
+    return modules
