@@ -58,8 +58,8 @@ class Case:
 
     what: str
     format: str
-    ours: Step
-    theirs: Step
+    step: Step
+    reference: Step
     #: layers or parameters of a call
     size: int
     #: the largest ratio
@@ -104,15 +104,15 @@ def forward_and_backward(model: nn.Module, x: Tensor, *, autocast: bool) -> Step
 class Layers(NamedTuple):
     """Layers with one-byte weights, and the ``nn.Linear`` that they are made from."""
 
-    ours: Any
-    theirs: Any
+    coded: Any
+    dense: Any
 
     def steps(self, *, autocast: bool) -> tuple[Step, Step]:
         """Return forward and backward of either."""
-        x = torch.randn(TOKENS, _width(self.theirs), requires_grad=True)
+        x = torch.randn(TOKENS, _width(self.dense), requires_grad=True)
         return (
-            forward_and_backward(self.ours, x, autocast=autocast),
-            forward_and_backward(self.theirs, x, autocast=autocast),
+            forward_and_backward(self.coded, x, autocast=autocast),
+            forward_and_backward(self.dense, x, autocast=autocast),
         )
 
 
@@ -146,7 +146,7 @@ def layer_cases(on_card: ExitStack) -> Iterator[Case]:
 
     pretend_a_card(on_card)
     layers = one_layer("E4M3", TINY)
-    weight = layers.ours.weight
+    weight = layers.coded.weight
     weight.kept_scale = weight.kept_scale.bfloat16()
     steps = layers.steps(autocast=True)
     yield Case("a layer, a card's path, autocast", "E4M3", *steps, 1, goal=1.25)
@@ -242,10 +242,10 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
         return run
 
     device = torch.device("cpu")
-    ours, theirs = repeated(case.ours), repeated(case.theirs)
+    step, reference = repeated(case.step), repeated(case.reference)
     # The first pair warms up.
-    paired_seconds(ours, theirs, 1, device)
-    times = paired_seconds(ours, theirs, pairs, device)
+    paired_seconds(step, reference, 1, device)
+    times = paired_seconds(step, reference, pairs, device)
     microseconds = 1e6 / calls / case.size
     ours_us = microseconds * min(pair.measured for pair in times)
     theirs_us = microseconds * min(pair.reference for pair in times)

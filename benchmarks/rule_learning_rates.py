@@ -158,10 +158,10 @@ def known_losses(search: Search, rule: str) -> dict[int, float]:
     losses: dict[int, float] = {}
     while True:
         powers = next_powers(losses, search.points)
-        found = {power: search.loss(rule, power) for power in powers}
-        ended = {power: loss for power, loss in found.items() if loss is not None}
+        results = {power: search.loss(rule, power) for power in powers}
+        ended = {power: loss for power, loss in results.items() if loss is not None}
         losses |= ended
-        if not ended or len(ended) < len(found):
+        if not ended or len(ended) < len(powers):
             return losses
 
 

@@ -398,7 +398,7 @@ def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_p
     )
     assert script.goal(one) == ">= 0.97, met"
     assert (
-        script.goal(script.figure("bench / plain loop", "float32", [(1.0, 0.9)]))
+        script.goal(script.figure("bench / plain loop", "float32", [script.Pair(1.0, 0.9)]))
         == ">= 0.97, NOT met"
     )
 
