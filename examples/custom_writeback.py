@@ -13,8 +13,8 @@ write-backs. The learning rate falls from 4 ULPs per step to 0.04.
 Expected output::
 
     nearest:       loss 52.349 -> 6.7399
-    stochastic:    loss 52.349 -> 0.6801
-    golden ratio:  loss 52.349 -> 0.6624
+    stochastic:    loss 52.349 -> 0.6366
+    golden ratio:  loss 52.349 -> 0.6562
 """
 
 import geoopt

@@ -15,7 +15,7 @@ Expected output::
 
     before training          1.516
     AdamW, float32           0.362
-    Muon, one byte           0.415
+    Muon, one byte           0.411
     bytes per linear weight  2.05
 """
 

@@ -10,8 +10,8 @@ all bytes of the weight matrices: weights, scales and optimizer state.
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
     float32, AdamW                            test accuracy 0.975   bytes per weight 12.0
-    E4M3, StiffnessAdamW                      test accuracy 0.975   bytes per weight 9.1
-    E4M3, StiffnessAdamW, 8-bit averages      test accuracy 0.978   bytes per weight 3.2
+    E4M3, StiffnessAdamW                      test accuracy 0.978   bytes per weight 9.1
+    E4M3, StiffnessAdamW, 8-bit averages      test accuracy 0.975   bytes per weight 3.2
 """
 
 import torch

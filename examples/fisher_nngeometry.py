@@ -10,9 +10,9 @@ StiffnessAdamW takes as many steps for comparison, with the same learning rate.
 Needs scikit-learn and nngeometry (``pip install 'fp8manifold[examples,fisher]'``).
 Expected output::
 
-    StiffnessAdamW                    loss after 1 epoch 0.491, after 2 epochs 0.216
-    FisherNaturalGradient, diagonal   loss after 1 epoch 0.394, after 2 epochs 0.196
-    FisherNaturalGradient, kfac       loss after 1 epoch 0.275, after 2 epochs 0.137
+    StiffnessAdamW                    loss after 1 epoch 0.497, after 2 epochs 0.212
+    FisherNaturalGradient, diagonal   loss after 1 epoch 0.395, after 2 epochs 0.192
+    FisherNaturalGradient, kfac       loss after 1 epoch 0.278, after 2 epochs 0.135
 """
 
 from collections.abc import Callable

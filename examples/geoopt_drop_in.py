@@ -9,7 +9,7 @@ nearest rounding loses every update, and stochastic rounding does not.
 Expected output::
 
        nearest: loss 52.349 -> 6.7399
-    stochastic: loss 52.349 -> 0.6801
+    stochastic: loss 52.349 -> 0.6366
 """
 
 import geoopt

@@ -12,14 +12,14 @@ Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``).
 Expected output::
 
     stochastic, E4M3: finished after 120 steps
-    steps   1 to  40: mean training loss 5.281
-    steps  41 to  80: mean training loss 4.009
-    steps  81 to 120: mean training loss 3.294
-    blocks.0.attn.qkv            0.728 of the updates lost
-    blocks.0.attn.proj           0.705 of the updates lost
-    blocks.0.mlp.fc              0.726 of the updates lost
-    blocks.0.mlp.proj            0.738 of the updates lost
-    lm_head                      0.922 of the updates lost
+    steps   1 to  40: mean training loss 5.282
+    steps  41 to  80: mean training loss 4.016
+    steps  81 to 120: mean training loss 3.296
+    blocks.0.attn.qkv            0.724 of the updates lost
+    blocks.0.attn.proj           0.718 of the updates lost
+    blocks.0.mlp.fc              0.732 of the updates lost
+    blocks.0.mlp.proj            0.728 of the updates lost
+    lm_head                      0.920 of the updates lost
 """
 
 import contextlib

@@ -10,7 +10,7 @@ Expected output::
 
     float32, AdamW:                    0.00023
     E4M3, StiffnessAdamW, nearest:     0.29432
-    E4M3, StiffnessAdamW, stochastic:  0.00084
+    E4M3, StiffnessAdamW, stochastic:  0.00078
 """
 
 import math

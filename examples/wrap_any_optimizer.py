@@ -11,9 +11,9 @@ y = sin(2 pi x). The figures are mean squared errors.
 Expected output::
 
     optimizer           nearest     stochastic  k from 1 to 0
-    NAdam                0.3548         0.0473         0.0368
-    RMSprop              0.4253         0.0720         0.0811
-    Adamax               0.4249         0.1652         0.1309
+    NAdam                0.3548         0.0416         0.0400
+    RMSprop              0.4253         0.0712         0.0932
+    Adamax               0.4249         0.1332         0.1376
 """
 
 import math
