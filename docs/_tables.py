@@ -94,7 +94,11 @@ def metrics_tables() -> str:
     from nanogpt_bench.monitors import METRICS
 
     header = ("metric", "what it is", "unit", "all layers", "bad")
-    titles = {"": "Always:", "shadow": "With `shadow.enabled`:"}
+    titles = {
+        "": "Always:",
+        "shadow": "With `shadow.enabled`:",
+        "floor": "With `monitor.floor_formats`, `OPERAND` being a format:",
+    }
     tables = []
     for monitor in dict.fromkeys(metric.monitor for metric in METRICS):
         title = titles.get(monitor, f"With `{monitor}`:")

@@ -21,7 +21,7 @@ OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "resid
 #: the side on which a value is bad
 ABOVE, BELOW = "above", "below"
 #: reductions over layers; TOGETHER: the observer measures all layers as one
-MEAN, LARGEST, TOGETHER = "mean", "largest", "together"
+MEAN, LARGEST, SUM, TOGETHER = "mean", "largest", "sum", "together"
 #: scale of a chart
 LINEAR, LOG = "linear", "log"
 SHARE, NATS, ULPS, RATIO = "share", "nats", "ULPs", "ratio"
@@ -83,6 +83,8 @@ MONITORS = ("resources", "gradients", "stall", "zones", "ranges", "bits", "atten
 #: the monitor of where the losses are heading
 TREND = "trend"
 WATCHED = (*MONITORS, TREND)
+#: formats of which `monitor.floor_formats` measures the floor
+FLOOR_FORMATS = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
 
 
 class MonitorConfig(Section):
@@ -119,6 +121,13 @@ class MonitorConfig(Section):
         "steps between two checks for dead gradients; a check counts for all these steps",
         minimum=1,
         maximum=1000,
+    )
+    floor_formats: list[str] = setting(
+        list,
+        "formats for which a quarter of the averaged gradient's L1 norm in codes is recorded at "
+        "the last step, as its mean over the last quarter of the steps: what rounding to them would "
+        "cost at an equilibrium",
+        choices=FLOOR_FORMATS,
     )
 
 

@@ -505,6 +505,7 @@ def build_observers(
     updates = None
     if update_monitors and watched.quantized:
         updates = UpdateObserver(watched, update_monitors)
+    floor = MODULES["floor"].build(watched)
     trend = TrendObserver(baseline) if TREND in config.monitor.watch else None
     jsonl = None
     alerts = None
@@ -519,6 +520,7 @@ def build_observers(
         watched.capture,
         updates,
         *monitors,
+        floor,
         watched.turns,
         trend,
         jsonl,

@@ -14,9 +14,11 @@ from nanogpt_bench.monitors.points import Observer, Step
 
 __all__ = ["CHARTED", "METRICS", "MODULES", "Observer", "Step", "charted"]
 
-#: the modules of all monitors by name, and that of the shadow, which has its own
-#: section of settings
-MODULES: Final = {name: import_module(f"{__name__}.{name}") for name in ("shadow", *MONITORS)}
+#: the modules of all monitors by name, and those of the shadow and the floor, which have
+#: settings of their own
+MODULES: Final = {
+    name: import_module(f"{__name__}.{name}") for name in ("shadow", *MONITORS, "floor")
+}
 
 
 def _collect_metrics() -> tuple[Metric, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from nanogpt_bench.config.metrics import GRAD_NORM, SMOOTHED_LOSS, TRAIN_LOSS, Metric
 from nanogpt_bench.monitors import METRICS
+from nanogpt_bench.monitors.floor import FLOOR
 from nanogpt_bench.monitors.shadow import OVERHEAD
 from nanogpt_bench.runs.load import Run
 
@@ -35,6 +36,15 @@ def _monitored_names() -> tuple[str, ...]:
 MONITORED = _monitored_names()
 
 
+def names_monitored(run: Run) -> tuple[str, ...]:
+    """Return the names of the monitors' metrics in a run.
+
+    Floors are named by format and kind of layer, beside their sums.
+    """
+    floors = (name for name in run.metrics.names if name.startswith(f"{FLOOR.name}/"))
+    return tuple(dict.fromkeys((*MONITORED, *floors)))
+
+
 def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
     """Return monitors' measurements at two steps, by step.
 
@@ -45,9 +55,10 @@ def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
     planned = run.number("steps_planned")
     if run.looks or not planned:
         return dict(run.looks)
-    points = {name: list(zip(*run.curve(name), strict=True)) for name in MONITORED}
+    names = names_monitored(run)
+    points = {name: list(zip(*run.curve(name), strict=True)) for name in names}
     steps: set[float] = set()
-    for name in MONITORED:
+    for name in names:
         if name not in ALWAYS:
             steps.update(step for step, _ in points[name] if step > 0)
     figures: dict[int, Mapping[str, float]] = {}

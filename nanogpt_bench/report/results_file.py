@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -279,7 +280,7 @@ def _flat_looks(run: Run) -> dict[str, list[Any]]:
     if not figures:
         return {}
     looks: dict[str, list[Any]] = {f"{LOOK}step": list(figures)}
-    for name in MONITORED:
+    for name in dict.fromkeys((*MONITORED, *chain.from_iterable(figures.values()))):
         values = [measured.get(name) for measured in figures.values()]
         if any(name in measured for measured in figures.values()):
             looks[LOOK + name] = values
