@@ -8,7 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import fp8manifold as fm
+from nanogpt_bench.model.weights import tensors_of
 from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.runs.load import Run
@@ -106,3 +109,44 @@ def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding
     lines = script.table([nearest, other]).splitlines()[2:]
     assert [line.split("|")[3].strip() for line in lines] == ["confirmed", "confirmed", "refuted"]
     assert "97.0%, 97.0% at step 20 and 97.0% at step 200" in lines[1]
+
+
+def test_binades_of_an_even_use_of_codes_have_a_slope_of_0_and_of_normal_weights_of_1():
+    script = import_module("binades")
+    e4m3 = fm.FloatFormat.from_string("E4M3")
+    generator = torch.Generator().manual_seed(0)
+    # the codes of numbers from 1/8 up, almost nine binades
+    codes = torch.randint(32, 102, (200, 500), generator=generator, dtype=torch.uint8)
+    even = script.binades(fm.decode(codes, e4m3), e4m3)
+    assert even.exponents == (-3, -2, -1, 0)
+    assert even.slope == pytest.approx(0.0, abs=0.02)
+    rows = torch.exp2(torch.arange(200) % 3).unsqueeze(1)
+    weights = fm.round_to_grid(10 * rows * torch.randn(200, 500, generator=generator), e4m3)
+    normal = script.binades(weights, e4m3)
+    assert normal.slope == pytest.approx(1.0, abs=0.1)
+    assert normal.slope == pytest.approx(normal.normal_slope, abs=0.03)
+    assert normal.off_by < 1.15
+
+
+def test_the_layers_with_the_least_and_the_most_mean_gradient_have_a_line(monkeypatch):
+    script = import_module("binades")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for layer in model:
+        torch.nn.init.normal_(layer.weight)
+    model = fm.quantize_model(model, "E5M2")
+    trained = SimpleNamespace(tensors=tensors_of(model), metadata=None)
+    monkeypatch.setattr(script, "choose", lambda folder: folder)
+    monkeypatch.setattr(script, "load", lambda path: trained)
+    records = [
+        {"step": step} | {f"grad/snr/{layer}": (4 - layer) * step for layer in range(4)}
+        for step in range(1, 9)
+    ]
+    layers = script.layers_of(Path("a"), Run(Path("a"), metrics=Records(records)))
+    assert [layer.name for layer in layers] == ["3", "2", "1", "0"]
+    assert layers[0].snr == 7.5
+    weight = model[3].weight
+    assert torch.equal(layers[0].units * weight.scale, weight.dequantize())
+    cells = [line.split("|") for line in script.table({"runs/a": layers}).splitlines()[2:]]
+    assert [row[2].strip() for row in cells] == ["`3`", "`0`"]
+    assert all(0.8 < float(row[5]) < 1.2 for row in cells)
