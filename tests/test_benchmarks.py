@@ -128,6 +128,10 @@ RUNS = {
         r".*round_to_grid E4M3 nearest.*": 2,
         r".*decode E4M3.*": 1,
     },
+    "sparse_regression.py --steps 2 --seeds 2 --rates 2": {
+        r"\| (Adam|SGD) +\| float32 +\| - .*": 2,
+        r"\| Riemannian(Adam|SGD) +\| (metric|codes) +\| E\dM\d +\|.*": 16,
+    },
     "study_steps.py --sweeps study_q14_size --data-dir CORPUS --steps 1 --turns 1 --smoke": {
         rf"study_q14_size {row}: \d+\.\d\d ms": 1 for row in ("fp32", "E2M5 muon-stochastic")
     },
