@@ -46,7 +46,10 @@ START: Final = 2.0**-10
 END: Final = 2.0
 FORMATS: Final = ("E1M6", "E4M3", "E5M2", "E7M0")
 #: the smallest rate of nine: of Adam in value and in ULPs, and of SGD in value
-ADAM, ADAM_ULPS, SGD = 2.0**-13, 2.0**-6, 2.0**-10
+ADAM, ADAM_ULPS, SGD = 2.0**-13, 2.0**-8, 2.0**-10
+#: the smallest rate of RiemannianSGD over that of SGD at the spacing of 1, where its
+#: steps are longest
+SGD_ABOVE = 4
 HEADER: Final = ("optimizer", "weights", "format", "best rate", "error", "ratio", "from", "to")
 #: the steps between two looks at the weights' mean spacing
 REFRESH = 10
@@ -129,8 +132,8 @@ def scale_of(fmt: str) -> float:
 def rates_of(arm: Arm, count: int) -> list[float]:
     """Return the rates of an arm, a factor of two apart.
 
-    The Riemannian step of SGD is its step times ``S^2``, so its rates are those of SGD
-    at the spacing of 1.
+    The Riemannian step of SGD is its step times ``S^2``, so its rates are some times
+    those of SGD over the square of the spacing at 1.
     """
     if arm.optimizer == "Adam":
         first = ADAM
@@ -141,7 +144,7 @@ def rates_of(arm: Arm, count: int) -> list[float]:
     else:
         scale = scale_of(arm.fmt)
         spacing = fm.ulp(torch.tensor(1.0 / scale), arm.fmt).item() * scale
-        first = SGD / spacing**2
+        first = SGD_ABOVE * SGD / spacing**2
     return [first * 2.0**number for number in range(count)]
 
 
