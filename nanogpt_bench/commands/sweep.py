@@ -62,6 +62,7 @@ def main(args: argparse.Namespace) -> int:
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     from nanogpt_bench.sweep.file import find_sweep, read_sweep
+    from nanogpt_bench.sweep.record import SweepMode
     from nanogpt_bench.sweep.session import MODES, sweep_grid
     from nanogpt_bench.sweep.workers import check_executor, check_workers, executor_of
     from nanogpt_bench.system.files import locked
@@ -74,11 +75,11 @@ def main(args: argparse.Namespace) -> int:
         check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
     if args.sensitivity:
-        mode = "sensitivity"
+        mode = SweepMode.SENSITIVITY
     elif sweep.tune is not None:
-        mode = "tune"
+        mode = SweepMode.TUNE
     else:
-        mode = sweep.search
+        mode = SweepMode(sweep.search)
     folder = f"{mode}-smoke" if args.smoke else mode
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / folder
     if sweep.rows and mode in MODES:

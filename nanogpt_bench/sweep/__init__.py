@@ -1,3 +1,1 @@
-"""Runs over any settings: a grid or random points, tuned rates, the sensitivity of
-layers.
-"""
+"""Runs over any settings: grids, random points, tuned rates, sensitivity of layers."""

@@ -1,4 +1,9 @@
-"""An axis of a sweep: a setting and the values it takes, listed or between two bounds."""
+"""An axis of a sweep: a setting and the values it takes, listed or between two bounds.
+
+A sweep file gives its axes as `key: values`, which `read_axis` checks. `grid_points` and
+`random_points` make points of them, each a {dotted key: value} mapping. `assemble` puts
+a point over the settings that all runs share.
+"""
 
 import inspect
 import math
@@ -6,7 +11,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanogpt_bench.config.keys import FIELDS, mapping_above
 from nanogpt_bench.config.settings import GivenTwice, entries_of, flatten, once, unknown_key
@@ -17,21 +22,25 @@ SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")
 #: significant digits of a number between two bounds, so that it is easily read
 SIGNIFICANT_DIGITS = 4
-FORMATS = "model.formats."
+#: stands for the format of all layers; its mapping has one for each pattern of layers
+FORMAT = "model.format"
+FORMATS = "model.formats"
 
 Point = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, evenly spaced or drawn on a linear or a logarithmic
-    scale.
+    """Numbers from `low` to `high` on a linear or a logarithmic scale.
+
+    A grid takes `points` of them, evenly spaced; a random search draws them.
     """
 
     low: float
     high: float
     scale: str = "log"
     points: int | None = None
+    #: numbers are rounded to whole ones
     whole: bool = False
 
     def at(self, share: float) -> float | int:
@@ -45,8 +54,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting by dotted key (`model.formats.PATTERN` and
-    `model.formats.PATTERN.OPTION` included) and its values.
+    """A setting and its values.
+
+    The key is dotted. It may also name one entry of `model.formats`
+    (`model.formats.PATTERN`), or an option of one (`model.formats.PATTERN.OPTION`).
     """
 
     key: str
@@ -61,12 +72,14 @@ class Axis:
         if not isinstance(self.values, Range):
             return self.values
         steps = max(1, self.size - 1)
-        return tuple(dict.fromkeys(self.values.at(place / steps) for place in range(self.size)))
+        numbers = [self.values.at(place / steps) for place in range(self.size)]
+        return tuple(dict.fromkeys(numbers))
 
     @property
     def size(self) -> int:
-        """The most values in a grid; values of a range may coincide when they are
-        rounded to whole numbers.
+        """The most values in a grid.
+
+        A grid has fewer if values of a range are equal once rounded to whole numbers.
         """
         if not isinstance(self.values, Range):
             return len(self.values)
@@ -90,25 +103,25 @@ class Axis:
 
 def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
     """Yield every combination, the last axis running fastest."""
+    keys = [axis.key for axis in axes]
     for values in product(*(axis.grid() for axis in axes)):
-        yield dict(zip((axis.key for axis in axes), values, strict=True))
+        yield dict(zip(keys, values, strict=True))
 
 
 def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[Point]:
-    """Yield `samples` random points, each at every value of the axis `seed` if there is
-    one.
+    """Yield `samples` random points, each at every value of the axis `seed`, if any.
 
-    A point depends only on its number, `seed` and the keys: with more samples the
+    A point depends only on its number, `seed` and the keys. With more samples the
     earlier ones stay the same.
     """
-    drawn = tuple(axis for axis in axes if axis.key != "seed")
-    seeds = tuple(axis for axis in axes if axis.key == "seed")
+    drawn_axes = tuple(axis for axis in axes if axis.key != "seed")
+    seed_axes = tuple(axis for axis in axes if axis.key == "seed")
     for number in range(samples):
-        point = {
-            axis.key: axis.draw(random.Random(f"{seed}/{number}/{axis.key}")) for axis in drawn
-        }
-        for same in grid_points(seeds):
-            yield point | same
+        point = {}
+        for axis in drawn_axes:
+            point[axis.key] = axis.draw(random.Random(f"{seed}/{number}/{axis.key}"))
+        for seed_point in grid_points(seed_axes):
+            yield point | seed_point
 
 
 def read_axis(key: str, values: Any) -> Axis:
@@ -116,20 +129,22 @@ def read_axis(key: str, values: Any) -> Axis:
     if key not in FIELDS and not mapping_above(key):
         raise unknown_key(key)
     if isinstance(values, Mapping):
-        return Axis(key, _range(key, values))
+        return Axis(key, _read_range(key, values))
     if not isinstance(values, list) or not values:
         raise BenchError(
             f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max"
         )
-    seen: set[Any] = set()
+    known: set[Any] = set()
     for value in values:
-        if (known := _hashable(value)) in seen:
+        hashable = _hashable(value)
+        if hashable in known:
             raise BenchError(f"axes.{key}: {value!r} is given twice; keep one")
-        seen.add(known)
+        known.add(hashable)
     return Axis(key, tuple(values))
 
 
 def _hashable(value: Any) -> Any:
+    """Return an object that can be in a set, equal for equal values only."""
     if isinstance(value, Mapping):
         return "mapping", frozenset((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -137,109 +152,149 @@ def _hashable(value: Any) -> Any:
     return frozenset(value) if isinstance(value, set) else value
 
 
-def _range(key: str, values: Mapping[Any, Any]) -> Range:
-    for name in values:
+def _read_range(key: str, content: Mapping[Any, Any]) -> Range:
+    for name in content:
         if name not in RANGE_KEYS:
             raise unknown(f"key in axes.{key}", name, RANGE_KEYS)
-    low, high = (_number(key, name, values.get(name)) for name in ("min", "max"))
-    scale, points = values.get("scale", "log"), values.get("points")
+    low = _read_number(key, "min", content.get("min"))
+    high = _read_number(key, "max", content.get("max"))
+    scale = content.get("scale", "log")
+    points = content.get("points")
     if scale not in SCALES:
         raise unknown(f"axes.{key}.scale", scale, SCALES)
-    if points is not None and (
-        not isinstance(points, int) or isinstance(points, bool) or points < 2
-    ):
-        raise BenchError(f"axes.{key}.points: {points!r} is not allowed; give a whole number >= 2")
+    if points is not None:
+        is_whole = isinstance(points, int) and not isinstance(points, bool)
+        if not is_whole or points < 2:
+            raise BenchError(
+                f"axes.{key}.points: {points!r} is not allowed; give a whole number >= 2"
+            )
     if not low < high or (scale == "log" and low <= 0):
         raise BenchError(
             f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a "
             f"log scale"
         )
-    if not math.isfinite(high / low if scale == "log" else high - low):
+    distance = high / low if scale == "log" else high - low
+    if not math.isfinite(distance):
         raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are too far apart")
     return Range(low, high, scale, points, whole=key in FIELDS and FIELDS[key].kind is int)
 
 
-def _number(key: str, name: str, value: Any) -> float:
-    try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-        if isinstance(value, str) and is_beyond_floats(value):
-            number = math.nan
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+def _read_number(key: str, name: str, value: Any) -> float:
+    number = _finite_number(value)
+    if number is None:
         raise BenchError(f"axes.{key}.{name}: {value!r} is not allowed; give a number")
     return number
 
 
-def read_settings(content: Mapping[Any, Any]) -> Point:
-    """Return settings, nested or dotted, also single entries of model.formats, as
-    {dotted key: value}.
+def _finite_number(value: Any) -> float | None:
+    """Return a value, or the number a text spells, as a float; None if it is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+        is_beyond = isinstance(value, str) and is_beyond_floats(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if is_beyond or not math.isfinite(number) else number
 
-    Raises `GivenTwice` for a setting, or an entry of a mapping, that is given both
-    dotted and nested.
+
+def read_settings(content: Mapping[Any, Any]) -> Point:
+    """Return nested or dotted settings as {dotted key: value}.
+
+    A dotted key may also name a single entry of `model.formats`. Raises `GivenTwice` for
+    a setting, or an entry of a mapping, that is given both dotted and nested.
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
     """
-    settings: Point = once(
-        pair
-        for key, value in content.items()
-        for pair in ([(str(key), value)] if mapping_above(str(key)) else flatten({key: value}))
-    )
+    settings: Point = once(_flat_settings(content))
     for key in settings:
         mapping = mapping_above(key)
-        if (
-            mapping
-            and mapping in settings
-            and key[len(mapping) + 1 :] in entries_of(settings, mapping)
-        ):
-            raise GivenTwice(key)
+        if mapping and mapping in settings:
+            name = key.removeprefix(f"{mapping}.")
+            if name in entries_of(settings, mapping):
+                raise GivenTwice(key)
     return settings
 
 
+def _flat_settings(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if mapping_above(str(key)):
+            yield str(key), value
+        else:
+            yield from flatten({key: value})
+
+
 def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """Return `base` with the settings of a point, and single entries of `model.formats`
-    merged into that mapping.
+    """Return `base` with the settings of a point.
 
-    An entry's format is that of the weights; `model.formats.PATTERN.OPTION` sets
-    another option of the layers.
+    Single entries of a mapping, such as those of `model.formats`, are merged into it. An
+    entry's format is that of the weights. `model.formats.PATTERN.OPTION` sets another
+    option of the layers.
 
-    >>> assemble({"model.format": "E4M3"}, {"model.formats.*.ste": "clipped", "model.format": "E5M2"})
+    >>> point = {"model.formats.*.ste": "clipped", "model.format": "E5M2"}
+    >>> assemble({"model.format": "E4M3"}, point)
     {'model.formats': {'*': {'weight': 'E5M2', 'ste': 'clipped'}}}
     """
-    given = {**base, **point}
-    formats = dict(entries_of(given, "model.formats"))
-    given.pop("model.formats", None)
-    entries = [
-        (key, given.pop(key))
-        for key in list(given)
-        if key == "model.format" or key.startswith(FORMATS)
-    ]
-    for key, value in sorted(entries, key=lambda entry: _option(entry[0]) is not None):
-        if value is not None or key != "model.format":
-            _put(formats, key, value)
-    for key in [key for key in given if mapping_above(key)]:
-        mapping = mapping_above(key) or ""
-        given[mapping] = {**entries_of(given, mapping), key[len(mapping) + 1 :]: given.pop(key)}
-    return given | ({"model.formats": formats} if formats else {})
+    settings = {**base, **point}
+    formats = _take_formats(settings)
+    for key in list(settings):
+        mapping = mapping_above(key)
+        if mapping is not None:
+            entries = dict(entries_of(settings, mapping))
+            entries[key.removeprefix(f"{mapping}.")] = settings.pop(key)
+            settings[mapping] = entries
+    if formats:
+        settings[FORMATS] = formats
+    return settings
 
 
-def _option(key: str) -> str | None:
-    """The layer option at the end of a key of model.formats; None without one."""
+def _take_formats(settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove `model.format` and all of `model.formats`; return them as one mapping."""
+    formats = dict(entries_of(settings, FORMATS))
+    settings.pop(FORMATS, None)
+    weights: list[tuple[_LayersName, Any]] = []
+    options: list[tuple[_LayersName, Any]] = []
+    for key in list(settings):
+        if key != FORMAT and not key.startswith(f"{FORMATS}."):
+            continue
+        value = settings.pop(key)
+        if key == FORMAT and value is None:
+            continue
+        name = _layers_named(key)
+        (weights if name.option is None else options).append((name, value))
+    # Options come last, since they are put beside the format of the weights.
+    for name, value in [*weights, *options]:
+        _put_format(formats, name, value)
+    return formats
+
+
+class _LayersName(NamedTuple):
+    """The part of the model that a key of `model.formats` names."""
+
+    #: pattern of layers
+    pattern: str
+    #: an option of theirs; None for the format of their weights
+    option: str | None = None
+
+
+def _layers_named(key: str) -> _LayersName:
     import fp8manifold as fm
 
-    last = key.rsplit(".", 1)[-1]
-    return (
-        last if key.count(".") > 2 and last in inspect.signature(fm.LayerSpec).parameters else None
-    )
+    if key == FORMAT:
+        return _LayersName("*")
+    name = key.removeprefix(f"{FORMATS}.")
+    pattern, dot, last_word = name.rpartition(".")
+    if dot and last_word in inspect.signature(fm.LayerSpec).parameters:
+        return _LayersName(pattern, last_word)
+    return _LayersName(name)
 
 
-def _put(formats: dict[str, Any], key: str, value: Any) -> None:
-    option = _option(key)
-    pattern = "*" if key == "model.format" else key.removeprefix(FORMATS).removesuffix(f".{option}")
-    before = formats.get(pattern)
-    if option is None:
-        formats[pattern] = {**before, "weight": value} if isinstance(before, Mapping) else value
-    else:
-        spec = dict(before) if isinstance(before, Mapping) else {"weight": before}
-        formats[pattern] = {**spec, option: value}
+def _put_format(formats: dict[str, Any], name: _LayersName, value: Any) -> None:
+    before = formats.get(name.pattern)
+    if name.option is None and not isinstance(before, Mapping):
+        formats[name.pattern] = value
+        return
+    spec = dict(before) if isinstance(before, Mapping) else {"weight": before}
+    spec[name.option or "weight"] = value
+    formats[name.pattern] = spec

@@ -1,5 +1,8 @@
-"""A comparison: the packaged sweep `compare.yaml`, with other formats, rules, lengths
-and settings put into it.
+"""A comparison: the packaged sweep `compare.yaml`, changed by options.
+
+It is a sweep whose rows are pairs of rule and format and whose axis is the seed. Options
+of the command replace the rows, the number of steps and of seeds. Other settings of the
+command go into each row whose rule takes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +17,7 @@ from nanogpt_bench.config.schema import FP8_FORMATS, WITHOUT_FORMATS
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
-from nanogpt_bench.sweep.axes import Axis, Point
+from nanogpt_bench.sweep.axes import FORMAT, Axis, Point
 from nanogpt_bench.sweep.file import FOLDER, SweepFile, read_sweep
 from nanogpt_bench.sweep.plan import applies, check_count
 from nanogpt_bench.system.errors import BenchError, counted
@@ -31,17 +34,16 @@ DEFAULT_RULES = (
     "muon-residual8",
 )
 DEFAULT_FORMATS = ("E4M3",)
-STEPS, FORMAT = "train.max_steps", "model.format"
-#: settings that change in proportion to the number of steps
-INTERVALS, WARM_UP = (
-    ("eval.interval", "monitor.interval", "shadow.interval"),
-    "optimizer.warmup_steps",
-)
+STEPS = "train.max_steps"
+# Settings that change in proportion to the number of steps.
+INTERVALS = ("eval.interval", "monitor.interval", "shadow.interval")
+WARM_UP = "optimizer.warmup_steps"
 MOST_WARM_UP = 100
 
 
 @cache
 def shipped() -> SweepFile:
+    """Return the packaged comparison."""
     return read_sweep(FOLDER / SHIPPED)
 
 
@@ -60,81 +62,108 @@ def comparison(
     The settings `given` go into every row whose rule takes them; intervals change in
     proportion to the steps.
     """
-    sweep, given = shipped(), dict(given or {})
-    steps = _steps(given, max_steps) or sweep.base[STEPS]
-    first = given.pop("seed", sweep.axes[0].grid()[0])
-    base = of_length(sweep.base, steps) | (
-        {} if data_dir is None else {"data.dir": data_dir.as_posix()}
-    )
-    if given.get("model.init_from") is not None:  # the size is that of the checkpoint
+    sweep = shipped()
+    settings = dict(given or {})
+    steps = _take_steps(settings, max_steps) or sweep.base[STEPS]
+    first_seed = settings.pop("seed", sweep.axes[0].grid()[0])
+    base = of_length(sweep.base, steps)
+    if data_dir is not None:
+        base["data.dir"] = data_dir.as_posix()
+    if settings.get("model.init_from") is not None:
+        # The size is that of the checkpoint.
         base.pop("model.size")
-    chosen = choose_rows(formats, rules)
-    check_count(len(chosen) * seeds, f"{counted(len(chosen), 'row')} at --seeds {seeds:,}")
-    for key, value in given.items():
-        if not any(applies(key, value, RULES[row["rule"]]) for row in chosen):
-            raise BenchError(
-                f"--{key} {value}: means nothing in any row ({', '.join(map(label, chosen))}); "
-                f"leave it out"
-            )
-    rows = tuple(of_length(row, steps, sweep.base[STEPS]) | taken(given, row) for row in chosen)
-    axes = (Axis("seed", tuple(range(first, first + seeds))),)
-    return replace(sweep, base=base, rows=rows, axes=axes, reference=reference or sweep.reference)
+    chosen_rows = choose_rows(formats, rules)
+    rows_and_seeds = f"{counted(len(chosen_rows), 'row')} at --seeds {seeds:,}"
+    check_count(len(chosen_rows) * seeds, rows_and_seeds)
+    for key, value in settings.items():
+        if not _rows_that_take(key, value, chosen_rows):
+            labels = ", ".join(label(row) for row in chosen_rows)
+            raise BenchError(f"--{key} {value}: means nothing in any row ({labels}); leave it out")
+    rows = []
+    for row in chosen_rows:
+        rows.append(of_length(row, steps, sweep.base[STEPS]) | taken(settings, row))
+    axes = (Axis("seed", tuple(range(first_seed, first_seed + seeds))),)
+    return replace(
+        sweep,
+        base=base,
+        rows=tuple(rows),
+        axes=axes,
+        reference=reference or sweep.reference,
+    )
 
 
 def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> tuple[Point, ...]:
-    """Return the settings of every row: the packaged ones, or the reference and all
-    formats x rules.
+    """Return the settings of every row.
 
-    Rules of float weights give one row each, without a format. `all` stands for every
-    rule whose packages are installed, with the formats that its products take.
+    They are the packaged ones or, if formats or rules are given, those of the reference
+    and of all formats x rules. Rules of float weights give one row each, without a
+    format. `all` stands for every rule whose packages are installed, with the formats
+    that its products take.
     """
     if formats is None and rules is None:
         return tuple(dict(row) for row in shipped().rows)
-    named = [name for name in rules or DEFAULT_RULES if name != "all"]
-    for name in named:
+    rule_names = _choose_rules(rules)
+    format_names = _choose_formats(formats)
+    float_rules = [name for name in rule_names if RULES[name].storage in WITHOUT_FORMATS]
+    quantised_rules = [name for name in rule_names if name not in float_rules]
+    if formats and not quantised_rules:
+        raise BenchError(
+            f"--formats: every rule of --rules trains floats ({', '.join(rule_names)}); leave "
+            f"--formats out"
+        )
+    rows = [row_of(REFERENCE, "none")]
+    for name in float_rules:
+        rows.append(row_of(name, "none"))
+    for fmt in format_names:
+        for name in quantised_rules:
+            # If its products don't take a format, `all` leaves a rule out. A rule that
+            # is named is refused later.
+            is_named = name in (rules or ())
+            takes_format = RULES[name].products is None or fmt in FP8_FORMATS
+            if is_named or takes_format:
+                rows.append(row_of(name, fmt))
+    distinct_rows = {label(row): row for row in rows}
+    return tuple(distinct_rows.values())
+
+
+def _choose_rules(rules: Sequence[str] | None) -> Sequence[str]:
+    names = [name for name in rules or DEFAULT_RULES if name != "all"]
+    for name in names:
         check_available(name)
-    if "all" in (rules or ()):
-        named = available_rules()
-    grids = (
-        DEFAULT_FORMATS if formats is None else [format_name(name, "--formats") for name in formats]
-    )
-    if "none" in grids:
+    return available_rules() if "all" in (rules or ()) else names
+
+
+def _choose_formats(formats: Sequence[str] | None) -> Sequence[str]:
+    if formats is None:
+        return DEFAULT_FORMATS
+    names = [format_name(name, "--formats") for name in formats]
+    if "none" in names:
         raise BenchError(
             "--formats: 'none' is no format to compare; the reference row is there already"
         )
-    floats = [(name, "none") for name in named if RULES[name].storage in WITHOUT_FORMATS]
-    quantised = [name for name in named if RULES[name].storage not in WITHOUT_FORMATS]
-    if formats and not quantised:
-        raise BenchError(
-            f"--formats: every rule of --rules trains floats ({', '.join(named)}); leave --formats "
-            f"out"
-        )
-    # If its products don't take a format, `all` leaves a rule out; a rule that is named
-    # is refused later.
-    takes = {name: name in (rules or ()) or RULES[name].products is None for name in quantised}
-    crossed = [
-        (name, fmt) for fmt in grids for name in quantised if takes[name] or fmt in FP8_FORMATS
-    ]
-    return tuple(row_of(*pair) for pair in dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
+    return names
 
 
 def row_of(rule: str, fmt: str) -> Point:
-    """Return the settings of a row; one with a format has those that packaged rows with
-    a format have.
+    """Return the settings of a row.
+
+    One with a format has those that packaged rows with a format have.
     """
     if fmt == "none":
         return {"rule": rule}
-    return {**next(row for row in shipped().rows if FORMAT in row), "rule": rule, FORMAT: fmt}
+    packaged_row = next(row for row in shipped().rows if FORMAT in row)
+    return {**packaged_row, "rule": rule, FORMAT: fmt}
 
 
 def row_settings(
     rule: str, fmt: str, *, seed: int, max_steps: int, data_dir: str
 ) -> dict[str, Any]:
-    """Return all settings of one row's run as {dotted key: value}; learning rates are
-    the rule's.
+    """Return all settings of one row's run as {dotted key: value}.
+
+    Learning rates are the rule's.
     """
-    own = of_length({**shipped().base, **row_of(rule, fmt)}, max_steps)
-    return {**own, "seed": seed, "data.dir": data_dir}
+    settings = of_length({**shipped().base, **row_of(rule, fmt)}, max_steps)
+    return {**settings, "seed": seed, "data.dir": data_dir}
 
 
 def label(row: Mapping[str, Any]) -> str:
@@ -143,57 +172,76 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def of_length(settings: Mapping[str, Any], steps: int, before: int | None = None) -> Point:
-    """Return settings for another number of steps (`before`: the old one), intervals
-    and warm-up in proportion.
+    """Return settings for another number of steps, intervals and warm-up in proportion.
+
+    `before` is the old number; if None, that of the settings.
 
     >>> of_length({"train.max_steps": 300, "eval.interval": 30, "optimizer.warmup_steps": 30}, 2000)
     {'train.max_steps': 2000, 'eval.interval': 200, 'optimizer.warmup_steps': 100}
     """
-    then = settings[STEPS] if before is None else before
-    changed = {key: max(1, settings[key] * steps // then) for key in INTERVALS if key in settings}
+    old_steps = settings[STEPS] if before is None else before
+    changed = dict(settings)
+    for key in INTERVALS:
+        if key in settings:
+            changed[key] = max(1, settings[key] * steps // old_steps)
     if WARM_UP in settings:
-        changed[WARM_UP] = min(MOST_WARM_UP, settings[WARM_UP] * steps // then)
-    return {**settings, **changed, **({STEPS: steps} if STEPS in settings else {})}
+        changed[WARM_UP] = min(MOST_WARM_UP, settings[WARM_UP] * steps // old_steps)
+    if STEPS in settings:
+        changed[STEPS] = steps
+    return changed
 
 
 def taken(given: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
     """Return those of the settings `given` that a row's rule takes."""
-    return {key: value for key, value in given.items() if applies(key, value, RULES[row["rule"]])}
+    rule = RULES[row["rule"]]
+    return {key: value for key, value in given.items() if applies(key, value, rule)}
+
+
+def _rows_that_take(
+    key: str, value: Any, rows: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    return [row for row in rows if applies(key, value, RULES[row["rule"]])]
 
 
 def read_given(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key; refuse those in which the
-    rows differ.
+    """Return the settings of a command line by dotted key.
+
+    Those in which the rows differ are refused.
     """
     if not words:
         return {}
     given = parse_overrides(words)
     for key in given:
-        if key in FIELDS and (option := FIELDS[key].facts["rows_by"]):
+        option = FIELDS[key].facts["rows_by"] if key in FIELDS else None
+        if option:
             raise BenchError(f"--{key}: the rows of a comparison differ in it; give {option}")
+    # With their types: 1e-3 has become a number.
     config = build_config(given)
-    return {key: get(config, key) for key in given}  # with their types: 1e-3 has become a number
+    return {key: get(config, key) for key in given}
 
 
 def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
-    """Yield a line about every given setting that not all rows take, and about a
-    learning rate.
+    """Yield a line about every given setting that not all rows take.
+
+    There is one about a learning rate, too.
     """
     for key, value in given.items():
-        takers = [label(row) for row in sweep.rows if applies(key, value, RULES[row["rule"]])]
+        rows = _rows_that_take(key, value, sweep.rows)
         if key == "optimizer.lr":
-            yield f"{key} {value} in every row, in the unit of its optimizer, in place of the rule's own"
-        elif len(takers) < len(sweep.rows):
-            yield f"{key} {value} in the rows that take it: {', '.join(takers)}"
+            yield (
+                f"{key} {value} in every row, in the unit of its optimizer, in place of the "
+                f"rule's own"
+            )
+        elif len(rows) < len(sweep.rows):
+            labels = ", ".join(label(row) for row in rows)
+            yield f"{key} {value} in the rows that take it: {labels}"
 
 
-def _steps(given: dict[str, Any], asked: int | None) -> int | None:
-    """Remove the number of steps from `given`, and return it or that of --max-steps;
-    None without either.
-    """
-    steps: int | None = given.pop(STEPS, None)
-    if None not in (steps, asked) and steps != asked:
+def _take_steps(settings: dict[str, Any], max_steps: int | None) -> int | None:
+    """Remove the number of steps from `settings`, and return it or --max-steps, if any."""
+    steps: int | None = settings.pop(STEPS, None)
+    if None not in (steps, max_steps) and steps != max_steps:
         raise BenchError(
-            f"--{STEPS} {steps} and --max-steps {asked} are two numbers of steps; give one"
+            f"--{STEPS} {steps} and --max-steps {max_steps} are two numbers of steps; give one"
         )
-    return asked if steps is None else steps
+    return max_steps if steps is None else steps

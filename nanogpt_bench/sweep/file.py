@@ -1,10 +1,20 @@
-"""The sweep file: the settings of all runs, rows, axes, and how they are searched."""
+"""The sweep file: the settings of all runs, rows, axes, and how they are searched.
+
+`read_sweep` reads one in this order:
+
+1. the section `smoke` is laid over the others, if it is asked for
+2. axes and rows are read
+3. the settings of all runs: those of the file named `config`, then `settings`, then the
+   overrides of the command line
+4. the sections with fixed keys (`Points`, `Tune`, `Confirm`, `SensitivityOptions`) are
+   checked by pydantic, as the configuration is
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError, field_validator
 
@@ -22,7 +32,7 @@ from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 from nanogpt_bench.system.errors import BenchError, unknown
 
 FOLDER = Path(__file__).parent.parent / "sweeps"
-Kind = TypeVar("Kind", bound=Section)
+SectionKind = TypeVar("SectionKind", bound=Section)
 
 
 class SensitivityOptions(Section):
@@ -39,32 +49,34 @@ class SensitivityOptions(Section):
 
 
 class Confirm(Section):
-    """The runs that count: every combination at its best values, with seeds on which it
-    was not tuned.
-    """
+    """The runs that count: every combination at its best values, on untouched seeds."""
 
     seeds: list[int] = setting(list, "seeds of the runs of every combination")
     steps: int | None = setting(None, "steps of each run; null: train.max_steps", minimum=1)
 
     @field_validator("seeds", mode="before")
     @classmethod
-    def _once(cls, seeds: Any) -> Any:
-        if (
-            not isinstance(seeds, list)
-            or not seeds
-            or not all(type(seed) is int and seed >= 0 for seed in seeds)
-        ):
+    def _check_seeds(cls, seeds: Any) -> Any:
+        if not _is_list_of_seeds(seeds):
             raise BenchError(
                 f"{seeds!r} is not allowed; give a list of whole numbers >= 0, such as [1, 2]"
             )
-        if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
-            raise BenchError(f"{twice[0]} is given twice; keep one")
+        for seed in seeds:
+            if seeds.count(seed) > 1:
+                raise BenchError(f"{seed} is given twice; keep one")
         return seeds
 
 
+def _is_list_of_seeds(seeds: Any) -> bool:
+    if not isinstance(seeds, list) or not seeds:
+        return False
+    return all(type(seed) is int and seed >= 0 for seed in seeds)
+
+
 class Tune(Confirm):
-    """The search for the best values of `keys` at every combination of the axes, before
-    the runs that count.
+    """The search for the best values of `keys`, before the runs that count.
+
+    There is one at every combination of the axes.
     """
 
     keys: list[str] = setting(
@@ -88,35 +100,23 @@ class Tune(Confirm):
 
     @field_validator("start", mode="before")
     @classmethod
-    def _numbers(cls, start: Any) -> Any:
-        try:
-            numbers = {
-                str(name): float(number)
-                for name, number in start.items()
-                if not isinstance(number, bool)
-            }
-            if len(numbers) == len(start) and all(
-                0 < number < math.inf for number in numbers.values()
-            ):
-                return numbers
-        except (AttributeError, TypeError, ValueError, OverflowError):
-            pass
-        raise BenchError(
-            f"{start!r} is not allowed; give keys and numbers above 0, such as optimizer.lr: 0.001"
-        )
+    def _check_start(cls, start: Any) -> Any:
+        numbers = _positive_numbers(start)
+        if numbers is None:
+            raise BenchError(
+                f"{start!r} is not allowed; give keys and numbers above 0, such as "
+                f"optimizer.lr: 0.001"
+            )
+        return numbers
 
     @field_validator("choices", mode="before")
     @classmethod
-    def _lists(cls, choices: Any) -> Any:
-        for key, values in (
-            choices.items() if isinstance(choices, dict) else [("tune.choices", choices)]
-        ):
-            numbers = (
-                values
-                if isinstance(values, list) and all(type(v) in (int, float) for v in values)
-                else []
-            )
-            if len(numbers) < 2 or sorted({*numbers}) != numbers:
+    def _check_choices(cls, choices: Any) -> Any:
+        if not isinstance(choices, dict):
+            # pydantic refuses it.
+            return choices
+        for key, values in choices.items():
+            if not _is_rising(values):
                 raise BenchError(
                     f"{key}: {values!r} is not allowed; give two or more rising numbers, such as "
                     f"[0.0, 0.1]"
@@ -125,8 +125,35 @@ class Tune(Confirm):
 
     @field_validator("settings", mode="before")
     @classmethod
-    def _by_key(cls, settings: Any) -> Any:
-        return _settings(settings, "tune.settings")
+    def _check_settings(cls, settings: Any) -> Any:
+        return _read_settings(settings, "tune.settings")
+
+
+def _positive_numbers(content: Any) -> dict[str, float] | None:
+    """Return a mapping's values as floats; None if one is not finite and above 0."""
+    if not isinstance(content, Mapping):
+        return None
+    numbers = {}
+    for name, value in content.items():
+        if isinstance(value, bool):
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            return None
+        if not 0 < number < math.inf:
+            return None
+        numbers[str(name)] = number
+    return numbers
+
+
+def _is_rising(values: Any) -> bool:
+    """Return whether this is a list of two or more numbers, each above the one before."""
+    if not isinstance(values, list) or len(values) < 2:
+        return False
+    if not all(type(value) in (int, float) for value in values):
+        return False
+    return sorted(set(values)) == values
 
 
 class Points(Section):
@@ -140,9 +167,7 @@ class Points(Section):
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The content of a sweep file: settings by dotted key, axes in the order of the
-    file.
-    """
+    """The content of a sweep file: settings by dotted key, axes in the file's order."""
 
     path: Path
     base: Mapping[str, Any]
@@ -167,110 +192,119 @@ class SweepFile:
 
 #: the keys of a sweep file
 KEYS = (
-    *(
-        "config",
-        "settings",
-        "rows",
-        "axes",
-        "search",
-        "samples",
-        "sample_seed",
-        "workers",
-        "reference",
-    ),
-    *("tune", "confirm", "smoke", "sensitivity"),
+    "config",
+    "settings",
+    "rows",
+    "axes",
+    "search",
+    "samples",
+    "sample_seed",
+    "workers",
+    "reference",
+    "tune",
+    "confirm",
+    "smoke",
+    "sensitivity",
 )
 #: the sections that `smoke` may change
 SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def find_sweep(name: str) -> Path:
-    """Return the path of a sweep file: `name` itself, or the packaged file of that
-    name.
-    """
+    """Return the path of a sweep file: `name` itself, or the packaged file called so."""
     return find_shipped(name, FOLDER, "sweep file")
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
-    """Read a sweep file; `overrides` win over its settings, also over those of `smoke`,
-    which is used if `smoke`.
+    """Read a sweep file, its small version if `smoke`.
+
+    `overrides` win over its settings, those of its section `smoke` included.
     """
     try:
-        return _read(path, overrides, smoke)
+        return _read_sweep(path, overrides, smoke)
     except GivenTwice as error:
         raise error.in_file(path) from None
 
 
-def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
-    tree = content_of(path, "sweep file")
-    if not isinstance(tree, dict):
-        raise BenchError(
-            f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}"
-        )
-    for key in tree:
-        if key not in KEYS:
-            raise unknown(f"key in {path.name}", key, KEYS)
-    shrunk = _smoke(tree, path)
-    if smoke and not shrunk:
-        raise BenchError(
-            f"--smoke: {path.name} has no section smoke, which says what is small in its small "
-            f"version"
-        )
-    tree = {**tree, **shrunk} if smoke else tree
-    axes = _axes(tree.get("axes"), path)
-    rows = _rows(tree.get("rows"), axes, path)
-    base = {} if tree.get("config") is None else read_yaml(_beside(path, str(tree["config"])))
-    base |= _settings(tree.get("settings") or {}, "settings")
-    base = parse_overrides(overrides, assemble({}, base))
-    for key in parse_overrides(overrides):
-        if key in [axis.key for axis in axes]:
-            raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
-        if any(key in row for row in rows):
-            raise BenchError(f"--{key}: {path.name} has it in its rows; leave one of them out")
-    reference = tree.get("reference")
-    for key in ("samples", "sample_seed"):
-        if tree.get(key) is not None and tree.get("search") in (None, "grid"):
+def _read_sweep(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
+    content = _read_content(path)
+    small_sections = _small_sections(content, path)
+    if smoke:
+        if not small_sections:
             raise BenchError(
-                f"{key} in {path.name} goes with search: random; give that, or leave {key} out"
+                f"--smoke: {path.name} has no section smoke, which says what is small in its "
+                f"small version"
             )
+        content = {**content, **small_sections}
+    axes = _read_axes(content.get("axes"), path)
+    rows = _read_rows(content.get("rows"), axes, path)
+    base = parse_overrides(overrides, _read_base(content, path))
+    _refuse_overridden(parse_overrides(overrides), axes, rows, path)
+    _refuse_unused_samples(content, path)
+    points = _build_section(Points, {name: content.get(name) for name in Points.model_fields}, "")
+    reference = content.get("reference")
+    if not isinstance(reference, str | None):
+        reference = _read_settings(reference, "reference")
+    tuning = _read_tuning(content, path)
     return SweepFile(
-        path,
-        base,
-        axes,
-        **dict(_made(Points, {name: tree.get(name) for name in Points.model_fields}, "")),
+        path=path,
+        base=base,
+        axes=axes,
+        search=points.search,
+        samples=points.samples,
+        sample_seed=points.sample_seed,
+        workers=points.workers,
         rows=rows,
-        reference=reference
-        if isinstance(reference, str | None)
-        else _settings(reference, "reference"),
-        **_tuning(tree, path),
-        sensitivity=_section(SensitivityOptions, tree, "sensitivity"),
+        reference=reference,
+        tune=tuning.tune,
+        confirm=tuning.confirm,
+        sensitivity=_read_section(SensitivityOptions, content, "sensitivity"),
     )
 
 
-def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    smoke = tree.get("smoke")
+def _read_content(path: Path) -> dict[str, Any]:
+    content = content_of(path, "sweep file")
+    if not isinstance(content, dict):
+        raise BenchError(
+            f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}"
+        )
+    for key in content:
+        if key not in KEYS:
+            raise unknown(f"key in {path.name}", key, KEYS)
+    return content
+
+
+def _small_sections(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the sections that `smoke` changes, as it changes them; {} without one."""
+    smoke = content.get("smoke")
     if smoke is None:
         return {}
     if not isinstance(smoke, dict):
         raise BenchError(
             f"smoke in {path.name}: {smoke!r} is not allowed; give sections: {', '.join(SMOKE)}"
         )
-    for name, content in smoke.items():
+    small_sections = {}
+    for name, changes in smoke.items():
         if name not in SMOKE:
             raise unknown(f"key in smoke of {path.name}", name, SMOKE)
-        for where, given in ((f"smoke.{name}", content), (name, tree.get(name) or {})):
-            if not isinstance(given, dict):
-                raise BenchError(
-                    f"{where} in {path.name}: {given!r} is not allowed; give keys and values"
-                )
-    small = {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
-    if "settings" in smoke:  # key by key, dotted or nested
-        own = _settings(tree.get("settings") or {}, "settings")
-        small["settings"] = own | _settings(smoke["settings"], "smoke.settings")
-    return small
+        section = content.get(name) or {}
+        _refuse_unless_mapping(changes, f"smoke.{name}", path)
+        _refuse_unless_mapping(section, name, path)
+        small_sections[name] = {**section, **changes}
+    if "settings" in smoke:
+        # A setting replaces itself, whether they are dotted or nested.
+        settings = _read_settings(content.get("settings") or {}, "settings")
+        settings |= _read_settings(smoke["settings"], "smoke.settings")
+        small_sections["settings"] = settings
+    return small_sections
 
 
-def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
+def _refuse_unless_mapping(content: Any, name: str, path: Path) -> None:
+    if not isinstance(content, dict):
+        raise BenchError(f"{name} in {path.name}: {content!r} is not allowed; give keys and values")
+
+
+def _read_axes(content: Any, path: Path) -> tuple[Axis, ...]:
     if content is None:
         return ()
     if not isinstance(content, dict) or not content:
@@ -280,7 +314,7 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
     return tuple(read_axis(str(key), values) for key, values in content.items())
 
 
-def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:
+def _read_rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:
     if content is None:
         return ()
     if not isinstance(content, list) or not content:
@@ -288,7 +322,7 @@ def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any
             f"rows in {path.name}: {content!r} is not allowed; give a list, such as "
             f"[{{rule: fp32}}]"
         )
-    rows = tuple(_settings(row, "rows") for row in content)
+    rows = tuple(_read_settings(row, "rows") for row in content)
     for row in rows:
         if "rule" not in row:
             raise BenchError(
@@ -302,68 +336,114 @@ def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any
     return rows
 
 
-def _beside(path: Path, name: str) -> Path:
-    """The configuration named in a sweep file: beside that file, or where `run` would
-    find it.
+def _read_base(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the settings of all runs, those of the file before the command line's."""
+    settings = {}
+    if content.get("config") is not None:
+        settings = read_yaml(_find_config(str(content["config"]), path))
+    settings |= _read_settings(content.get("settings") or {}, "settings")
+    return assemble({}, settings)
+
+
+def _find_config(name: str, sweep_path: Path) -> Path:
+    """Return the path of a configuration that a sweep file names.
+
+    It is looked for in the folder of that file, then where `run` would find it.
     """
-    beside = path.parent / name
+    sibling = sweep_path.parent / name
     try:
-        return beside if beside.is_file() else find_config(name)
+        return sibling if sibling.is_file() else find_config(name)
     except OSError as error:
         raise BenchError(f"config {name!r} can't be read: {error.strerror or error}") from None
 
 
-def _settings(content: Any, key: str) -> dict[str, Any]:
+def _refuse_overridden(
+    overrides: Mapping[str, Any],
+    axes: Sequence[Axis],
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+) -> None:
+    """Refuse an override of a setting that the file varies."""
+    axis_keys = [axis.key for axis in axes]
+    for key in overrides:
+        if key in axis_keys:
+            raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
+        if any(key in row for row in rows):
+            raise BenchError(f"--{key}: {path.name} has it in its rows; leave one of them out")
+
+
+def _refuse_unused_samples(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse options of a random search in the file of a grid."""
+    if content.get("search") not in (None, "grid"):
+        return
+    for key in ("samples", "sample_seed"):
+        if content.get(key) is not None:
+            raise BenchError(
+                f"{key} in {path.name} goes with search: random; give that, or leave {key} out"
+            )
+
+
+def _read_settings(content: Any, section: str) -> dict[str, Any]:
+    """Return settings of a section by dotted key; errors name the section."""
     if not isinstance(content, dict):
         raise BenchError(
-            f"{key}: {content!r} is not allowed; give settings, such as train.max_steps: 300"
+            f"{section}: {content!r} is not allowed; give settings, such as train.max_steps: 300"
         )
     try:
         return read_settings(content)
     except GivenTwice as error:
-        raise GivenTwice(f"{key}.{error.key}") from None
+        raise GivenTwice(f"{section}.{error.key}") from None
 
 
-def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The sections tune and confirm, which need each other and share no seed."""
-    if tree.get("tune") is None and tree.get("confirm") is None:
-        return {}
-    for name, other in (("tune", "confirm"), ("confirm", "tune")):
-        if tree.get(name) is None:
-            raise BenchError(f"{other} in {path.name} needs {name}; give {name}: {{seeds: [1, 2]}}")
-    tune, confirm = _section(Tune, tree, "tune"), _section(Confirm, tree, "confirm")
-    for name, seeds in (("tune", tune.seeds), ("confirm", confirm.seeds)):
-        if not seeds:
+class _TuningSections(NamedTuple):
+    tune: Tune | None = None
+    confirm: Confirm | None = None
+
+
+def _read_tuning(content: Mapping[str, Any], path: Path) -> _TuningSections:
+    """Return the sections tune and confirm, which need each other and share no seed."""
+    has_tune = content.get("tune") is not None
+    has_confirm = content.get("confirm") is not None
+    if not has_tune and not has_confirm:
+        return _TuningSections()
+    if not has_tune:
+        raise BenchError(f"confirm in {path.name} needs tune; give tune: {{seeds: [1, 2]}}")
+    if not has_confirm:
+        raise BenchError(f"tune in {path.name} needs confirm; give confirm: {{seeds: [1, 2]}}")
+    tune = _read_section(Tune, content, "tune")
+    confirm = _read_section(Confirm, content, "confirm")
+    for name, section in (("tune", tune), ("confirm", confirm)):
+        if not section.seeds:
             raise BenchError(
                 f"{name}.seeds: missing in {path.name}; give a list of seeds, such as [1, 2]"
             )
-    if both := [seed for seed in tune.seeds if seed in confirm.seeds]:
-        raise BenchError(
-            f"confirm.seeds: {both[0]} is one of tune.seeds; confirm on seeds that nothing was "
-            f"tuned on"
-        )
-    return {"tune": tune, "confirm": confirm}
+    for seed in tune.seeds:
+        if seed in confirm.seeds:
+            raise BenchError(
+                f"confirm.seeds: {seed} is one of tune.seeds; confirm on seeds that nothing was "
+                f"tuned on"
+            )
+    return _TuningSections(tune, confirm)
 
 
-def _section(kind: type[Kind], tree: Mapping[str, Any], name: str) -> Kind:
-    content = {} if tree.get(name) is None else tree[name]
-    if not isinstance(content, dict):
+def _read_section(kind: type[SectionKind], content: Mapping[str, Any], name: str) -> SectionKind:
+    section = {} if content.get(name) is None else content[name]
+    if not isinstance(section, dict):
         raise BenchError(
-            f"{name}: {content!r} is not a section; give its keys: {', '.join(kind.model_fields)}"
+            f"{name}: {section!r} is not a section; give its keys: {', '.join(kind.model_fields)}"
         )
-    for key in content:
+    for key in section:
         if key not in kind.model_fields:
             raise unknown(f"key in {name}", key, kind.model_fields)
-    return _made(kind, content, f"{name}.")
+    return _build_section(kind, section, f"{name}.")
 
 
-def _made(kind: type[Kind], content: Mapping[str, Any], prefix: str) -> Kind:
-    """A section with a file's values; null means the default."""
+def _build_section(kind: type[SectionKind], values: Mapping[str, Any], prefix: str) -> SectionKind:
+    """Return a section with these values; null stands for the default."""
     try:
         return kind.model_validate(
-            {key: value for key, value in content.items() if value is not None}
+            {key: value for key, value in values.items() if value is not None}
         )
     except ValidationError as error:
-        raise refusal(
-            error, {each.key: each for each in settings_of(kind, prefix)}, prefix
-        ) from None
+        fields = {declared.key: declared for declared in settings_of(kind, prefix)}
+        raise refusal(error, fields, prefix) from None

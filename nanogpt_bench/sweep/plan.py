@@ -1,10 +1,21 @@
-"""The plan of a sweep or a comparison: its runs with names and settings, all checked."""
+"""The plan of a sweep or a comparison: its runs with names and settings, all checked.
+
+`plan_sweep` makes the runs of a file:
+
+    axes -> points         `points_of`: every combination, or random ones
+    rows x points          `in_rows`: the settings of each row under its points
+    base + point -> run    `plan_point`: settings resolved and checked, a label and the
+                           name of the folder made from the point
+    references             `references_of`: float runs for what the points vary and
+                           compared runs have to share, such as seeds
+    by name                `named_once`: the same training is planned once
+"""
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,8 +220,7 @@ def left_out_of_reference(sweep: SweepFile) -> str:
         return ""
     return (
         f"the reference is trained with its rule's own {', '.join(keys)}, not the file's: set them "
-        f"under reference in "
-        "the sweep file, or name a row as the reference"
+        f"under reference in the sweep file, or name a row as the reference"
     )
 
 
@@ -286,26 +296,48 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
 def applies(key: str, value: Any, rule: Rule) -> bool:
     """Return whether a rule takes a setting.
 
-    >>> applies("optimizer.momentum", 0.9, RULES["sgd"]), applies("optimizer.momentum", 0.9, RULES["fp32"])
-    (True, False)
+    >>> applies("optimizer.momentum", 0.9, RULES["sgd"])
+    True
+    >>> applies("optimizer.momentum", 0.9, RULES["fp32"])
+    False
     """
     section, _, option = key.partition(".")
     if section == "optimizer" and option in OPTION_NAMES:
         return option in OPTIONS[rule.optimizer]
-    if key == "optimizer.moments":
-        return has_moments(rule.storage, rule.optimizer)
     facts = FIELDS[key].facts if key in FIELDS else {}
     if facts.get("storages"):
         return rule.storage in facts["storages"]
     if facts.get("optimizers"):
         return rule.optimizer in facts["optimizers"]
-    if key == "model.storage":
-        return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
-    if key == "model.peer":
-        return rule.optimizer in PEER_WEIGHTS.get(value, ())
-    if key == "train.precision":
-        return rule.storage != "float32"
+    if key in _TAKEN_BY:
+        return _TAKEN_BY[key](value, rule)
     return not facts.get("of_formats") or rule.storage not in WITHOUT_FORMATS
+
+
+def _takes_storage(storage: str, rule: Rule) -> bool:
+    is_rounded = rule.storage in ROUNDED and storage in ROUNDED
+    return rule.storage == storage or is_rounded
+
+
+def _takes_peer(peer: str, rule: Rule) -> bool:
+    return rule.optimizer in PEER_WEIGHTS.get(peer, ())
+
+
+def _takes_moments(_: str, rule: Rule) -> bool:
+    return has_moments(rule.storage, rule.optimizer)
+
+
+def _takes_precision(_: str, rule: Rule) -> bool:
+    return rule.storage != "float32"
+
+
+#: settings with a condition that no fact of theirs says
+_TAKEN_BY: dict[str, Callable[[Any, Rule], bool]] = {
+    "model.storage": _takes_storage,
+    "model.peer": _takes_peer,
+    "optimizer.moments": _takes_moments,
+    "train.precision": _takes_precision,
+}
 
 
 def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:

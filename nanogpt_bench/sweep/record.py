@@ -1,10 +1,21 @@
-"""The runs of a sweep on disk: their folders, their outcomes, and sweep.json."""
+"""The runs of a sweep on disk: their folders, their outcomes, and sweep.json.
+
+    OUT/sweep.json             an entry per run: its settings and its outcome
+    OUT/NAME/                  the folder of a run
+    OUT/trials/NAME/           that of a trial of a search
+    OUT/report.html, tables    written from the folders of the runs
+
+sweep.json is written after every run, so that it is true whenever a sweep is cut off.
+When the sweep is started again it says which settings the runs were trained with, and
+the folders say how far they came.
+"""
 
 import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -38,80 +49,101 @@ from nanogpt_bench.system.untrusted import read_json
 DATE = "%Y-%m-%d %H:%M UTC"
 #: entries of a run's summary.json that sweep.json repeats
 OUTCOMES = (
-    *(
-        "status",
-        "steps",
-        "final_val_loss",
-        "best_val_loss",
-        "first_val_loss",
-        "bytes_per_parameter",
-        "stall",
-    ),
-    *("arrived", "tokens_per_s", "seconds"),
+    "status",
+    "steps",
+    "final_val_loss",
+    "best_val_loss",
+    "first_val_loss",
+    "bytes_per_parameter",
+    "stall",
+    "arrived",
+    "tokens_per_s",
+    "seconds",
 )
+#: ends of a run from outside, after which it can be resumed
+FROM_OUTSIDE = ("killed", "signal", "disk")
+
+
+class SweepMode(StrEnum):
+    """What the runs of a sweep are for, as sweep.json names it."""
+
+    GRID = "grid"
+    RANDOM = "random"
+    COMPARE = "compare"
+    TUNE = "tune"
+    SENSITIVITY = "sensitivity"
 
 
 class SweepRecord:
     """The runs of a sweep in `folder`: a folder per run, sweep.json, the report.
 
-    Runs are added one by one, since some are planned from the results of others. `mode`
-    is grid, random, compare, tune or sensitivity. Gaps are measured to the row labelled
-    `baseline`, without one to the first BF16 row. The table has the rows labelled
-    `order` first.
+    Runs are added one by one, since some are planned from the results of others. Gaps
+    are measured to the row labelled `baseline`, without one to the first BF16 row. The
+    table has the rows labelled `order` first.
     """
 
     def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
-        self.folder, self.mode, self.baseline = folder, mode, baseline
+        """Read what an earlier start left in the folder; `mode` is a `SweepMode`."""
+        self.folder = folder
+        self.mode = mode
+        self.baseline = baseline
         self.order: Sequence[str] = ()
         self.planned: list[PlannedRun] = []
-        self._started = datetime.now(UTC)
-        self._ended: dict[str, bool] = {}
-        self._resumed: set[str] = set()
-        self._before = self._entries_of_before()
         #: digests of the corpora as the sweep has begun with them, by their folders
         self.texts: dict[str, dict[str, Any]] = {}
+        self._started = datetime.now(UTC)
+        #: whether a run has ended by itself, by its name
+        self._ended: dict[str, bool] = {}
+        #: names of runs with a checkpoint to go on from
+        self._resumed: set[str] = set()
         #: entries of sweep.json, by the name of the run
         self._entries: dict[str, dict[str, Any]] = {}
+        #: entries that an earlier start left in sweep.json
+        self._earlier_entries = self._read_earlier_entries()
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; return whether it has ended already. Else remove its folder,
-        unless it has a checkpoint.
+        """Add a run; return whether it has ended already.
+
+        If not, its folder is removed, unless it has a checkpoint.
         """
         self.check(run)
         self.planned.append(run)
-        if self._read(run):
+        if self._read_outcome(run):
             return True
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
         return False
 
-    def _read(self, run: PlannedRun) -> bool:
+    def _read_outcome(self, run: PlannedRun) -> bool:
         """Read a run's folder; return whether the run has ended by itself."""
         summary = self.summary(run)
-        self._ended[run.name] = has_ended(summary)
-        self._entries[run.name] = {
+        ended = has_ended(summary)
+        entry: dict[str, Any] = {
             "name": run.name,
             "label": run.label,
             "rule": run.rule,
             "format": run.format,
             "seed": run.seed,
             "axes": plain(run.axes),
-            "ended": self._ended[run.name],
-            **{key: summary.get(key) for key in OUTCOMES},
-            **{
-                metric.figure: summary[metric.figure]
-                for metric in BESIDE_LOSS
-                if metric.figure in summary
-            },
-            "failure": (summary.get("failure") or {}).get("kind"),
-            "failures": list(dict.fromkeys(finding.kind for finding in failures_in(summary))),
-            "settings": plain(run.settings),
+            "ended": ended,
         }
-        if self._ended[run.name]:
+        for key in OUTCOMES:
+            entry[key] = summary.get(key)
+        for metric in BESIDE_LOSS:
+            if metric.figure in summary:
+                entry[metric.figure] = summary[metric.figure]
+        failures = [failure.kind for failure in failures_in(summary)]
+        entry["failure"] = (summary.get("failure") or {}).get("kind")
+        entry["failures"] = list(dict.fromkeys(failures))
+        entry["settings"] = plain(run.settings)
+        self._entries[run.name] = entry
+        self._ended[run.name] = ended
+        if ended:
             drop_checkpoints(self.run_dir(run), run.settings)
-        return self._ended[run.name]
+        return ended
 
     def resumes(self, run: PlannedRun) -> bool:
+        """Return whether a run goes on from its checkpoint."""
         return run.name in self._resumed
 
     def run_dir(self, run: PlannedRun) -> Path:
@@ -121,21 +153,20 @@ class SweepRecord:
         return summary_of(self.run_dir(run))
 
     def final_loss(self, run: PlannedRun) -> float | None:
-        """Return the final loss of a run that reached its last step; None if it failed
-        or ended early.
-        """
+        """Return the final loss of a run; None if it failed or ended early."""
         summary = self.summary(run)
-        return (
-            finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
-        )
+        if summary.get("status") != "finished":
+            return None
+        return finite(summary.get("final_val_loss"))
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, and its `error` if it could not write its own
-        summary; write sweep.json.
+        """Record the end of a run, and write sweep.json.
+
+        `error` is that of a run that could not write its own summary.
         """
         if error is not None:
             self.note_failure(run, error)
-        self._read(run)
+        self._read_outcome(run)
         self.write_manifest()
 
     def ended(self, run: PlannedRun) -> bool:
@@ -143,38 +174,38 @@ class SweepRecord:
         return self._ended[run.name]
 
     def left(self) -> list[PlannedRun]:
-        """Return the runs that have not ended by themselves, and those whose results
-        are gone.
-        """
+        """Return the runs that have not ended by themselves, or whose results are gone."""
         return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
-        """Record the state of every run once all workers have stopped, also of runs
-        whose end was not reported.
+        """Record the state of every run once all workers have stopped.
+
+        It covers runs whose end was not reported.
         """
         for run in self.planned:
             if not self.ended(run):
-                self._read(run)
+                self._read_outcome(run)
         for run in self.planned:
             if is_run_folder(self.run_dir(run)):
                 self._write_summary(run, "stopped")
         self.write_manifest()
 
     def rows(self) -> list[Row]:
-        """Return the rows in the order of the table, each with its runs that have
-        begun; a row given up has none.
+        """Return the rows in the order of the table, each with its runs that have begun.
+
+        A row that was given up has none.
         """
-        grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
+        by_label: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
             if not run.is_trial:
-                grouped.setdefault(run.label, []).append(run)
-        begun = []
-        for runs in filter(None, grouped.values()):
-            loaded = (
-                load_run(self.run_dir(run)) for run in runs if is_run_folder(self.run_dir(run))
-            )
-            begun.append(Row(runs[0].label, runs[0].rule, runs[0].format, tuple(loaded)))
-        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
+                by_label.setdefault(run.label, []).append(run)
+        rows = []
+        for planned in by_label.values():
+            if planned:
+                folders = [self.run_dir(run) for run in planned]
+                runs = tuple(load_run(folder) for folder in folders if is_run_folder(folder))
+                rows.append(Row(planned[0].label, planned[0].rule, planned[0].format, runs))
+        return with_given_up(rows, read_studies([self.folder]).tunings, self.order)
 
     def results(self) -> list[Result]:
         rows = self.rows()
@@ -182,26 +213,38 @@ class SweepRecord:
 
     def write_page(self) -> Path:
         """Write the tables, the page and the figures; return the page's path."""
-        rows, now = self.rows(), {"Command": command_line(), "Date": self._started.strftime(DATE)}
-        title = f"nanogpt-bench {self.mode if self.mode == 'compare' else f'sweep ({self.mode})'}"
-        first = {"Command": now["Command"], "Machine": platform.platform(), "Date": now["Date"]}
-        facts = first | facts_of([run for row in rows for run in row.runs]) | now
-        return write_report(rows, self.folder, title=title, facts=facts, baseline=self.baseline)
+        rows = self.rows()
+        runs: list[Run] = []
+        for row in rows:
+            runs += row.runs
+        command = command_line()
+        date = self._started.strftime(DATE)
+        facts = {"Command": command, "Machine": platform.platform(), "Date": date}
+        facts |= facts_of(runs)
+        # Not those of the first run, which an earlier start may have trained.
+        facts |= {"Command": command, "Date": date}
+        kind = self.mode if self.mode == SweepMode.COMPARE else f"sweep ({self.mode})"
+        return write_report(
+            rows,
+            self.folder,
+            title=f"nanogpt-bench {kind}",
+            facts=facts,
+            baseline=self.baseline,
+        )
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
-        """Write a summary for a run that could not do so itself, so that its folder
-        shows how it failed.
+        """Write a summary for a run that could not, so that its folder shows how it failed.
 
-        A kill or a full disk is no failure of the run, which can be resumed; nothing
+        A kill or a full disk is no failure of the run, which can be resumed. Nothing
         more is written to a full disk. Any other error is a failure and is written with
         its traceback; that run is tried again, too.
         """
-        known = {"kind": error["kind"], "message": one_line(str(error["message"]))}
+        ending = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
-            self._write_summary(run, "stopped", stop=known)
-        if error["kind"] in ("killed", "signal", "disk"):
+            self._write_summary(run, "stopped", stop=ending)
+        if error["kind"] in FROM_OUTSIDE:
             return
-        self._write_summary(run, "failed", failure=known)
+        self._write_summary(run, "failed", failure=ending)
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
@@ -213,31 +256,33 @@ class SweepRecord:
         failure: dict[str, Any] | None = None,
         stop: dict[str, Any] | None = None,
     ) -> None:
+        """Write the summary of a run from its records, unless it has one."""
         folder = self.run_dir(run)
         if (folder / "summary.json").exists():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        seen = load_run(folder) if is_run_folder(folder) else Run(folder)
+        recorded = load_run(folder) if is_run_folder(folder) else Run(folder)
         summary: dict[str, Any] = {
             "name": run.name,
             "rule": run.rule,
             "format": run.format,
             "seed": run.seed,
-            "steps": seen.last_step or 0,
+            "steps": recorded.last_step or 0,
             "steps_planned": run.settings["train.max_steps"],
-            **seen.summary,
+            **recorded.summary,
             "status": status,
-            "failure": failure and {**failure, "step": seen.last_step},
-            "stop": stop and {**stop, "step": seen.last_step},
+            "failure": failure and {**failure, "step": recorded.last_step},
+            "stop": stop and {**stop, "step": recorded.last_step},
         }
         if status == "failed":
             summary["final_val_loss"] = None
-        summary["failures"] = failures_of(replace(seen, summary=summary))
+        summary["failures"] = failures_of(replace(recorded, summary=summary))
         (folder / SUMS).unlink(missing_ok=True)
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         write_sums(folder)
 
-    def _entries_of_before(self) -> dict[str, dict[str, Any]]:
+    def _read_earlier_entries(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of sweep.json by name; refuse a folder of anything else."""
         path = self.folder / SWEEP
         if not path.exists():
             if not is_unused(self.folder):
@@ -246,8 +291,9 @@ class SweepRecord:
                 )
             return {}
         try:
-            before = read_json(path, times=8)
-            entries, mode = {entry["name"]: entry for entry in before["runs"]}, before["mode"]
+            manifest = read_json(path, times=8)
+            entries = {entry["name"]: entry for entry in manifest["runs"]}
+            mode = manifest["mode"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BenchError(
                 f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out"
@@ -259,35 +305,38 @@ class SweepRecord:
         return entries
 
     def check(self, run: PlannedRun) -> None:
-        """Refuse a run that an earlier start of the sweep has trained with other
-        settings.
-        """
-        before = self._before.get(run.name)
-        if before is None:
+        """Refuse a run that an earlier start trained with other settings."""
+        earlier_entry = self._earlier_entries.get(run.name)
+        if earlier_entry is None:
             return
-        now, then = plain(run.settings), before.get("settings") or {}
-        for key in {**now, **then}:
-            if now.get(key) != then.get(key):
+        settings = plain(run.settings)
+        earlier_settings = earlier_entry.get("settings") or {}
+        for key in {**settings, **earlier_settings}:
+            if settings.get(key) != earlier_settings.get(key):
                 raise BenchError(
-                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, "
-                    f"now {now.get(key)!r}; give a new folder"
+                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} "
+                    f"{earlier_settings.get(key)!r}, now {settings.get(key)!r}; give a new folder"
                 )
 
     def check_texts(self, folders: Collection[str]) -> None:
-        """Refuse a corpus that has been prepared anew since an earlier start of the
-        sweep trained on it. Keep the digests of all in `texts`.
+        """Refuse a corpus that was prepared anew since an earlier start trained on it.
+
+        The digests of all are kept in `texts`.
         """
         from nanogpt_bench.data.batches import digests_in, digests_of
 
-        now = self.texts = {folder: digests_in(Path(folder)) for folder in folders}
-        for name, entry in self._before.items():
+        self.texts = {folder: digests_in(Path(folder)) for folder in folders}
+        for name, entry in self._earlier_entries.items():
             folder = (entry.get("settings") or {}).get("data.dir", DEFAULT_DATA_DIR)
-            then = at(mapping(self.folder / name / "environment.json", []), "corpus.splits")
-            if then and now.get(folder, digests_of(then)) != digests_of(then):
+            if folder not in self.texts:
+                continue
+            environment = mapping(self.folder / name / "environment.json", [])
+            splits = at(environment, "corpus.splits")
+            if splits and self.texts[folder] != digests_of(splits):
                 raise BenchError(
                     f"data.dir: {folder!r} is not the text that {name!r} in {str(self.folder)!r} "
-                    f"was trained on (its "
-                    "sha256 differs); give that one, or a new folder with --out"
+                    f"was trained on (its sha256 differs); give that one, or a new folder with "
+                    f"--out"
                 )
 
     def write_manifest(self) -> None:
@@ -296,11 +345,14 @@ class SweepRecord:
         entries = [self._entries[run.name] for run in self.planned]
         # Entries of earlier starts beyond this plan stay: `check` compares their
         # settings when they are planned again.
-        entries += [
-            {**entry, "of_plan": False}
-            for name, entry in self._before.items()
-            if name not in self._entries
-        ]
-        facts = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
-        content = {**facts, "command": command_line(), "runs": entries}
+        for name, entry in self._earlier_entries.items():
+            if name not in self._entries:
+                entries.append({**entry, "of_plan": False})
+        content = {
+            "mode": self.mode,
+            "baseline": self.baseline,
+            "order": list(self.order),
+            "command": command_line(),
+            "runs": entries,
+        }
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -1,7 +1,16 @@
-"""A sweep from its plan to its report: grid or random points, rates tuned and
-confirmed, the sensitivity of layers.
+"""A sweep from its plan to its report.
 
-Runs train in worker processes, with one progress bar.
+Each mode has a function: `sweep_grid` for grid or random points, `tune_and_confirm` for
+rates, `measure_sensitivity` for layers. All of them go the same way:
+
+    plan -> runs             `sweep.plan`, `sweep.tuning`, `sweep.sensitivity`
+    check                    all that may be refused is, before anything is written
+    Session.train            runs in worker processes, with one progress bar
+        a run ends -> record, and the runs that follow from it are enqueued
+    close                    the report, the tables, the exit code
+
+A signal, or a text that changes meanwhile, stops the workers. The same command then
+goes on with the runs that are left.
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -34,16 +43,28 @@ from nanogpt_bench.sweep.plan import (
     left_out_of_reference,
     plan_sweep,
 )
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.record import SweepMode, SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.tuning import Tuning
-from nanogpt_bench.sweep.workers import Event, Local, Pool, check_workers, divide, threads_asked
+from nanogpt_bench.sweep.workers import (
+    Event,
+    EventKind,
+    Job,
+    Local,
+    Pool,
+    check_workers,
+    divide,
+    torch_threads,
+)
 from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, rough_time
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
-#: without a terminal: seconds before the first estimate of the time left, and the least
-#: between two of them, which are at least this share of the elapsed time apart
-FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
+# Without a terminal, estimates of the time left are lines of their own.
+#: seconds before the first of them
+FIRST_ESTIMATE = 20.0
+#: least seconds between two of them, and least share of the elapsed time
+NEXT_ESTIMATE = 60.0
+ESTIMATE_SHARE = 1 / 6
 #: a function that is called with a run that has ended, and returns the runs that follow
 #: from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
@@ -51,20 +72,29 @@ OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
 
 @dataclass
 class Entry:
-    """One run of the progress bar: its size, in the unit of the other runs' sizes, and
-    the share that is done.
-    """
+    """A run of the progress bar."""
 
     name: str
+    #: in the unit of the other runs' sizes
     size: float = 1.0
+    #: share that is done, 0 to 1
     done: float = 0.0
     ended: bool = False
+    #: newest validation loss
     loss: float | None = None
 
 
+class _Start(NamedTuple):
+    """The time and the share of the work at the first steps; before, processes start."""
+
+    seconds: float
+    share: float
+
+
 class Bar:
-    """The progress bar, which shows the events of a pool; a context manager, since the
-    terminal has to be restored.
+    """The progress bar, which shows the events of a pool.
+
+    It is a context manager, since the terminal has to be restored.
     """
 
     def __init__(self, console: Console) -> None:
@@ -72,12 +102,15 @@ class Bar:
         #: returns the sizes of the runs that will be added, as far as they are known
         self.to_come: Callable[[], Sequence[float]] = tuple
         self._console = console
-        self._next_estimate, self._begun = FIRST_ESTIMATE, time.monotonic()
-        #: time and share at the first steps; before, processes were starting
-        self._first: tuple[float, float] | None = None
-        words = TextColumn("{task.description}")
+        self._next_estimate = FIRST_ESTIMATE
+        self._started = time.monotonic()
+        self._first_steps: _Start | None = None
         self._bar = Progress(
-            BarColumn(), words, console=console, transient=True, disable=not console.is_terminal
+            BarColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=1.0)
 
@@ -93,53 +126,60 @@ class Bar:
         self._console.print(Text(f"[{self.elapsed():5.0f} s] {printable(text)}"), soft_wrap=True)
 
     def elapsed(self) -> float:
-        return time.monotonic() - self._begun
+        """Return the seconds since the bar was made."""
+        return time.monotonic() - self._started
 
     def show(self, event: Event) -> None:
         """Apply an event, print a line about a run that has ended, and move the bar."""
         if event.job is not None:
-            entry = self.entries[event.job]
-            if event.kind == "progress":
-                entry.done, entry.loss = (
-                    event.data["step"] / event.data["max_steps"],
-                    event.data.get("val_loss"),
-                )
-                self._first = self._first or (self.elapsed(), self.share())
-            elif event.kind != "started":
-                entry.ended, entry.done = True, 1.0
-                loss = "" if entry.loss is None else f"  val {entry.loss:.3f}"
-                failed = (
-                    f"failed  {one_line(event.data['error']['message'])}"
-                    if event.kind == "failed"
-                    else None
-                )
-                self.say(f"{entry.name}: {failed or f'done{loss}'}")
+            self._apply(event, self.entries[event.job])
         self._bar.update(self._task, completed=self.share(), description=self.words())
         elapsed = self.elapsed()
         if not self._console.is_terminal and elapsed >= self._next_estimate and self.left():
             self._next_estimate = elapsed + max(NEXT_ESTIMATE, elapsed * ESTIMATE_SHARE)
             self.say(self.words())
 
+    def _apply(self, event: Event, entry: Entry) -> None:
+        if event.kind == EventKind.PROGRESS:
+            entry.done = event.data["step"] / event.data["max_steps"]
+            entry.loss = event.data.get("val_loss")
+            if self._first_steps is None:
+                self._first_steps = _Start(self.elapsed(), self.share())
+        elif event.kind in (EventKind.DONE, EventKind.FAILED):
+            entry.ended = True
+            entry.done = 1.0
+            if event.kind == EventKind.FAILED:
+                ending = f"failed  {one_line(event.data['error']['message'])}"
+            elif entry.loss is None:
+                ending = "done"
+            else:
+                ending = f"done  val {entry.loss:.3f}"
+            self.say(f"{entry.name}: {ending}")
+
     def share(self) -> float:
         """Return the share of all work that is done; runs to come count as work."""
         sizes = [*(entry.size for entry in self.entries), *self.to_come()]
-        return sum(entry.size * entry.done for entry in self.entries) / sum(sizes) if sizes else 0.0
+        if not sizes:
+            return 0.0
+        return sum(entry.size * entry.done for entry in self.entries) / sum(sizes)
 
     def words(self) -> str:
-        return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
+        """Return how far the runs have come, as the bar says it."""
+        ended = sum(entry.ended for entry in self.entries)
+        return f"{ended} of {len(self.entries)} runs ended{self.left()}"
 
     def left(self) -> str:
-        """Return the time left in words, at the pace since the first steps; too short
-        by about a run; "" if unknown.
+        """Estimate the remaining time from the pace so far, as words after a comma.
+
+        It underestimates by about one run. It is "" if unknown.
         """
-        since, before = self._first or (0.0, self.share())
-        done = self.share() - before
-        rest = 1.0 - self.share()
-        return (
-            f", {rough_time((self.elapsed() - since) * rest / done)} left"
-            if done > 0 and rest > 0
-            else ""
-        )
+        start = self._first_steps or _Start(0.0, self.share())
+        share = self.share()
+        done = share - start.share
+        rest = 1.0 - share
+        if done <= 0 or rest <= 0:
+            return ""
+        return f", {rough_time((self.elapsed() - start.seconds) * rest / done)} left"
 
 
 def text_of(run: PlannedRun) -> str:
@@ -149,36 +189,40 @@ def text_of(run: PlannedRun) -> str:
 
 def texts_of(run: PlannedRun) -> list[str]:
     """Return the folders of all corpora that a run reads."""
+    texts = [text_of(run)]
     also = run.settings.get("eval.also")
-    return [text_of(run)] if also is None else [text_of(run), str(also)]
+    if also is not None:
+        texts.append(str(also))
+    return texts
 
 
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
     """Return the most threads that a run's settings name; None if no run's do."""
-    return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
+    threads = [run.settings.get("runtime.threads") or 0 for run in runs]
+    return max(threads, default=0) or None
 
 
 def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
-    """Refuse a device that the executor does not have, or runs that need more memory
-    than is free on this machine.
+    """Refuse runs that the machines can't train.
+
+    They need a device that the executor does not have, or more memory than is free on
+    this machine.
     """
     from nanogpt_bench.setup.memory import DECIDING, check_fits
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
         executor.check_device(device)
     keys = tuple(DECIDING)
-    different = {
-        repr([item for item in run.settings.items() if item[0].startswith(keys)]): run
-        for run in runs
-    }
-    for run in different.values():
+    different_runs = {}
+    for run in runs:
+        deciding = [item for item in run.settings.items() if item[0].startswith(keys)]
+        different_runs[repr(deciding)] = run
+    for run in different_runs.values():
         check_fits(resolve(build_config(run.settings)))
 
 
 class Session:
-    """Trains the runs that a record does not have yet, several at a time; `to_come` as
-    in `Bar`.
-    """
+    """Trains the runs that a record does not have yet, several at a time."""
 
     def __init__(
         self,
@@ -187,9 +231,14 @@ class Session:
         executor: Local,
         to_come: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        self._record, self._workers, self._executor = record, workers, executor
-        self._jobs: list[dict[str, Any]] = []
+        """Take at most `workers` at a time, None for as many as fit; `to_come` as in `Bar`."""
+        self._record = record
+        self._workers = workers
+        self._executor = executor
+        #: the jobs of the pool, and their runs in the same order
+        self._jobs: list[Job] = []
         self._runs: list[PlannedRun] = []
+        #: indices of jobs that no worker has yet
         self._waiting: deque[int] = deque()
         self._bar = Bar(Console(stderr=True))
         self._bar.to_come = to_come
@@ -197,45 +246,58 @@ class Session:
         self._threads = 1
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
-        """Train the runs and those that follow from them; return False if a signal
-        ended it early.
+        """Train the runs and those that follow from them.
+
+        Returns False if a signal ended it early.
         """
-        todo = [run for first in planned for run in self._left(first, on_end)]
-        check_machine(todo, self._executor)
+        to_train: list[PlannedRun] = []
+        for run in planned:
+            to_train += self._add(run, on_end)
+        check_machine(to_train, self._executor)
         self._record.write_manifest()
-        if not todo:
+        if not to_train:
             print(
                 f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr
             )
             return True
-        size, self._threads = divide(
-            self._workers, len(todo), threads_set(todo), threads_asked(), self._executor.cores()
+        division = divide(
+            self._workers,
+            len(to_train),
+            threads_set(to_train),
+            torch_threads(),
+            self._executor.cores(),
         )
-        pool = Pool(size, self._threads, self._executor)
+        self._threads = division.threads
+        pool = Pool(division.workers, division.threads, self._executor)
         with pool, self._bar:
-            done = len(self._record.planned) - len(todo)
-            before = f", {done} done before" if done else ""
-            threads = counted(self._threads, "thread")
-            self.say(f"{counted(len(todo), 'run')}{before}; {size} at a time, {threads} each")
+            done = len(self._record.planned) - len(to_train)
+            earlier = f", {done} done before" if done else ""
+            self.say(
+                f"{counted(len(to_train), 'run')}{earlier}; {division.workers} at a time, "
+                f"{counted(division.threads, 'thread')} each"
+            )
             with stop_requests(pool.kill) as stop:
-                self._enqueue(todo)
+                self._enqueue(to_train)
                 try:
                     self._follow(pool, on_end, stop)
                 except TextChangedError as error:
                     self.say("stopping the runs: their text has changed")
-                    pool.stop(patient=True)
-                    self._record.interrupt()
-                    raise self._changed(error) from None
+                    self._stop(pool)
+                    raise self._changed_text(error) from None
                 if stop.asked:
                     self.say(f"{stop.name}: stopping the runs; the same command goes on from here")
-                    pool.stop(patient=True)
-                    self._record.interrupt()
+                    self._stop(pool)
                     return False
         return True
 
-    def _changed(self, error: TextChangedError) -> BenchError:
-        """The error of a corpus that has changed, with what is left of the sweep."""
-        folder, planned = self._record.folder, self._record.planned
+    def _stop(self, pool: Pool) -> None:
+        pool.stop(patient=True)
+        self._record.interrupt()
+
+    def _changed_text(self, error: TextChangedError) -> BenchError:
+        """Return the error of a corpus that has changed, with what is left of the sweep."""
+        folder = self._record.folder
+        planned = self._record.planned
         ended = sum(self._record.ended(run) for run in planned)
         return BenchError(
             f"{error}: {ended} of {len(planned)} runs in {str(folder)!r} have ended on the text "
@@ -243,70 +305,95 @@ class Session:
             f"goes on"
         )
 
-    def _left(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
-        """Return the run if it has to be trained; else those to be trained of the runs
-        that follow from it.
+    def _add(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
+        """Add a run to the record; return the runs to be trained.
+
+        They are the run itself or, if it has ended already, those that follow from it.
         """
         if not self._record.add(run):
             return [run]
-        return [left for following in on_end(run) for left in self._left(following, on_end)]
+        return self._add_following(run, on_end)
+
+    def _add_following(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
+        """Add the runs that follow from one that has ended; return those to be trained."""
+        to_train: list[PlannedRun] = []
+        for following in on_end(run):
+            to_train += self._add(following, on_end)
+        return to_train
 
     def _enqueue(self, runs: Iterable[PlannedRun]) -> None:
         for run in runs:
-            run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
-            threads = self._threads
-            if (
-                resume and (before := run_dir / "config.yaml").is_file()
-            ):  # as many threads give the same numbers
-                threads = load_config(before).runtime.threads or threads
-            settings = {"runtime.threads": threads, **PASSING, **run.settings}
             self._waiting.append(len(self._jobs))
-            texts = self._record.texts
-            self._jobs.append(
-                {
-                    "settings": settings,
-                    "run_dir": str(run_dir),
-                    "argv": sys.argv,
-                    "resume": resume,
-                    "texts": {folder: texts[folder] for folder in texts_of(run) if folder in texts},
-                }
-            )
+            self._jobs.append(self._job(run))
             self._runs.append(run)
             self._bar.entries.append(Entry(f"{run.label} · seed {run.seed}", run.cost))
         order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
+        # The pool takes its next jobs from this object.
         self._waiting.clear()
         self._waiting.extend(order)
 
+    def _job(self, run: PlannedRun) -> Job:
+        run_dir = self._record.run_dir(run)
+        resume = self._record.resumes(run)
+        threads = self._threads
+        config = run_dir / "config.yaml"
+        if resume and config.is_file():
+            # With as many threads as before it gives the same numbers.
+            threads = load_config(config).runtime.threads or threads
+        digests = self._record.texts
+        return {
+            "settings": {"runtime.threads": threads, **PASSING, **run.settings},
+            "run_dir": str(run_dir),
+            "argv": sys.argv,
+            "resume": resume,
+            "texts": {folder: digests[folder] for folder in texts_of(run) if folder in digests},
+        }
+
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
+        """Show and record the pool's events until all runs have ended, or a stop."""
         for event in pool.run(self._jobs, self._waiting):
             if stop.asked:
                 return
-            run = None if event.job is None else self._runs[event.job]
-            if (
-                run is not None and event.kind == "done"
-            ):  # the worker is done, but the training may have failed
-                summary = self._record.summary(run)
-                if summary.get("status") == "failed" and summary.get("failure"):
-                    event = Event(event.job, "failed", {"error": summary["failure"]})
-            if event.kind == "failed" and event.data["error"]["kind"] == TextChangedError.__name__:
-                # no failure of this run: it has not begun, and the others can't either
-                raise TextChangedError(event.data["error"]["message"])
+            if event.job is None:
+                self._bar.show(event)
+                continue
+            run = self._runs[event.job]
+            if event.kind == EventKind.DONE:
+                event = self._with_outcome(event, run)
+            error = event.data["error"] if event.kind == EventKind.FAILED else None
+            if error is not None and error["kind"] == TextChangedError.__name__:
+                # It is no failure of this run, which has not begun: no other can begin
+                # either.
+                raise TextChangedError(error["message"])
             self._bar.show(event)
-            if run is not None and event.kind in ("done", "failed"):
-                self._record.end(run, event.data["error"] if event.kind == "failed" else None)
-                if self._record.ended(
-                    run
-                ):  # nothing follows from a run that was ended from outside
-                    self._enqueue(
-                        left for following in on_end(run) for left in self._left(following, on_end)
-                    )
+            if event.kind in (EventKind.DONE, EventKind.FAILED):
+                self._record.end(run, error)
+                # Nothing follows from a run that was ended from outside.
+                if self._record.ended(run):
+                    self._enqueue(self._add_following(run, on_end))
+
+    def _with_outcome(self, event: Event, run: PlannedRun) -> Event:
+        """Return the event of a worker that is done, failed if the training has failed."""
+        summary = self._record.summary(run)
+        if summary.get("status") == "failed" and summary.get("failure"):
+            return Event(event.job, EventKind.FAILED, {"error": summary["failure"]})
+        return event
 
 
-def _turn(run: PlannedRun) -> tuple[bool, int, float]:
-    """The sort key of runs: trials, then one seed of all rows before the next seed,
-    long runs before short ones.
+class _Turn(NamedTuple):
+    """The sort key of runs.
+
+    Trials come first, then one seed of all rows before the next seed, long runs before
+    short ones.
     """
-    return (not run.is_trial, run.seed, -run.cost)
+
+    is_counted: bool
+    seed: int
+    negative_cost: int
+
+
+def _turn(run: PlannedRun) -> _Turn:
+    return _Turn(not run.is_trial, run.seed, -run.cost)
 
 
 def close(
@@ -317,11 +404,16 @@ def close(
     rows: bool = False,
     command: str | None = None,
 ) -> int:
-    """Write the report, print `table` and, without it or with `rows`, that of all runs;
-    return the exit code.
+    """Write the report, print the tables and return the exit code.
 
-    The last line is the page's path. Standard error names the runs that are left, and
-    the `command` to continue.
+    The last line is the page's path. Standard error names the runs that are left.
+
+    Args:
+        record: the runs.
+        whole: whether all runs were trained, and none was stopped by a signal.
+        table: a table to be printed first.
+        rows: whether the table of all runs is printed after `table`.
+        command: the command that continues the sweep, if not the same one.
     """
     page = record.write_page()
     if table is not None:
@@ -333,13 +425,17 @@ def close(
         if command is not None:
             print(f"to go on: {command}", file=sys.stderr)
         return RESUMABLE
-    if left := record.left():
-        going_on = "the same command continues them" if command is None else f"to go on: {command}"
-        print(f"runs that did not reach their end: {len(left)}; {going_on}", file=sys.stderr)
+    left = record.left()
+    if left:
+        continuation = "the same command continues them"
+        if command is not None:
+            continuation = f"to go on: {command}"
+        print(f"runs that did not reach their end: {len(left)}; {continuation}", file=sys.stderr)
         return 1
-    return (
-        0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
-    )
+    for run in record.planned:
+        if record.summary(run).get("status") == "finished":
+            return 0
+    return 1
 
 
 def sweep_grid(
@@ -351,11 +447,10 @@ def sweep_grid(
     mode: str | None = None,
     again: str | None = None,
 ) -> int:
-    """Train every point of the file and report; the last printed line is the report's
-    path.
+    """Train every point of the file and report.
 
-    `mode` replaces the search in sweep.json. `again` is the command that continues the
-    sweep, if not the same one.
+    The last printed line is the report's path. `mode` replaces the search in sweep.json.
+    `again` is the command that continues the sweep, if not the same one.
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
@@ -371,9 +466,7 @@ def _check(
     workers: int | None,
     executor: Local,
 ) -> None:
-    """Refuse runs that can't be trained before anything is written, except the default
-    corpus.
-    """
+    """Refuse runs that can't be trained, before anything but the default corpus is written."""
     check_workers(workers, "workers", threads_set(planned), executor.cores())
     for run in planned:
         record.check(run)
@@ -381,18 +474,24 @@ def _check(
     for run in planned:
         prepare_default(text_of(run))
     check_inputs(planned)
-    record.check_texts({folder for run in planned for folder in texts_of(run)})
-    if said := left_out_of_reference(sweep):
-        print(said, file=sys.stderr)
+    folders: set[str] = set()
+    for run in planned:
+        folders.update(texts_of(run))
+    record.check_texts(folders)
+    line = left_out_of_reference(sweep)
+    if line:
+        print(line, file=sys.stderr)
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
-    """Search the best rates of every point, train it at these with other seeds, report,
-    and write tuning.json.
+    """Search the best rates of every point, then train it at these with other seeds.
+
+    The report and tuning.json are written.
     """
-    record = SweepRecord(out, "tune")
+    record = SweepRecord(out, SweepMode.TUNE)
     tuning = Tuning(sweep, record)
-    record.order, record.baseline = tuning.labels, tuning.baseline
+    record.order = tuning.labels
+    record.baseline = tuning.baseline
     _check(sweep, record, tuning.checked(), workers, executor)
     session = Session(record, workers, executor, tuning.to_come)
     tuning.say = session.say
@@ -404,10 +503,10 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor:
 def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
     """Quantise one layer pattern at a time, print the gaps and write sensitivity.json."""
     study = plan_study(sweep)
-    record = SweepRecord(out, "sensitivity", study.reference[0].label)
-    _check(
-        replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor
-    )
+    record = SweepRecord(out, SweepMode.SENSITIVITY, study.reference[0].label)
+    # The study has a reference, also where the file names none.
+    with_reference = replace(sweep, reference=sweep.reference or {})
+    _check(with_reference, record, study.planned, workers, executor)
 
     def after(_: PlannedRun) -> Iterable[PlannedRun]:
         write_gaps(study, record)
@@ -418,4 +517,8 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, execut
     return close(record, whole=whole, table=gaps_table(measure_gaps(study, record)))
 
 
-MODES = {"tune": tune_and_confirm, "sensitivity": measure_sensitivity}
+#: the functions of modes that are not `sweep_grid`
+MODES = {
+    SweepMode.TUNE: tune_and_confirm,
+    SweepMode.SENSITIVITY: measure_sensitivity,
+}

@@ -1,5 +1,18 @@
-"""Tuning: searching the best rates of every combination of the axes, then the runs that
-count, with other seeds.
+"""Tuning: the search for the best rates, then the runs that count, with other seeds.
+
+Every combination of the axes has a `Search`: a coordinate descent on a logarithmic grid
+of rates. Its places are counted in half steps from the first value:
+
+    lr = first * factor ** (index / 2)      index  -4  -2  -1   0   1   2   4
+                                                    .   .   ,   o   ,   .   .
+
+A search goes in rounds. A round's trials train at the same time, with each seed of
+`tune.seeds`; when all have ended, `next_places` decides where to go from the best place.
+First come full steps (.), and half steps (,) around the best at the end. Then the points
+of the search are trained at the best values with the seeds of `confirm.seeds`.
+
+`Tuning` has all searches of a sweep. A session calls `Tuning.after` with each run that
+has ended, and trains the runs it returns.
 """
 
 import json
@@ -34,34 +47,31 @@ FILE = "tuning.json"
 STEPS = "train.max_steps"
 #: a point of the search: for every key, the number of half steps from its first value
 Place = tuple[int, ...]
-FULL, HALF = 2, 1
+#: half steps of a full step
+FULL = 2
+HALF = 1
 
 
 @dataclass
 class Search:
-    """The search for the best values of keys, from those of the run `start`, and the
-    points confirmed at the best.
-    """
+    """The search for the best values of keys, and the points confirmed at the best."""
 
     base: Mapping[str, Any]
+    #: a run at the first values
     start: PlannedRun
     options: Tune
     confirmed: list[PlannedRun] = field(default_factory=list)
     trials: dict[Place, list[PlannedRun]] = field(default_factory=dict)
+    #: mean losses, inf where a run diverged
     losses: dict[Place, float] = field(default_factory=dict)
     #: names of the current round's runs that have not ended
     pending: set[str] = field(default_factory=set)
+    #: first value of each key that the rule has
+    first: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        config, choices = resolve(build_config(self.start.settings)), self.options.choices
-        first = {
-            key: self.options.start.get(key, get(config, key))
-            for key in (*self.options.keys, *choices)
-        }
-        #: first value of each key that the rule has
-        self.first = {key: value for key, value in first.items() if get(config, key) is not None}
-        if not self.first:
-            raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(first)}")
+        self.first = self._first_values()
+        choices = self.options.choices
         for key, value in self.first.items():
             if key in choices and value not in choices[key]:
                 raise BenchError(
@@ -72,6 +82,19 @@ class Search:
                 raise BenchError(
                     f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0"
                 )
+
+    def _first_values(self) -> dict[str, Any]:
+        config = resolve(build_config(self.start.settings))
+        keys = dict.fromkeys((*self.options.keys, *self.options.choices))
+        values = {}
+        for key in keys:
+            value_of_rule = get(config, key)
+            # A rule that does not have the setting has None.
+            if value_of_rule is not None:
+                values[key] = self.options.start.get(key, value_of_rule)
+        if not values:
+            raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(keys)}")
+        return values
 
     def value(self, key: str, index: int) -> float | None:
         """Return a key's value `index` half steps from its first, to four digits.
@@ -97,9 +120,11 @@ class Search:
         return choices[place]
 
     def values(self, place: Place) -> dict[str, float | None]:
+        """Return the value of every key at a place, None where it has none."""
         return {key: self.value(key, index) for key, index in zip(self.first, place, strict=True)}
 
     def has(self, place: Place) -> bool:
+        """Return whether every key has a value at a place."""
         return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
@@ -119,19 +144,23 @@ class Search:
         return runs
 
     def _try(self, place: Place) -> None:
-        """Plan the runs of a place; values that a setting does not take count as
-        diverged.
+        """Plan the runs of a place.
+
+        Values that a setting does not take count as diverged.
         """
+        values = {**self.start.axes, **self.values(place)}
+        trials = []
         try:
-            values = {**self.start.axes, **self.values(place)}
-            runs = [plan_point(self.base, {**values, "seed": seed}) for seed in self.options.seeds]
-            self.trials[place] = [
-                replace(run, name=f"{TRIALS}/{run.name}", is_trial=True) for run in runs
-            ]
+            for seed in self.options.seeds:
+                run = plan_point(self.base, {**values, "seed": seed})
+                trials.append(replace(run, name=f"{TRIALS}/{run.name}", is_trial=True))
         except BenchError:
-            if not any(place):
+            is_start = not any(place)
+            if is_start:
                 raise
             self.losses[place] = math.inf
+        else:
+            self.trials[place] = trials
 
     def ends(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
         """Record the end of a run; return whether it was the last of its round."""
@@ -139,7 +168,7 @@ class Search:
         if self.pending:
             return False
         for place, runs in self.trials.items():
-            losses = [loss_of(run) for run in runs]
+            losses = [loss_of(trial) for trial in runs]
             known = [loss for loss in losses if loss is not None]
             self.losses[place] = statistics.fmean(known) if len(known) == len(runs) else math.inf
         return True
@@ -147,8 +176,10 @@ class Search:
     @property
     def best(self) -> dict[str, Any] | None:
         """The values with the lowest mean loss so far; None without a finite one."""
-        place = best_place(self.losses) if self.losses else None
-        return None if place is None or math.isinf(self.losses[place]) else self.values(place)
+        if not self.losses:
+            return None
+        place = best_place(self.losses)
+        return None if math.isinf(self.losses[place]) else self.values(place)
 
 
 class Tuning:
@@ -158,17 +189,21 @@ class Tuning:
         assert sweep.tune is not None
         assert sweep.confirm is not None
         _check(sweep, sweep.tune)
-        self.sweep, self.tune, self.confirm, self._record = sweep, sweep.tune, sweep.confirm, record
+        self.sweep = sweep
+        self.tune = sweep.tune
+        self.confirm = sweep.confirm
+        self._record = record
         self.searches: list[Search] = []
         #: called with a line when a search is over
         self.say: Callable[[str], None] = lambda _: None
         points = points_of(sweep)
-        for base, point in (
-            *references_of(sweep, points),
-            *((sweep.base, point) for point in points),
-        ):
-            self._add(base, point)
-        confirmed = [run for search in self.searches for run in search.confirmed]
+        for base, reference_point in references_of(sweep, points):
+            self._add(base, reference_point)
+        for point in points:
+            self._add(sweep.base, point)
+        confirmed: list[PlannedRun] = []
+        for search in self.searches:
+            confirmed += search.confirmed
         self.baseline = baseline_of(sweep.reference, confirmed)
         self.labels = [run.label for run in confirmed]
 
@@ -222,7 +257,10 @@ class Tuning:
 
     def first(self) -> list[PlannedRun]:
         """Return the first trials."""
-        return [run for search in self.searches for run in search.round()]
+        trials: list[PlannedRun] = []
+        for search in self.searches:
+            trials += search.round()
+        return trials
 
     def confirmations(self, search: Search, values: Mapping[str, Any]) -> Iterator[PlannedRun]:
         """Yield the runs that count, for every point of a search, at these values."""
@@ -232,101 +270,132 @@ class Tuning:
                 yield replace(run, label=point.label)
 
     def checked(self) -> list[PlannedRun]:
-        """Return the first trials and confirmations at the first values, to be checked
-        before any training.
+        """Return runs to be checked before any training.
+
+        They are the first trials, and confirmations at the first values.
         """
-        own = (run for search in self.searches for run in self.confirmations(search, search.first))
-        return [*self.first(), *own]
+        runs = self.first()
+        for search in self.searches:
+            runs += self.confirmations(search, search.first)
+        return runs
 
     def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
-        """Return the runs that follow from one that has ended: the next trials, or the
-        confirmation.
+        """Return the runs that follow from one that has ended.
+
+        They are the next trials of its search or, at the end of that, the confirmation.
         """
         search = next((search for search in self.searches if run.name in search.pending), None)
         if search is None or not search.ends(run, self._record.final_loss):
             return ()
         following = search.round()
         if not following:
-            trials, best = sum(map(len, search.trials.values())), search.best
-            if best is None:
-                self.say(f"{search.start.label}: no trial of {trials} came to its end with a loss")
-            else:
-                values = ", ".join(f"{key} {value:g}" for key, value in best.items())
-                self.say(f"{search.start.label}: best at {values} ({counted(trials, 'run')})")
+            best = search.best
+            if best is not None:
                 following = list(self.confirmations(search, best))
+            self.say(_result_line(search))
         self.write()
         return following
 
     def to_come(self) -> list[float]:
-        """Return the sizes of runs still to be planned (of trials: the half steps), to
-        estimate the time left.
+        """Return sizes of runs still to be planned, to estimate the time left.
+
+        Of trials they are those at half steps.
         """
         sizes: list[float] = []
         for search in self.searches:
             if search.pending:
                 sizes += [search.start.cost] * 2 * len(search.first) * len(self.tune.seeds)
-                sizes += [point.cost for point in search.confirmed for _ in self.confirm.seeds]
+                for point in search.confirmed:
+                    sizes += [point.cost] * len(self.confirm.seeds)
         return sizes
 
     def write(self) -> Path:
         """Write tuning.json as of now."""
         content = {
-            **{key: getattr(self.tune, key) for key in ("factor", "span", "seeds", "steps")},
+            "factor": self.tune.factor,
+            "span": self.tune.span,
+            "seeds": self.tune.seeds,
+            "steps": self.tune.steps,
             "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},
             "rows": self.rows(),
         }
         return write_text(self._record.folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry per search: its best values, every trial with its losses,
-        and the cost.
-        """
+        """Return one entry per search: best values, all trials with losses, the cost."""
         return [self._row(search) for search in self.searches]
 
     def _row(self, search: Search) -> dict[str, Any]:
-        summaries = [self._record.summary(run) for runs in search.trials.values() for run in runs]
-        start, listed = search.start, self.tune.choices
+        is_best_inside = {}
+        for index, key in enumerate(search.first):
+            # A list of choices is tried whole.
+            is_listed = key in self.tune.choices
+            is_best_inside[key] = is_listed or is_inside(search.losses, index)
+        trials = sorted(search.trials.items())
         return {
-            "label": start.label,
+            "label": search.start.label,
             "rows": [point.label for point in search.confirmed],
-            "rule": start.rule,
-            "format": start.format,
-            "axes": dict(start.axes),
+            "rule": search.start.rule,
+            "format": search.start.format,
+            "axes": dict(search.start.axes),
             "over": bool(search.losses) and not search.pending,
             "start": search.first,
             "best": search.best,
-            "inside": {
-                key: key in listed or is_inside(search.losses, at)
-                for at, key in enumerate(search.first)
-            },
-            "trials": [
-                {
-                    "values": search.values(place),
-                    "loss": finite(search.losses.get(place)),
-                    "losses": {str(run.seed): self._record.final_loss(run) for run in runs},
-                    "status": {
-                        str(run.seed): self._record.summary(run).get("status") for run in runs
-                    },
-                    "runs": [run.name for run in runs],
-                }
-                for place, runs in sorted(search.trials.items())
-            ],
-            "cost": {
-                "runs": sum(bool(summary) for summary in summaries),
-                "steps": sum(int(finite(summary.get("steps")) or 0) for summary in summaries),
-                "seconds": sum(finite(summary.get("seconds")) or 0.0 for summary in summaries),
-            },
+            "inside": is_best_inside,
+            "trials": [self._trial(search, place, runs) for place, runs in trials],
+            "cost": self._cost(search),
+        }
+
+    def _trial(self, search: Search, place: Place, runs: Sequence[PlannedRun]) -> dict[str, Any]:
+        losses = {}
+        statuses = {}
+        for run in runs:
+            losses[str(run.seed)] = self._record.final_loss(run)
+            statuses[str(run.seed)] = self._record.summary(run).get("status")
+        return {
+            "values": search.values(place),
+            "loss": finite(search.losses.get(place)),
+            "losses": losses,
+            "status": statuses,
+            "runs": [run.name for run in runs],
+        }
+
+    def _cost(self, search: Search) -> dict[str, Any]:
+        summaries: list[dict[str, Any]] = []
+        for runs in search.trials.values():
+            summaries += [self._record.summary(run) for run in runs]
+        return {
+            "runs": sum(bool(summary) for summary in summaries),
+            "steps": sum(int(finite(summary.get("steps")) or 0) for summary in summaries),
+            "seconds": sum(finite(summary.get("seconds")) or 0.0 for summary in summaries),
         }
 
 
+def _result_line(search: Search) -> str:
+    """Return the line about a search that is over."""
+    trials = sum(len(runs) for runs in search.trials.values())
+    if search.best is None:
+        return f"{search.start.label}: no trial of {trials} came to its end with a loss"
+    values = ", ".join(f"{key} {value:g}" for key, value in search.best.items())
+    return f"{search.start.label}: best at {values} ({counted(trials, 'run')})"
+
+
 def _check(sweep: SweepFile, tune: Tune) -> None:
-    """Refuse keys that can't be searched, and axes of settings that tune or confirm
-    also give.
-    """
+    """Refuse a file whose search can't be done, before any run is planned."""
     if sweep.search != "grid":
         raise BenchError(
             f"tune in {sweep.path.name} searches at every point of a grid; leave search: random out"
         )
+    _check_keys(tune)
+    _check_given_once(sweep, tune)
+    places = 5 * len(tune.keys) + sum(len(values) for values in tune.choices.values())
+    confirmations = len(sweep.confirm.seeds) if sweep.confirm else 0
+    runs_of_point = places * len(tune.seeds) + confirmations
+    check_count(runs_of_point * count_points(sweep), f"{sweep.path.name} (tune)")
+
+
+def _check_keys(tune: Tune) -> None:
+    """Refuse keys that can't be searched."""
     for key in (*tune.keys, *tune.start):
         if key not in FIELDS:
             raise unknown_key(key)
@@ -344,6 +413,10 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
     for key in tune.start:
         if key not in tune.keys:
             raise BenchError(f"tune.start: {key} is not one of tune.keys: {', '.join(tune.keys)}")
+
+
+def _check_given_once(sweep: SweepFile, tune: Tune) -> None:
+    """Refuse settings, axes and a reference's seed that tune or confirm also give."""
     # which key of the file gives a setting
     sources = {"seed": "tune.seeds and confirm.seeds"}
     sources |= dict.fromkeys(tune.keys, "tune.keys")
@@ -365,22 +438,21 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
             )
     if isinstance(sweep.reference, Mapping) and "seed" in sweep.reference:
         raise BenchError(f"reference: {sources['seed']} say its seed; leave it out there")
-    places = 5 * len(tune.keys) + sum(map(len, tune.choices.values()))
-    confirmations = len(sweep.confirm.seeds) if sweep.confirm else 0
-    runs_of_point = places * len(tune.seeds) + confirmations
-    check_count(runs_of_point * count_points(sweep), f"{sweep.path.name} (tune)")
 
 
 def next_places(
     losses: Mapping[Place, float], keys: int, has: Callable[[Place], bool]
 ) -> list[Place]:
-    """Return the places to try next, all at once; empty when the search is over. It is
-    a coordinate descent.
+    """Return the places to try next, all at once; empty when the search is over.
 
-    `losses` has the places tried so far, with inf where a run diverged; `has` tells
-    whether a place exists. First come the start and its neighbours a full step to
-    either side on the first key; then, key by key, the untried neighbours of the best
-    place, until none is left; last its neighbours at half a step.
+    It is a coordinate descent. First come the start and its neighbours a full step to
+    either side on the first key. Then come, key by key, the untried neighbours of the
+    best place, until none is left, and last its neighbours at half a step.
+
+    Args:
+        losses: losses at the places tried so far, inf where a run diverged.
+        keys: number of keys that are searched.
+        has: whether a place exists.
 
     >>> next_places({}, keys=1, has=lambda _: True)
     [(0,), (-2,), (2,)]
@@ -389,10 +461,11 @@ def next_places(
     >>> next_places({(0,): 1.0, (-2,): 2.0, (2,): 0.5, (4,): 0.7}, keys=1, has=lambda _: True)
     [(1,), (3,)]
     """
-    full = {
-        place: loss for place, loss in losses.items() if not any(index % FULL for index in place)
-    }
-    centre = best_place(full) if full else (0,) * keys
+    at_full_steps = {}
+    for place, loss in losses.items():
+        if all(index % FULL == 0 for index in place):
+            at_full_steps[place] = loss
+    centre = best_place(at_full_steps) if at_full_steps else (0,) * keys
     for step in (FULL, HALF):
         for key in range(keys):
             candidates = (centre, *neighbours(centre, key, step))
@@ -404,13 +477,14 @@ def next_places(
 
 def neighbours(place: Place, key: int, step: int) -> Iterator[Place]:
     """Yield the places `step` half steps below and above on one key."""
-    for way in (-step, step):
-        yield (*place[:key], place[key] + way, *place[key + 1 :])
+    for distance in (-step, step):
+        yield (*place[:key], place[key] + distance, *place[key + 1 :])
 
 
 def best_place(losses: Mapping[Place, float]) -> Place:
-    """Return the place with the lowest loss; of several the one with the lowest values,
-    where training is more stable.
+    """Return the place with the lowest loss.
+
+    Of several it is the one with the lowest values, where training is more stable.
 
     >>> best_place({(0,): 1.0, (2,): 1.0, (4,): math.inf})
     (0,)
@@ -419,11 +493,9 @@ def best_place(losses: Mapping[Place, float]) -> Place:
 
 
 def is_inside(losses: Mapping[Place, float], key: int) -> bool:
-    """Return whether values of a key both below and above that of the best place were
-    tried.
-    """
+    """Return whether values of a key below and above the best place's were tried."""
     if not losses:
         return False
-    tried: Iterable[int] = [place[key] for place in losses]
-    best = best_place(losses)[key]
-    return math.isfinite(losses[best_place(losses)]) and min(tried) < best < max(tried)
+    best = best_place(losses)
+    tried = [place[key] for place in losses]
+    return math.isfinite(losses[best]) and min(tried) < best[key] < max(tried)

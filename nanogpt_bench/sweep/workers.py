@@ -1,10 +1,13 @@
-"""Workers, each of which trains one run at a time; their jobs; and how many of them fit
-the cores.
+"""Workers, each of which trains one run at a time, and how many of them fit the cores.
 
-A worker is a process on this machine, alone in a `ProcessPoolExecutor`, or runs tasks
-on a Ray cluster. It is prepared once and then trains one run after another. A job is
-{"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool,
-"texts": {folder: digests of the corpus that has to be there}}.
+    Session --- jobs ---> Pool --- job ---> Worker      a process, prepared once
+            <-- events --      <-- end ---  `serve`     trains one run after another
+                               <-- records -----------  metrics.jsonl, which the pool reads
+
+An executor says where workers are: `Local` on this machine, `RayCluster` on a cluster.
+A local worker is alone in a `ProcessPoolExecutor`, so that its end breaks no other. Jobs
+and their ends are plain mappings (`Job`, `JobEnd`), since they go from process to
+process.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.util import find_spec
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.keys import FIELDS
@@ -41,9 +45,32 @@ from nanogpt_bench.system.signals import SIGNALS, stop_requests_once
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def begin(threads: int, output: str) -> None:
-    """Prepare a worker's process: threads, output, imports; SIGTERM ends it, Ctrl-C is
-    left to its parent.
+class Job(TypedDict, total=False):
+    """A run to be trained."""
+
+    #: by dotted key
+    settings: Mapping[str, Any]
+    run_dir: str
+    #: the command that was typed
+    argv: list[str]
+    resume: bool
+    #: digests of the corpora that have to be there, by their folders
+    texts: Mapping[str, Any]
+
+
+class JobEnd(TypedDict, total=False):
+    """How a job ended, which its event has as data."""
+
+    #: `done` or `failed`
+    kind: str
+    #: kind, message and, for an error of the bench, traceback of a failed one
+    error: Mapping[str, str]
+
+
+def prepare_process(threads: int, output: str) -> None:
+    """Prepare a worker's process: threads, output, imports.
+
+    SIGTERM ends it; Ctrl-C is left to its parent.
     """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -54,64 +81,64 @@ def begin(threads: int, output: str) -> None:
         os.dup2(file.fileno(), 2)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
-    from nanogpt_bench.loop import train  # noqa: F401  (imported now, so that the first job starts at once)
+    # Imported now, so that the first job starts at once.
+    from nanogpt_bench.loop import train  # noqa: F401
 
 
 def _end_with_parent() -> None:
-    """Send SIGTERM to this process when its parent has ended, so that it saves its run
-    and ends.
+    """Send SIGTERM to this process when its parent has ended.
+
+    It then saves its run and ends.
     """
-    if (parent := parent_process()) is not None:
+    parent = parent_process()
+    if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serve(
-    job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)
-) -> dict[str, Any]:
-    """Train a job's run and return how it ended: {"kind": "done"}, or {"kind":
-    "failed", "error": {...}}.
-    """
+def serve(job: Job, numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> JobEnd:
+    """Train a job's run and return how it ended; the signals `numbers` stop it."""
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
 
-    sys.argv = list(job["argv"])  # environment.json has to record the command that was typed
+    # environment.json has to record the command that was typed.
+    sys.argv = list(job["argv"])
     try:
         with stop_requests_once(numbers) as stop:
-            config, run_dir = build_config(job["settings"]), Path(job["run_dir"])
             summary = run(
-                config,
-                run_dir,
+                build_config(job["settings"]),
+                Path(job["run_dir"]),
                 resume=job.get("resume", False),
                 stop=stop,
                 texts=job.get("texts"),
             )
-            ended = summary["stop"] or {}
-    except Exception as error:  # any error ends only this run
+    # Any error ends only this run.
+    except Exception as error:
+        end = failed(str(error), type(error).__name__)
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
-        return {
-            "kind": "failed",
-            "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace},
-        }
+        return {**end, "error": {**end["error"], "traceback": trace}}
     finally:
-        if (parent := parent_process()) is not None and not parent.is_alive():
+        parent = parent_process()
+        if parent is not None and not parent.is_alive():
             os._exit(128 + SIGNALS[0])
     # A run ended by a full disk or a signal counts as failed, and is resumed at the
     # next start.
-    return (
-        {"kind": "failed", "error": ended}
-        if ended.get("kind") in ("disk", "signal")
-        else {"kind": "done"}
-    )
+    stopped_by = summary["stop"] or {}
+    if stopped_by.get("kind") in ("disk", "signal"):
+        return {"kind": "failed", "error": stopped_by}
+    return {"kind": "done"}
 
 
-def failed(message: str, kind: str = "killed") -> dict[str, Any]:
-    """Return the end of a run that its worker could not report."""
+def failed(message: str, kind: str = "killed") -> JobEnd:
+    """Return the end of a job that failed."""
     return {"kind": "failed", "error": {"kind": kind, "message": message}}
 
 
-#: how processes are started, and the function that trains a job; tests replace them
-CONTEXT, SERVE = "spawn", serve
+# Tests replace these two.
+#: how processes are started
+CONTEXT = "spawn"
+#: the function that trains a job
+SERVE = serve
 #: seconds that workers have to end, when nothing is left to train or after an error,
 #: before they are killed
 SECONDS_TO_STOP = 10.0
@@ -119,12 +146,15 @@ SECONDS_TO_STOP = 10.0
 
 def cores() -> int:
     """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def threads_asked() -> int:
-    """Return the threads with which torch would compute in this process:
-    OMP_NUM_THREADS, or torch's choice.
+def torch_threads() -> int:
+    """Return the threads with which torch would compute in this process.
+
+    They are OMP_NUM_THREADS, or torch's choice.
     """
     import torch
 
@@ -132,47 +162,68 @@ def threads_asked() -> int:
 
 
 def check_workers(
-    workers: int | None, source: str, threads: int | None = None, there: int | None = None
+    workers: int | None, source: str, threads: int | None = None, core_count: int | None = None
 ) -> None:
-    """Refuse more runs at a time than the cores can give `threads` each, or one each if
-    None.
-    """
-    there = cores() if there is None else there
-    most = most_workers(threads, there)
+    """Refuse more runs at a time than the cores can give `threads` each, None for one."""
+    core_count = cores() if core_count is None else core_count
+    most = most_workers(threads, core_count)
     if workers is not None and workers > most:
-        each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
-        take = "takes" if there == 1 else "take"
+        threads_of_run = "" if threads in (None, 1) else f" with runtime.threads {threads}"
+        take = "takes" if core_count == 1 else "take"
         raise BenchError(
-            f"{source}: {workers} is more than the {counted(there, 'core')} {take}{each}; give at "
-            f"most {most}"
+            f"{source}: {workers} is more than the {counted(core_count, 'core')} "
+            f"{take}{threads_of_run}; give at most {most}"
         )
 
 
+class Division(NamedTuple):
+    """How many workers there are, and how many threads each of them has."""
+
+    workers: int
+    threads: int
+
+
 def divide(
-    workers: int | None, runs: int, threads: int | None, asked: int, there: int | None = None
-) -> tuple[int, int]:
-    """Return (workers, threads of each): the cores divided among the workers, of which
-    there are at most `runs`.
+    workers: int | None,
+    runs: int,
+    threads: int | None,
+    most_threads: int,
+    core_count: int | None = None,
+) -> Division:
+    """Divide the cores among workers, of which there are at most `runs`.
 
     A run gets the `threads` of its settings; without any its share of the cores, at
-    most `asked`, the threads of this process. Without `workers` there are as many as
-    the cores can give their threads.
+    most `most_threads`. Without `workers` there are as many as the cores can give their
+    threads.
     """
-    there = cores() if there is None else there
-    count = max(1, min(workers or most_workers(threads, there), runs))
-    return count, threads or max(1, min(there // count, asked))
+    core_count = cores() if core_count is None else core_count
+    count = max(1, min(workers or most_workers(threads, core_count), runs))
+    share = max(1, min(core_count // count, most_threads))
+    return Division(count, threads or share)
 
 
-def most_workers(threads: int | None, there: int) -> int:
+def most_workers(threads: int | None, core_count: int) -> int:
     """Return how many runs of `threads` each fit the cores at a time; at least one."""
-    return max(1, there // (threads or 1))
+    return max(1, core_count // (threads or 1))
+
+
+class EventKind(StrEnum):
+    """What happened to a job; the data of the event goes with it."""
+
+    STARTED = "started"
+    #: the values that `NewRecords.new` returns
+    PROGRESS = "progress"
+    #: a `JobEnd`
+    DONE = "done"
+    #: a `JobEnd`
+    FAILED = "failed"
+    #: nothing happened, to no job
+    TICK = "tick"
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a job: `kind` is started, progress, done or failed; or
-    `tick` (job None): nothing.
-    """
+    """Something that happened to a job, given by its index; `kind` is an `EventKind`."""
 
     job: int | None
     kind: str
@@ -180,34 +231,39 @@ class Event:
 
 
 class Worker:
-    """A process that trains one run at a time, alone in an executor, so that its end
-    breaks no other worker.
-    """
+    """A process of this machine that trains one run at a time."""
 
     def __init__(self, threads: int = 1) -> None:
-        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
-        before = set(multiprocessing.active_children())
-        context = multiprocessing.get_context(CONTEXT)
+        # The file lives as long as the process.
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        other_processes = set(multiprocessing.active_children())
         self._executor = ProcessPoolExecutor(
-            1, context, initializer=begin, initargs=(threads, self._output.name)
+            1,
+            multiprocessing.get_context(CONTEXT),
+            initializer=prepare_process,
+            initargs=(threads, self._output.name),
         )
-        self._executor.submit(os.getpid)  # any task starts the process
-        (self._process,) = set(multiprocessing.active_children()) - before
+        # Any task starts the process.
+        self._executor.submit(os.getpid)
+        (self._process,) = set(multiprocessing.active_children()) - other_processes
 
-    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Queue a job; the future has what `serve` returns, or an error if the worker
-        ends first.
+    def submit(self, job: Job) -> Future[JobEnd]:
+        """Queue a job.
+
+        The future has what `serve` returns, or an error if the worker ends first.
         """
         try:
             return self._executor.submit(SERVE, job)
-        except BrokenProcessPool as error:  # the process has died since its last job
-            future: Future[dict[str, Any]] = Future()
+        except BrokenProcessPool as error:
+            # The process has died since its last job.
+            future: Future[JobEnd] = Future()
             future.set_exception(error)
             return future
 
-    def why(self, error: BaseException) -> dict[str, Any]:
-        """Return the end of a job whose future has an error: a kill, or a crash with
-        its last line of output.
+    def end_by(self, error: BaseException) -> JobEnd:
+        """Return the end of a job whose future has an error.
+
+        It is a kill, or a crash with its last line of output.
         """
         if not isinstance(error, BrokenProcessPool):
             return failed(f"{type(error).__name__}: {one_line(error)}", "crash")
@@ -216,8 +272,8 @@ class Worker:
         if code == -signal.SIGKILL:
             return failed("its process was killed, as a system does that runs out of memory")
         lines = Path(self._output.name).read_text("utf-8", errors="replace").strip().splitlines()
-        last = f": {lines[-1]}" if lines else ""
-        return failed(f"worker process ended with exit code {code}{last}", "crash")
+        last_line = f": {lines[-1]}" if lines else ""
+        return failed(f"worker process ended with exit code {code}{last_line}", "crash")
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -226,15 +282,19 @@ class Worker:
         self._process.kill()
 
     def close(self, deadline: float | None) -> None:
-        """Wait for the process, at most until `deadline` (monotonic seconds) if there
-        is one, then kill it.
+        """Wait for the process until `deadline` (monotonic seconds), then kill it.
+
+        None is no deadline.
         """
         self._executor.shutdown(wait=False, cancel_futures=True)
-        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not connection.wait([self._process.sentinel], seconds):
+        if not connection.wait([self._process.sentinel], _seconds_until(deadline)):
             self._process.kill()
         self._executor.shutdown()
         self._output.close()
+
+
+def _seconds_until(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 class Local:
@@ -259,10 +319,11 @@ _LONGEST_REASON = 200
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # its C++ part writes to standard error itself, such as how it waits for a node
+    # Its C++ part writes to standard error itself, such as how it waits for a node.
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
 }
 #: bytes of Ray's object store, in which there are only small objects
-_OBJECTS = 80 * 2**20
+_OBJECT_STORE_BYTES = 80 * 2**20
 
 
 def check_executor(name: str, address: str | None) -> None:
@@ -275,8 +336,9 @@ def check_executor(name: str, address: str | None) -> None:
 
 @contextmanager
 def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]:
-    """Yield the executor called `name`; runs are written below `folder`, which all
-    workers have to see.
+    """Yield the executor called `name`.
+
+    Runs are written below `folder`, which all workers have to see.
     """
     check_executor(name, address)
     if name == "local":
@@ -286,24 +348,27 @@ def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]
         raise BenchError(
             "--executor ray needs the package ray; get it with pip install 'fp8manifold[ray]'"
         )
-    os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
+    for variable, value in _QUIET.items():
+        os.environ.setdefault(variable, value)
     import ray
 
-    own = {} if address else {"num_cpus": cores(), "object_store_memory": _OBJECTS}
+    # Without an address a cluster is started on this machine.
+    resources = {} if address else {"num_cpus": cores(), "object_store_memory": _OBJECT_STORE_BYTES}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # advice on how a cluster is secured
+        # Ray prints advice on how a cluster is secured.
+        with contextlib.redirect_stderr(io.StringIO()):
             ray.init(
                 address,
-                **own,
+                **resources,
                 log_to_driver=False,
                 configure_logging=False,
                 include_dashboard=False,
             )
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        where = f"--address {address!r}" if address else "--executor ray"
+        option = f"--address {address!r}" if address else "--executor ray"
         reason = shortened(one_line(error), _LONGEST_REASON)
         raise BenchError(
-            f"{where}: no Ray cluster answers ({type(error).__name__}: {reason})"
+            f"{option}: no Ray cluster answers ({type(error).__name__}: {reason})"
         ) from None
     marker = folder.resolve() / f".ray-{secrets.token_hex(8)}"
     try:
@@ -314,12 +379,14 @@ def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]
 
 
 class RayCluster(Local):
-    """The executor of a Ray cluster; a node that sees the file `marker` sees the folder
-    of the runs.
+    """The executor of a Ray cluster.
+
+    A node that sees the file `marker` sees the folder of the runs.
     """
 
     def __init__(self, ray: Any, marker: Path) -> None:
-        self.ray, self.marker = ray, marker
+        self.ray = ray
+        self.marker = marker
 
     def cores(self) -> int:
         return max(1, int(self.ray.cluster_resources().get("CPU", 1)))
@@ -332,36 +399,38 @@ class RayCluster(Local):
 
     def worker(self, threads: int) -> RayWorker:
         # Not earlier: until sweep.json is in the folder, a file in it could be
-        # anybody's
+        # anybody's.
         self.marker.touch()
         return RayWorker(self.ray, threads, self.marker)
 
 
 class RayWorker(Worker):
-    """A worker that runs one task of the cluster at a time; Ray cancels a task, and so
-    ends its run, by SIGINT.
+    """A worker that runs one task of the cluster at a time.
+
+    Ray cancels a task, and so ends its run, by SIGINT.
     """
 
     def __init__(self, ray: Any, threads: int, marker: Path) -> None:
-        self._ray, self._given = ray, (str(marker), os.getcwd())
+        self._ray = ray
+        self._marker = str(marker)
+        self._working_folder = os.getcwd()
         self._task: Any = None
-        self._future: Future[dict[str, Any]] | None = None
+        self._future: Future[JobEnd] | None = None
         # No retries: the next start of the sweep resumes the run from its folder.
-        self._serve = ray.remote(_serve_there).options(num_cpus=threads, max_retries=0)
+        self._serve = ray.remote(_serve_on_node).options(num_cpus=threads, max_retries=0)
 
-    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        self._task = self._serve.remote(dict(job), *self._given)
-        self._future = self._task.future()
-        return self._future
+    def submit(self, job: Job) -> Future[JobEnd]:
+        self._task = self._serve.remote(dict(job), self._marker, self._working_folder)
+        future: Future[JobEnd] = self._task.future()
+        self._future = future
+        return future
 
-    def why(self, error: BaseException) -> dict[str, Any]:
-        if isinstance(
-            error, self._ray.exceptions.WorkerCrashedError | self._ray.exceptions.NodeDiedError
-        ):
+    def end_by(self, error: BaseException) -> JobEnd:
+        exceptions = self._ray.exceptions
+        if isinstance(error, exceptions.WorkerCrashedError | exceptions.NodeDiedError):
             return failed("its Ray worker was lost, with its node or by a kill")
-        return failed(
-            f"{type(error).__name__}: {shortened(one_line(error), _LONGEST_REASON)}", "crash"
-        )
+        reason = shortened(one_line(error), _LONGEST_REASON)
+        return failed(f"{type(error).__name__}: {reason}", "crash")
 
     def terminate(self, *, force: bool = False) -> None:
         if self._future is not None and not self._future.done():
@@ -372,21 +441,22 @@ class RayWorker(Worker):
 
     def close(self, deadline: float | None) -> None:
         if self._future is not None:
-            wait(
-                [self._future], None if deadline is None else max(0.0, deadline - time.monotonic())
-            )
+            wait([self._future], _seconds_until(deadline))
             self.kill()
 
 
-def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any]:
+def _serve_on_node(job: Job, marker: str, working_folder: str) -> JobEnd:
     """Train a job's run on a node, in the folder in which the command was started."""
-    runs = str(Path(marker).parent)
     try:
         os.stat(marker)
-        os.chdir(folder)
+        os.chdir(working_folder)
     except OSError:
-        what = f"--executor ray: a node does not see the folder {runs!r}; give an --out, and a working folder, on "
-        return failed(f"{what}storage that all nodes share", "BenchError")
+        runs_folder = str(Path(marker).parent)
+        return failed(
+            f"--executor ray: a node does not see the folder {runs_folder!r}; give an --out, and "
+            f"a working folder, on storage that all nodes share",
+            "BenchError",
+        )
     return serve(job, (signal.SIGTERM, signal.SIGINT))
 
 
@@ -398,7 +468,8 @@ class Pool:
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
-        self._size, self._threads = size, threads
+        self._size = size
+        self._threads = threads
         self._executor = executor or Local()
         self._workers: list[Worker] = []
 
@@ -411,8 +482,9 @@ class Pool:
         self.stop()
 
     def stop(self, *, patient: bool = False) -> None:
-        """Terminate the workers, which save their runs, and wait until all have ended;
-        `patient`: without a limit.
+        """Terminate the workers, which save their runs, and wait until all have ended.
+
+        Those that take longer than `SECONDS_TO_STOP` are killed, unless `patient`.
         """
         for worker in self._workers:
             worker.terminate()
@@ -422,49 +494,59 @@ class Pool:
         self._workers = []
 
     def kill(self) -> None:
+        """Kill all workers at once."""
         for worker in self._workers:
             worker.kill()
 
-    def run(
-        self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5
-    ) -> Iterator[Event]:
-        """Train the jobs in `order`; yield events until all have ended, and a tick
-        after `tick` s without an event.
+    def run(self, jobs: Sequence[Job], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
+        """Train the jobs in `order`; yield events until all have ended.
 
-        The caller may append to `jobs` between events and, if it is a deque, to
-        `order`; idle workers take the next.
+        After `tick` s without an event there is one that nothing happened. Between
+        events the caller may append to `jobs` and, if it is a deque, to `order`. Idle
+        workers take the next.
         """
         waiting = order if isinstance(order, deque) else deque(order)
-        idle, running = list(self._workers), dict[Future[dict[str, Any]], _Running]()
+        idle = list(self._workers)
+        running: dict[Future[JobEnd], _Running] = {}
         while running or waiting:
             while waiting and (idle or len(self._workers) < self._size):
-                worker, job = idle.pop(0) if idle else self._start(), waiting.popleft()
+                worker = idle.pop(0) if idle else self._start()
+                job = waiting.popleft()
                 running[worker.submit(jobs[job])] = _Running(job, worker, NewRecords(jobs[job]))
-                yield Event(job, "started")
+                yield Event(job, EventKind.STARTED)
             ended, _ = wait(running, tick, FIRST_COMPLETED)
-            events = [
-                Event(one.job, "progress", found)
-                for one in running.values()
-                if (found := one.records.new())
-            ]
+            events = []
+            for task in running.values():
+                values = task.records.new()
+                if values:
+                    events.append(Event(task.job, EventKind.PROGRESS, values))
             for future in ended:
-                one = running.pop(future)
-                try:
-                    end = future.result()
-                    idle.append(one.worker)
-                except Exception as error:  # the worker was lost
-                    end = one.worker.why(error)
-                    self._workers.remove(one.worker)
-                    one.worker.close(time.monotonic())
-                events.append(Event(one.job, end["kind"], end))
-            yield from events or [Event(None, "tick")]
+                task = running.pop(future)
+                end = self._end(future, task.worker)
+                if task.worker in self._workers:
+                    idle.append(task.worker)
+                events.append(Event(task.job, EventKind(end["kind"]), end))
+            yield from events or [Event(None, EventKind.TICK)]
+
+    def _end(self, future: Future[JobEnd], worker: Worker) -> JobEnd:
+        """Return how a job ended; take the worker out of the pool if it was lost."""
+        try:
+            return future.result()
+        except Exception as error:
+            end = worker.end_by(error)
+            self._workers.remove(worker)
+            worker.close(time.monotonic())
+            return end
 
     def _start(self) -> Worker:
-        self._workers.append(self._executor.worker(self._threads))
-        return self._workers[-1]
+        worker = self._executor.worker(self._threads)
+        self._workers.append(worker)
+        return worker
 
 
 class _Running(NamedTuple):
+    """A job that a worker trains, by its index."""
+
     job: int
     worker: Worker
     records: NewRecords
@@ -472,7 +554,8 @@ class _Running(NamedTuple):
 
 #: the most new bytes that are read of a file: its last ones
 MOST_BYTES = 1 << 16
-_NAMES = {
+#: names in an event of the metrics in a record
+_VALUES = {
     "train_loss": metrics.TRAIN_LOSS.name,
     "val_loss": metrics.VAL_LOSS.name,
     "lr": metrics.LR.name,
@@ -484,30 +567,34 @@ _NAMES = {
 class NewRecords:
     """The records of one job's run, read while it trains."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, job: Job) -> None:
         self._path = Path(job.get("run_dir", "")) / "metrics.jsonl"
         steps = job.get("settings", {}).get("train.max_steps", FIELDS["train.max_steps"].default)
-        self._known: dict[str, Any] = {"max_steps": steps}
-        self._read = 0
+        #: the newest values
+        self._values: dict[str, Any] = {"max_steps": steps}
+        #: bytes of the file that were read
+        self._read_bytes = 0
 
     def new(self) -> dict[str, Any] | None:
         """Return the newest values; None without new records."""
         try:
             size = self._path.stat().st_size
+            # A run that goes on has cut its file back.
+            first_new = self._read_bytes if self._read_bytes <= size else 0
             with self._path.open("rb") as file:
-                file.seek(max(self._read if self._read <= size else 0, size - MOST_BYTES))
+                file.seek(max(first_new, size - MOST_BYTES))
                 lines = file.read().splitlines(keepends=True)
         except OSError:
             return None
         whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
-        if size == self._read or not whole:
+        if size == self._read_bytes or not whole:
             return None
-        self._read = size - (0 if lines[-1].endswith(b"\n") else len(lines[-1]))
+        is_last_whole = lines[-1].endswith(b"\n")
+        self._read_bytes = size if is_last_whole else size - len(lines[-1])
         for line in whole:
             record = json.loads(line)
-            found = {name: record.get(key) for name, key in _NAMES.items()}
-            self._known |= {
-                "step": record["step"],
-                **{name: x for name, x in found.items() if x is not None},
-            }
-        return dict(self._known)
+            self._values["step"] = record["step"]
+            for name, metric in _VALUES.items():
+                if record.get(metric) is not None:
+                    self._values[name] = record[metric]
+        return dict(self._values)

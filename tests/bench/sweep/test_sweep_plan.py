@@ -22,7 +22,7 @@ from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.tuning import Tuning
-from nanogpt_bench.sweep.workers import check_workers, divide, threads_asked
+from nanogpt_bench.sweep.workers import check_workers, divide, torch_threads
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
@@ -269,15 +269,15 @@ def test_cores_are_divided_among_workers_that_have_no_more_threads_than_this_pro
         for asked in (1, 2):
             torch.set_num_threads(asked)  # as OMP_NUM_THREADS does
             for workers, threads in ((1, asked), (2, asked), (4, 1)):
-                assert divide(workers, 1000, None, threads_asked()) == (workers, threads)
+                assert divide(workers, 1000, None, torch_threads()) == (workers, threads)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("_stub_workers")
-def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsys):
+def test_the_runs_of_a_sweep_get_the_torch_threads_for(write, monkeypatch, capsys):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
-    monkeypatch.setattr(session_module, "threads_asked", lambda: 2)
+    monkeypatch.setattr(session_module, "torch_threads", lambda: 2)
     path = write(axes={"optimizer.lr": [0.1]})
     path.write_text(path.read_text().replace("  runtime.threads: 1\n", ""))
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
@@ -306,7 +306,7 @@ def test_more_runs_at_a_time_than_cores_are_refused(
     ).endswith(said)
     assert not Path("out").exists()
     with refusal("2 is more than the 1 core takes; give at most 1"):
-        check_workers(2, "--workers", there=1)
+        check_workers(2, "--workers", core_count=1)
 
 
 def test_one_seed_of_every_row_comes_before_the_next_whatever_a_run_costs():
