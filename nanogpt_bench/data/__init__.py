@@ -1,5 +1,10 @@
-"""Corpora: from the standard library's prose, packages, a file or a data set;
-tokenizers, files on disk, batches.
+"""Corpora: their sources, tokenizers, files on disk, and batches.
+
+text, packages, dataset    where a text comes from: a file or the standard library,
+                           packages of an archive, a data set of the hub
+tokenizers                 a text -> tokens
+write                      tokens -> the files of a corpus
+batches                    the files of a corpus -> batches
 """
 
 import os
@@ -10,11 +15,9 @@ from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 
 
 def prepare_default(data_dir: str) -> None:
-    """Prepare the standard library's prose if `data_dir` is the default corpus and does
-    not exist.
-    """
+    """Prepare the standard library's prose if `data_dir` is the default and missing."""
     folder = Path(DEFAULT_DATA_DIR)
-    # a link to nothing is there, and opening the corpus says so
+    # A link to nothing is there, and opening the corpus says so.
     if Path(data_dir) == folder and not os.path.lexists(folder):
         from nanogpt_bench.data.text import prepare_stdlib
 

@@ -1,5 +1,15 @@
-"""Prepared corpora, and batches of windows or documents, each a pure function of (seed,
-step, micro-step).
+"""Prepared corpora, and batches of windows or documents.
+
+A corpus is a folder that `data.write` wrote:
+
+    meta.json              tokenizer, and for each split its counts and digests
+    train.bin, val.bin     tokens, uint16 or uint32
+    SPLIT.ends.bin         of labelled documents: where each ends, uint64
+    SPLIT.labels.bin       of labelled documents: 0 or 1 for every label, uint8
+
+Opening one checks all files against meta.json. A batch is a pure function of (seed,
+step, micro-step): a counter-based generator draws it, so that resuming needs no saved
+state, and no batch depends on another.
 """
 
 import shlex
@@ -14,14 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
+from nanogpt_bench.data.tokenizers import token_dtype, tokenizer_from_meta
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
 
 #: files beside SPLIT.bin: the ends of its documents, and their labels
-ENDS, LABELS = "{}.ends.bin", "{}.labels.bin"
+ENDS = "{}.ends.bin"
+LABELS = "{}.labels.bin"
 ENDS_TYPE = np.dtype("<u8")
 SPLITS = ("train", "val")
 #: further digests in meta.json, of a split of labelled documents
@@ -30,8 +41,9 @@ _OF_LABELS = ("ends_sha256", "labels_sha256")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: token arrays, uint16 or for a large vocabulary uint32, mapped
-    from disk; and meta.json.
+    """A prepared corpus: token arrays, mapped from disk, and meta.json.
+
+    Tokens are uint16, of a large vocabulary uint32.
     """
 
     folder: Path
@@ -45,29 +57,32 @@ class Corpus:
 
     @property
     def val_tokens_per_byte(self) -> float:
-        """Tokens per UTF-8 byte of the validation text; turns nats per token into bits
-        per byte.
+        """Tokens per UTF-8 byte of the validation text.
+
+        It turns nats per token into bits per byte.
         """
         counts = self.meta["splits"]["val"]
         return float(counts["tokens"]) / float(counts["bytes"])
 
 
 def digests_of(splits: Any) -> dict[str, Any]:
-    """Return the digests of a corpus's tokens and labels, from `splits` in its
-    meta.json.
+    """Return the digests of a corpus's tokens and labels, from `splits` in meta.json.
 
     >>> digests_of({"train": {"sha256": "ab", "labels_sha256": "cd"}})
     {'train': 'ab', 'val': None, 'train.labels_sha256': 'cd'}
     """
-    parts = splits if isinstance(splits, dict) else {}
-    known = {split: parts[split] if isinstance(parts.get(split), dict) else {} for split in SPLITS}
-    of_labels = {
-        f"{name}.{key}": part[key]
-        for name, part in known.items()
-        for key in _OF_LABELS
-        if key in part
-    }
-    return {name: part.get("sha256") for name, part in known.items()} | of_labels
+    facts_by_split = splits if isinstance(splits, dict) else {}
+    of_tokens = {}
+    of_labels = {}
+    for split in SPLITS:
+        facts = facts_by_split.get(split)
+        if not isinstance(facts, dict):
+            facts = {}
+        of_tokens[split] = facts.get("sha256")
+        for key in _OF_LABELS:
+            if key in facts:
+                of_labels[f"{split}.{key}"] = facts[key]
+    return of_tokens | of_labels
 
 
 def digests_in(folder: Path) -> dict[str, Any]:
@@ -83,33 +98,39 @@ def refuse_changed(texts: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse corpora that have other digests than `texts` gives by their folders."""
     for folder, digests in texts.items():
         try:
-            now = digests_in(Path(folder))
+            present_digests = digests_in(Path(folder))
         except (OSError, ValueError, KeyError):
-            now = {}
-        if now != digests:
+            present_digests = {}
+        if present_digests != digests:
             raise TextChangedError(
                 f"data.dir: {folder!r} has changed since this sweep began (its sha256 differs)"
             )
 
 
 def load_corpus(folder: Path, block_size: int) -> Corpus:
-    """Open a prepared corpus; refuse files that disagree with meta.json or are shorter
-    than a block.
+    """Open a prepared corpus.
+
+    Files that disagree with meta.json, or are shorter than a block, are refused.
     """
     meta = _read_meta(folder)
-    arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
-    return Corpus(folder, arrays["train"], arrays["val"], meta)
+    train = _open_split(folder, "train", meta, block_size)
+    val = _open_split(folder, "val", meta, block_size)
+    return Corpus(folder, train, val, meta)
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Open the corpus of a resolved configuration, with the first `data.train_tokens`
-    of its training tokens.
+    """Open the corpus of a resolved configuration.
+
+    It has the first `data.train_tokens` of its training tokens, all without the setting.
     """
-    classify = config.task == "classify"  # documents may be shorter than a block
-    corpus = load_corpus(Path(config.data.dir), 0 if classify else config.model.block_size or 0)
-    if classify:
+    block = config.model.block_size or 0
+    if config.task == "classify":
+        # Documents may be shorter than a block.
+        corpus = load_corpus(Path(config.data.dir), 0)
         label_names(corpus)
-    count, block = config.data.train_tokens, config.model.block_size or 0
+    else:
+        corpus = load_corpus(Path(config.data.dir), block)
+    count = config.data.train_tokens
     if count is None:
         return corpus
     if not block < count <= len(corpus.train):
@@ -126,8 +147,7 @@ def label_names(corpus: Corpus) -> list[str]:
     if names is None:
         raise BenchError(
             f"task: 'classify' needs documents with labels, which data.dir {str(corpus.folder)!r} "
-            f"does not have; "
-            "prepare some with: nanogpt-bench prepare eurlex --task labels"
+            f"does not have; prepare some with: nanogpt-bench prepare eurlex --task labels"
         )
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise BenchError(
@@ -137,8 +157,9 @@ def label_names(corpus: Corpus) -> list[str]:
 
 
 def open_also(config: Config, corpus: Corpus) -> Corpus | None:
-    """Open the text of `eval.also`, refusing one of another tokenizer; None without the
-    setting.
+    """Open the text of `eval.also`; None without the setting.
+
+    A text of another tokenizer is refused.
     """
     if config.eval.also is None:
         return None
@@ -146,11 +167,11 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
         also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
     except BenchError as error:
         raise BenchError(str(error).replace("data.dir", "eval.also")) from None
-    same = ("tokenizer", "vocab_size", "characters", "pairs")
-    if [also.meta.get(key) for key in same] != [corpus.meta.get(key) for key in same]:
-        raise BenchError(
-            f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}"
-        )
+    for key in ("tokenizer", "vocab_size", "characters", "pairs"):
+        if also.meta.get(key) != corpus.meta.get(key):
+            raise BenchError(
+                f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}"
+            )
     return also
 
 
@@ -160,18 +181,12 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise _no_meta(folder)
     try:
         meta = read_json(path)
-        vocab_size, tokenizer = int(meta["vocab_size"]), tokenizer_from_meta(meta)
+        vocab_size = int(meta["vocab_size"])
+        tokenizer = tokenizer_from_meta(meta)
         if not 1 <= vocab_size <= 2**31:
             raise ValueError(f"vocab_size {vocab_size}; 1 to {2**31} are allowed")
         for split in SPLITS:
-            facts = meta["splits"][split]
-            known = {
-                "tokens": int(facts["tokens"]),
-                "bytes": int(facts["bytes"]),
-                "sha256": facts["sha256"],
-            }
-            if known["bytes"] < 1:
-                raise ValueError(f"splits.{split}.bytes {known['bytes']}; at least 1 is needed")
+            _check_counts(meta["splits"][split], split)
     except BenchError as error:
         raise BenchError(f"{str(path)!r}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -186,27 +201,41 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
+def _check_counts(facts: Mapping[str, Any], split: str) -> None:
+    """Raise ValueError, KeyError or TypeError unless meta.json has what a split needs."""
+    counts = {name: int(facts[name]) for name in ("tokens", "bytes")}
+    if "sha256" not in facts:
+        raise KeyError("sha256")
+    if counts["bytes"] < 1:
+        raise ValueError(f"splits.{split}.bytes {counts['bytes']}; at least 1 is needed")
+
+
 def _no_meta(folder: Path) -> BenchError:
-    """Return the error of a folder without meta.json; its advice never overwrites files
-    that are in it.
+    """Return the error of a folder without meta.json.
+
+    Its advice never overwrites files that are in the folder.
     """
     if folder.is_symlink() and not folder.exists():
         return BenchError(
             f"data.dir {str(folder)!r} is a link to nothing; mend it, or give another folder"
         )
-    said = f"data.dir {str(folder)!r} has no meta.json"
+    problem = f"data.dir {str(folder)!r} has no meta.json"
     if folder.exists() and not folder.is_dir():
-        return BenchError(f"{said}: it is a file; give a folder that prepare wrote")
-    there = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
-    if there:
-        said = f"{said} and holds {there[0]!r}, which prepare did not write; prepare the text into a folder of its own"
-        if "train.bin" not in there:
-            return BenchError(f"{said}: nanogpt-bench prepare text --input FILE --out DIR")
-        command = f"nanogpt-bench prepare nanogpt --input {shlex.quote(str(folder))} --tokenizer gpt2 --out DIR"
-        return BenchError(f"{said} with its tokenizer, gpt2, byte or char: {command}")
-    command = f"nanogpt-bench prepare stdlib --out {shlex.quote(str(folder))}"
+        return BenchError(f"{problem}: it is a file; give a folder that prepare wrote")
+    names = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
+    quoted = shlex.quote(str(folder))
+    if names:
+        problem = (
+            f"{problem} and holds {names[0]!r}, which prepare did not write; prepare the text "
+            f"into a folder of its own"
+        )
+        if "train.bin" not in names:
+            return BenchError(f"{problem}: nanogpt-bench prepare text --input FILE --out DIR")
+        command = f"nanogpt-bench prepare nanogpt --input {quoted} --tokenizer gpt2 --out DIR"
+        return BenchError(f"{problem} with its tokenizer, gpt2, byte or char: {command}")
+    command = f"nanogpt-bench prepare stdlib --out {quoted}"
     if folder.exists() or folder.is_absolute():
-        return BenchError(f"{said}; prepare it with: {command}")
+        return BenchError(f"{problem}; prepare it with: {command}")
     return BenchError(
         f"data.dir {str(folder)!r} does not exist in {str(Path.cwd())!r}: start where it is, or "
         f"give its whole path as --data.dir; this prepares a new one: {command}"
@@ -215,20 +244,20 @@ def _no_meta(folder: Path) -> BenchError:
 
 def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[Any]:
     path = folder / f"{split}.bin"
+    facts = meta["splits"][split]
     if not path.is_file():
         raise BenchError(f"{str(path)!r} does not exist; prepare the corpus again")
-    size, stored = path.stat().st_size, stored_as(int(meta["vocab_size"]))
-    if size % stored.itemsize:
-        odd = (
-            "an odd number; uint16 tokens take two"
-            if stored.itemsize == 2
-            else "uint32 tokens take four"
+    size = path.stat().st_size
+    dtype = token_dtype(int(meta["vocab_size"]))
+    if size % dtype.itemsize:
+        widths = {2: "an odd number; uint16 tokens take two", 4: "uint32 tokens take four"}
+        raise BenchError(
+            f"{str(path)!r} has {counted(size, 'byte')}, {widths[dtype.itemsize]} each"
         )
-        raise BenchError(f"{str(path)!r} has {counted(size, 'byte')}, {odd} each")
     if size == 0:
         raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
-    tokens = np.memmap(path, dtype=stored, mode="r")
-    expected = int(meta["splits"][split]["tokens"])
+    tokens = np.memmap(path, dtype=dtype, mode="r")
+    expected = int(facts["tokens"])
     if len(tokens) != expected:
         raise BenchError(
             f"{str(path)!r} has {counted(len(tokens), 'token')}, meta.json says {expected}; "
@@ -237,18 +266,32 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
     if len(tokens) <= block_size:
         raise BenchError(
             f"{str(path)!r} has {counted(len(tokens), 'token')}, a block of {block_size} needs "
-            f"{block_size + 1}; "
-            "give a longer text or a smaller --model.block_size"
+            f"{block_size + 1}; give a longer text or a smaller --model.block_size"
         )
     if int(tokens.max()) >= int(meta["vocab_size"]):
         raise BenchError(
             f"{str(path)!r} holds token {tokens.max()}, the vocabulary has {meta['vocab_size']}"
         )
-    if sha256(path) != meta["splits"][split]["sha256"]:
-        raise BenchError(
-            f"{str(path)!r} does not have the sha256 that meta.json gives; prepare the corpus again"
-        )
+    if sha256(path) != facts["sha256"]:
+        raise _wrong_digest(path)
     return tokens
+
+
+def _wrong_digest(path: Path) -> BenchError:
+    return BenchError(
+        f"{str(path)!r} does not have the sha256 that meta.json gives; prepare the corpus again"
+    )
+
+
+def _generator(
+    seed: int, *, step: int = 0, micro_step: int = 0, rank: int = 0
+) -> np.random.Generator:
+    """Return the generator of a batch; each takes its numbers from another counter."""
+    return np.random.Generator(np.random.Philox(key=seed, counter=[0, rank, micro_step, step]))
+
+
+#: the rank that draws validation batches, so that none is a training batch of one process
+_VALIDATION_RANK = 1
 
 
 def batch(
@@ -261,84 +304,93 @@ def batch(
     micro_step: int = 0,
     rank: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 (size, block_size); the targets are the inputs
-    shifted by one.
+    """Return inputs and targets, int64 (size, block_size), targets one token later.
 
     Positions are drawn uniformly with replacement from a counter-based generator keyed
-    by `seed` at the counter (step, micro_step, rank): resuming needs no saved state,
-    and no batch depends on another.
+    by `seed` at the counter (step, micro_step, rank).
 
     >>> x, y = batch(np.arange(100, dtype=np.uint16), 2, 4, seed=0, step=0)
     >>> bool((x[:, 1:] == y[:, :-1]).all())
     True
     """
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, rank, micro_step, step]))
+    generator = _generator(seed, step=step, micro_step=micro_step, rank=rank)
     starts = generator.integers(0, len(tokens) - block_size, size=size)
-    drawn = torch.from_numpy(tokens[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+    positions = starts[:, None] + np.arange(block_size + 1)
+    windows = torch.from_numpy(tokens[positions].astype(np.int64))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def eval_batches(
     tokens: NDArray[Any], count: int, size: int, block_size: int, *, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Return `count` validation batches that depend on `seed` only."""
-    return [
-        batch(tokens, size, block_size, seed=seed, step=0, micro_step=index, rank=1)
-        for index in range(count)
-    ]
+    batches = []
+    for index in range(count):
+        pair = batch(
+            tokens,
+            size,
+            block_size,
+            seed=seed,
+            step=0,
+            micro_step=index,
+            rank=_VALIDATION_RANK,
+        )
+        batches.append(pair)
+    return batches
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one split: tokens, start and end of each, and labels, 0 or 1,
-    uint8 (documents, labels).
-    """
+    """The labelled documents of one split."""
 
+    #: of all documents
     tokens: NDArray[Any]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
+    #: 0 or 1, (documents, labels)
     labels: NDArray[np.uint8]
 
     def __len__(self) -> int:
         return len(self.ends)
 
-    def lengths(self, which: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-        """Return how many tokens of each of these documents a batch takes: at most
-        `block_size`.
-        """
-        return np.minimum(self.ends[which] - self.starts[which], block_size)
+    def lengths(self, indices: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+        """Return how many tokens of each document a batch takes, at most `block_size`."""
+        return np.minimum(self.ends[indices] - self.starts[indices], block_size)
 
-    def rows(self, which: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the first tokens, int64 (B, block_size), padded by `PADDING`; and the
-        labels, float32 (B, L).
+    def rows(self, indices: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
+        """Return the first tokens and the labels of documents.
+
+        Tokens are int64 (B, block_size), padded by `PADDING`; labels float32 (B, L).
         """
-        tokens = np.full((len(which), block_size), PADDING, dtype=np.int64)
-        for row, start, length in zip(
-            tokens, self.starts[which], self.lengths(which, block_size), strict=True
-        ):
+        rows = np.full((len(indices), block_size), PADDING, dtype=np.int64)
+        starts = self.starts[indices]
+        lengths = self.lengths(indices, block_size)
+        for row, start, length in zip(rows, starts, lengths, strict=True):
             row[:length] = self.tokens[start : start + length]
-        return torch.from_numpy(tokens), torch.from_numpy(self.labels[which].astype(np.float32))
+        labels = self.labels[indices].astype(np.float32)
+        return torch.from_numpy(rows), torch.from_numpy(labels)
 
 
 def documents_of(corpus: Corpus, split: str) -> Documents:
-    """Return the labelled documents of one split of a corpus; refuse files that
-    disagree with each other.
+    """Return the labelled documents of one split of a corpus.
+
+    Files that disagree with each other are refused.
     """
-    names, facts = label_names(corpus), corpus.meta["splits"][split]
-    ends = _read(corpus.folder / ENDS.format(split), ENDS_TYPE, facts.get("ends_sha256")).astype(
-        np.int64
-    )
-    labels = _read(
-        corpus.folder / LABELS.format(split), np.dtype(np.uint8), facts.get("labels_sha256")
-    )
+    names = label_names(corpus)
+    facts = corpus.meta["splits"][split]
+    ends_file = corpus.folder / ENDS.format(split)
+    labels_file = corpus.folder / LABELS.format(split)
+    ends = _read_array(ends_file, ENDS_TYPE, facts.get("ends_sha256")).astype(np.int64)
+    labels = _read_array(labels_file, np.dtype(np.uint8), facts.get("labels_sha256"))
     tokens = corpus.train if split == "train" else corpus.val
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
-    if (
+    is_damaged = (
         not len(ends)
         or (ends <= starts).any()
         or ends[-1] != len(tokens)
         or len(labels) != len(ends) * len(names)
-    ):
+    )
+    if is_damaged:
         raise BenchError(
             f"{str(corpus.folder)!r}: the ends and labels of {split!r} are not those of its "
             f"tokens; prepare it again"
@@ -351,30 +403,29 @@ def documents_of(corpus: Corpus, split: str) -> Documents:
     return Documents(tokens, starts, ends, labels.reshape(len(ends), len(names)))
 
 
-def _read(path: Path, kind: np.dtype[Any], digest: Any) -> NDArray[Any]:
+def _read_array(path: Path, kind: np.dtype[Any], digest: Any) -> NDArray[Any]:
     if not path.is_file():
         raise BenchError(f"{str(path)!r} does not exist; prepare the corpus again")
     if path.stat().st_size % kind.itemsize or sha256(path) != digest:
-        raise BenchError(
-            f"{str(path)!r} does not have the sha256 that meta.json gives; prepare the corpus again"
-        )
+        raise _wrong_digest(path)
     return np.fromfile(path, dtype=kind)
 
 
-def drawn(
+def draw_documents(
     documents: Documents, size: int, *, seed: int, step: int, micro_step: int = 0
 ) -> NDArray[np.int64]:
-    """Return the indices of `size` documents, drawn uniformly with replacement as
-    `batch` draws positions.
-    """
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, micro_step, step]))
+    """Return indices of `size` documents, uniform with replacement, as in `batch`."""
+    generator = _generator(seed, step=step, micro_step=micro_step)
     return generator.integers(0, len(documents), size=size)
 
 
-def held_out(documents: Documents, count: int, size: int, *, seed: int) -> list[NDArray[np.int64]]:
-    """Return document indices of `count` batches without repetition, by `seed` only;
-    fewer if the documents run out.
+def held_out_batches(
+    documents: Documents, count: int, size: int, *, seed: int
+) -> list[NDArray[np.int64]]:
+    """Return document indices of `count` batches without repetition, by `seed` only.
+
+    There are fewer batches if the documents run out.
     """
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 1, 0, 0]))
-    order = generator.permutation(len(documents))[: count * size]
-    return [order[begin : begin + size] for begin in range(0, len(order), size)]
+    order = _generator(seed, rank=_VALIDATION_RANK).permutation(len(documents))
+    indices = order[: count * size]
+    return [indices[start : start + size] for start in range(0, len(indices), size)]

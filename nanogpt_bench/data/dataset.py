@@ -1,5 +1,9 @@
-"""Text data sets of the Hugging Face hub as corpora, among them EU legislation; from
-the hub or a local copy.
+"""Text data sets of the Hugging Face hub as corpora, among them EU legislation.
+
+    hub or local copy -> streams of rows -> `Texts`, documents of a column -> a corpus
+
+Rows are streamed, so that no data set has to fit the memory. Whatever the hub, its
+client or a file's reader raises becomes one line (`reading`).
 """
 
 import sys
@@ -9,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanogpt_bench.data.text import VAL_EVERY
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
@@ -26,17 +30,18 @@ from nanogpt_bench.system.files import sha256
 #: names of a validation split
 VAL_NAMES = ("validation", "val", "valid", "dev")
 
-#: the column of labels, whose numbers have to be below this
-COLUMN, MOST_LABELS = "labels", 2**16
+LABELS_COLUMN = "labels"
+#: numbers of labels have to be below this
+MOST_LABELS = 2**16
 
 Stream = Iterable[Mapping[str, Any]]
 #: seconds that the hub has to name a data set's commit, name resolution included
 LOOKUP_SECONDS = 8.0
 
 
-def reading(what: str) -> AbstractContextManager[None]:
-    """Turn any error of reading a data set into one line that begins with `what`."""
-    return refusals(f"{what} can't be read", *read_errors())
+def reading(source: str) -> AbstractContextManager[None]:
+    """Turn any error of reading a data set into one line that begins with `source`."""
+    return refusals(f"{source} can't be read", *read_errors())
 
 
 def read_errors() -> tuple[type[Exception], ...]:
@@ -45,22 +50,24 @@ def read_errors() -> tuple[type[Exception], ...]:
 
     # huggingface_hub has changed its HTTP client twice; the client's base error is
     # always among these bases.
-    of_the_client = (kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
-    return (OSError, ValueError, RuntimeError, *of_the_client)
+    client_errors = [kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError"]
+    return (OSError, ValueError, RuntimeError, *client_errors)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of one column, without empty ones; iterating refuses a missing column,
-    or one of other values.
+    """The texts of one column, without empty ones.
+
+    Iterating refuses a missing column, or one of other values.
     """
 
     stream: Stream
     column: str
-    what: str
+    #: the data set's name in errors
+    source: str
 
     def __iter__(self) -> Iterator[str]:
-        with reading(self.what):
+        with reading(self.source):
             for row in self.stream:
                 text = self._text(row)
                 if text:
@@ -68,19 +75,20 @@ class Texts:
 
     def _text(self, row: Mapping[str, Any]) -> str | None:
         if self.column not in row:
-            raise unknown(f"column of {self.what}", self.column, row)
+            raise unknown(f"column of {self.source}", self.column, row)
         text = row[self.column]
         if text is not None and not isinstance(text, str):
             raise BenchError(
-                f"column {self.column!r} of {self.what} holds {type(text).__name__}, not text"
+                f"column {self.column!r} of {self.source} holds {type(text).__name__}, not text"
             )
         return text
 
 
 @dataclass(frozen=True)
 class LabelledTexts(Texts):
-    """The texts of one column, each with its label numbers, from 0, in the column
-    `labels`.
+    """The texts of one column, each with its labels.
+
+    They are numbers from 0, in the column `labels`.
     """
 
     def _text(self, row: Mapping[str, Any]) -> str | None:
@@ -88,74 +96,71 @@ class LabelledTexts(Texts):
         return LabelledText(text, self._labels(row)) if text else text
 
     def _labels(self, row: Mapping[str, Any]) -> list[int]:
-        if COLUMN not in row:
-            raise unknown(f"column of {self.what}", COLUMN, row)
-        given = row[COLUMN]
-        if not isinstance(given, list):
+        if LABELS_COLUMN not in row:
+            raise unknown(f"column of {self.source}", LABELS_COLUMN, row)
+        labels = row[LABELS_COLUMN]
+        if not isinstance(labels, list):
             raise BenchError(
-                f"column {COLUMN!r} of {self.what} holds {type(given).__name__}, not lists of "
-                f"numbers"
+                f"column {LABELS_COLUMN!r} of {self.source} holds {type(labels).__name__}, not "
+                f"lists of numbers"
             )
-        for number in given:
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, int)
-                or not 0 <= number < MOST_LABELS
-            ):
+        for label in labels:
+            is_whole = isinstance(label, int) and not isinstance(label, bool)
+            if not is_whole or not 0 <= label < MOST_LABELS:
                 raise BenchError(
-                    f"column {COLUMN!r} of {self.what} holds {number!r}; whole numbers from 0 to "
-                    f"{MOST_LABELS - 1} are "
-                    "allowed"
+                    f"column {LABELS_COLUMN!r} of {self.source} holds {label!r}; whole numbers "
+                    f"from 0 to {MOST_LABELS - 1} are allowed"
                 )
-        return given
+        return labels
 
 
-def names_in(stream: Stream) -> list[str] | None:
+def label_names_in(stream: Stream) -> list[str] | None:
     """Return the names of a stream's labels; None where the data set only has numbers."""
-    column = (getattr(stream, "features", None) or {}).get(COLUMN)
+    column = (getattr(stream, "features", None) or {}).get(LABELS_COLUMN)
     names = getattr(getattr(column, "feature", None), "names", None)
     return list(map(str, names)) if names else None
 
 
 @dataclass(frozen=True)
 class EveryTenth:
-    """Every tenth document of a data set without a validation split (`validation`), or
-    all the others.
-    """
+    """Every tenth document of a data set that has no validation split, or the others."""
 
     documents: Iterable[str]
+    #: whether these are every tenth
     validation: bool
 
     def __iter__(self) -> Iterator[str]:
         for index, text in enumerate(self.documents):
-            if (index % VAL_EVERY == VAL_EVERY - 1) == self.validation:
+            is_tenth = index % VAL_EVERY == VAL_EVERY - 1
+            if is_tenth == self.validation:
                 yield text
 
 
 def splits_of(
-    streams: Mapping[str, Stream], column: str, what: str, rows: type[Texts] = Texts
+    streams: Mapping[str, Stream], column: str, source: str, kind: type[Texts] = Texts
 ) -> dict[str, Iterable[str]]:
-    """Return the documents for training and for validation, read as `rows`."""
+    """Return the documents for training and for validation, of the class `kind`."""
     if "train" not in streams:
-        raise BenchError(f"{what} has no split 'train'; it has: {', '.join(streams)}")
-    train = rows(streams["train"], column, what)
-    name = next((name for name in VAL_NAMES if name in streams), None)
-    if name is None:
-        return {
-            "train": EveryTenth(train, validation=False),
-            "val": EveryTenth(train, validation=True),
-        }
-    return {"train": train, "val": rows(streams[name], column, what)}
+        raise BenchError(f"{source} has no split 'train'; it has: {', '.join(streams)}")
+    train = kind(streams["train"], column, source)
+    for name in VAL_NAMES:
+        if name in streams:
+            return {"train": train, "val": kind(streams[name], column, source)}
+    return {
+        "train": EveryTenth(train, validation=False),
+        "val": EveryTenth(train, validation=True),
+    }
 
 
 def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None]) -> str:
-    """Return the different characters of the text that will be written, in code-point
-    order.
+    """Return the different characters of the text that will be written, in order.
+
+    The order is that of code points.
     """
-    found: set[str] = set()
+    distinct: set[str] = set()
     for split, documents in splits.items():
-        found.update(islice(chain.from_iterable(documents), limits[split]))
-    return "".join(sorted(found))
+        distinct.update(islice(chain.from_iterable(documents), limits[split]))
+    return "".join(sorted(distinct))
 
 
 class NotOnHubError(BenchError):
@@ -190,9 +195,17 @@ def find_commit(dataset: str, revision: str | None) -> str:
         ) from None
 
 
-def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dict[str, str]]:
-    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256
-    of the files that are read.
+class DataSet(NamedTuple):
+    """The rows of each split of a data set, and facts that identify this version of it."""
+
+    streams: dict[str, Stream]
+    facts: dict[str, Any]
+
+
+def local_copy(folder: Path, config: str | None) -> DataSet:
+    """Return the data set in FOLDER/CONFIG or else in FOLDER.
+
+    Its facts are the sha256 of the files that are read.
     """
     import datasets
 
@@ -202,12 +215,13 @@ def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dic
     quiet()
     with reading(f"--data-dir {str(inner)!r}"):
         builder = datasets.load_dataset_builder(str(inner))
-        paths = [
-            Path(path)
-            for name in ("train", *VAL_NAMES)
-            for path in builder.config.data_files.get(name, ())
-        ]
-        return dict(builder.as_streaming_dataset()), {path.name: sha256(path) for path in paths}
+        digests = {}
+        for split in ("train", *VAL_NAMES):
+            for file in builder.config.data_files.get(split, ()):
+                path = Path(file)
+                digests[path.name] = sha256(path)
+        streams = dict(builder.as_streaming_dataset())
+    return DataSet(streams, {"kind": "copy", "files": digests})
 
 
 def quiet() -> None:
@@ -218,13 +232,20 @@ def quiet() -> None:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 
-#: id, configuration and revision of English EU legislation, and of the same acts in
-#: another data set by its authors
-EURLEX = ("coastalcph/lex_glue", "eurlex", None)
-EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
+class HubId(NamedTuple):
+    """A version of a data set on the hub; revision None is its newest."""
 
-#: tasks that a data set is prepared for, and how its documents are read: as texts, or
-#: as texts with labels
+    name: str
+    config: str
+    revision: str | None
+
+
+#: English EU legislation
+EURLEX = HubId("coastalcph/lex_glue", "eurlex", None)
+#: the same acts in another data set by its authors
+EURLEX_FALLBACK = HubId("coastalcph/multi_eurlex", "en", "refs/pr/9")
+
+#: tasks that a data set is prepared for, and how its documents are read
 TASKS = {"text": Texts, "labels": LabelledTexts}
 
 
@@ -239,10 +260,10 @@ def prepare_eurlex(
     task: str = "text",
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare English EU legislation as `prepare_hub` does, from a second data set if
-    the hub has not the first.
+    """Prepare English EU legislation as `prepare_hub` does.
+
+    If the hub has not its first data set, a second one is taken.
     """
-    dataset, config, _ = EURLEX
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
         "limit": limit,
@@ -252,14 +273,28 @@ def prepare_eurlex(
     }
     try:
         return prepare_hub(
-            out, dataset, "text", config=config, revision=revision, data_dir=data_dir, **options
+            out,
+            EURLEX.name,
+            "text",
+            config=EURLEX.config,
+            revision=revision,
+            data_dir=data_dir,
+            **options,
         )
     except NotOnHubError as error:
-        if revision is not None or task == "labels":  # the second data set has other labels
+        # The second data set has other labels.
+        if revision is not None or task == "labels":
             raise
-        other, config, commit = EURLEX_FALLBACK
-        print(f"{error}; taking {other!r}", file=sys.stderr)
-        return prepare_hub(out, other, "text", config=config, revision=commit, **options)
+        second = EURLEX_FALLBACK
+        print(f"{error}; taking {second.name!r}", file=sys.stderr)
+        return prepare_hub(
+            out,
+            second.name,
+            "text",
+            config=second.config,
+            revision=second.revision,
+            **options,
+        )
 
 
 def prepare_hub(
@@ -276,10 +311,9 @@ def prepare_hub(
     task: str = "text",
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare one column of a data set in folder `out` and return what was written to
-    meta.json.
+    """Prepare one column of a data set in folder `out`; return the content of meta.json.
 
-    The training and validation splits become train.bin and val.bin; without a
+    The training and validation splits become train.bin and val.bin. Without a
     validation split, every tenth document is for validation. With `data_dir` a local
     copy is read and no network is used. `task` is one of `TASKS`: with `labels` the
     documents get the labels in the column `labels`. A corpus of another text is
@@ -294,37 +328,33 @@ def prepare_hub(
     check_folder(out)
     limits = split_limits(limit)
     check_tokenizer(tokenizer)
-    streams, facts = _open(dataset, config, revision, data_dir)
+    data_set = _open_data_set(dataset, config, revision, data_dir)
     source = {
-        **facts,
+        **data_set.facts,
         "dataset": dataset,
         "config": config,
         "column": column,
         "limit_tokens": limit,
     }
-    source |= {} if task == "text" else {"task": task}
+    if task != "text":
+        source["task"] = task
     check_replaced(out, source, replace=replace)
-    splits = splits_of(streams, column, f"data set {dataset!r}", TASKS[task])
-    labels = names_in(streams["train"]) if task == "labels" else None
-    made = make_tokenizer(
-        tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"]
-    )
-    return write_corpus(out, splits, made, source, progress, limit, labels, replace)
+    splits = splits_of(data_set.streams, column, f"data set {dataset!r}", TASKS[task])
+    labels = label_names_in(data_set.streams["train"]) if task == "labels" else None
+    vocabulary = characters(splits, limits) if tokenizer == "char" else ""
+    made_tokenizer = make_tokenizer(tokenizer, vocabulary, splits["train"])
+    return write_corpus(out, splits, made_tokenizer, source, progress, limit, labels, replace)
 
 
-def _open(
+def _open_data_set(
     dataset: str, config: str | None, revision: str | None, data_dir: Path | None
-) -> tuple[Mapping[str, Stream], dict[str, Any]]:
-    """Return the rows of each split, and facts that identify this version of the data
-    set.
-    """
+) -> DataSet:
     if data_dir is not None:
-        streams, files = local_copy(data_dir, config)
-        return streams, {"kind": "copy", "files": files}
+        return local_copy(data_dir, config)
     import datasets
 
     commit = find_commit(dataset, revision)
     quiet()
     with reading(f"data set {dataset!r}"):
         streams = dict(datasets.load_dataset(dataset, config, streaming=True, revision=commit))
-    return streams, {"kind": "hub", "revision": commit}
+    return DataSet(streams, {"kind": "hub", "revision": commit})

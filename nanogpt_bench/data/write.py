@@ -1,7 +1,12 @@
-"""Writing a prepared corpus: train.bin, val.bin (uint16 or uint32) and meta.json appear
-together or not at all.
+"""Writing a prepared corpus, whose files appear together or not at all.
 
-For labelled documents, so do the files with their ends and labels.
+They are train.bin, val.bin and meta.json and, of labelled documents, the files with
+their ends and labels (see `data.batches`). All are written to a new folder beside the
+corpus, which replaces it by a rename at the end:
+
+    documents -> pieces of about a million characters -> tokens -> SPLIT.bin and digests
+
+A folder with anything that `prepare` did not write is never replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from nanogpt_bench.data.batches import ENDS, ENDS_TYPE, LABELS, SPLITS
-from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
+from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, token_dtype
 from nanogpt_bench.system.errors import BenchError, counted, refused
 from nanogpt_bench.system.files import sha256, write_text
 from nanogpt_bench.system.untrusted import read_json
@@ -52,29 +57,37 @@ def write_corpus(
     labels: Sequence[str] | None = None,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Write the documents of each split as tokens, each with an end-of-text token, and
-    return meta.json's content.
+    """Write the documents of each split as tokens; return the content of meta.json.
 
-    `limit` is the most tokens of the training split; the validation split gets a tenth
-    as many. Documents may come from a stream, of which no more are read than are
-    written. If they are `LabelledText`, their labels are written too; the labels' names
-    are `labels`, or else their numbers. All is written to a temporary sibling of `out`,
-    then renamed. A corpus of another text than `source` is refused as `out`, unless
-    `replace` is true.
+    An end-of-text token, if the tokenizer has one, follows every document. Documents may
+    come from a stream, of which no more are read than are written. If they are
+    `LabelledText`, their labels are written too.
+
+    Args:
+        out: folder of the corpus. One of another text than `source` is refused.
+        splits: documents of each split.
+        tokenizer: what makes tokens of them.
+        source: facts that identify the text, for meta.json.
+        progress: whether a bar is shown.
+        limit: most tokens of the training split; the validation split gets a tenth as
+            many.
+        labels: names of the labels; None for their numbers.
+        replace: whether a corpus of another text is replaced.
     """
     limits = split_limits(limit)
     with (
-        _replaced(out, source, replace=replace) as folder,
+        _replacement(out, source, replace=replace) as folder,
         progress_bar(splits, limits, progress) as advance,
     ):
-        written = {split: _Split(tokenizer, limits[split], advance) for split in splits}
-        counts = {
-            split: written[split].write(folder / f"{split}.bin", splits[split]) for split in splits
-        }
+        writers = {}
+        counts = {}
+        for split, documents in splits.items():
+            writers[split] = _SplitWriter(tokenizer, limits[split], advance)
+            counts[split] = writers[split].write(folder / f"{split}.bin", documents)
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
-        if any(None not in split.labels for split in written.values()):
-            meta["labels"] = _write_labels(folder, written, counts, labels)
+        if any(None not in writer.labels for writer in writers.values()):
+            meta["labels"] = _write_labels(folder, writers, counts, labels)
         write_text(folder / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False))
     return meta
 
@@ -87,23 +100,23 @@ def write_tokens(
     limit: int | None = None,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Write ready tokens of each split, as one document, and return meta.json's
-    content.
+    """Write ready tokens of each split as one document; return the content of meta.json.
 
-    `replace` is that of `write_corpus`.
+    Arguments are those of `write_corpus`.
     """
-    limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
-    with _replaced(out, source, replace=replace) as folder:
-        for split, tokens in splits.items():
-            path, written = folder / f"{split}.bin", tokens[: limits[split]]
-            written.tofile(path)
-            size = sum(
-                tokenizer.byte_count(written[start : start + CHUNK])
-                for start in range(0, len(written), CHUNK)
-            )
+    limits = split_limits(limit)
+    counts = {}
+    with _replacement(out, source, replace=replace) as folder:
+        for split, all_tokens in splits.items():
+            path = folder / f"{split}.bin"
+            tokens = all_tokens[: limits[split]]
+            tokens.tofile(path)
+            size = 0
+            for start in range(0, len(tokens), CHUNK):
+                size += tokenizer.byte_count(tokens[start : start + CHUNK])
             counts[split] = {
                 "documents": 1,
-                "tokens": len(written),
+                "tokens": len(tokens),
                 "bytes": size,
                 "sha256": sha256(path),
             }
@@ -125,131 +138,146 @@ def split_limits(limit: int | None) -> dict[str, int | None]:
 
 
 @dataclass
-class _Split:
-    """The writer of one split, with its counts so far, and the end (in tokens) and
-    labels of each document.
-    """
+class _SplitWriter:
+    """Writes the tokens of one split, and counts what it writes."""
 
     tokenizer: Tokenizer
+    #: most tokens
     limit: int | None
     advance: Advance
     digest: Any = field(default_factory=hashlib.sha256)
+    #: counts so far
     tokens: int = 0
-    size: int = 0
+    byte_count: int = 0
+    #: of each document: its end, in tokens, and its labels
     ends: list[int] = field(default_factory=list)
     labels: list[tuple[int, ...] | None] = field(default_factory=list)
 
     def write(self, path: Path, documents: Iterable[str]) -> dict[str, Any]:
-        """Write documents until they end or the limit is reached; return the split's
-        entry in meta.json.
+        """Write documents until they end or the limit is reached.
+
+        Returns the split's entry in meta.json.
         """
         with path.open("wb") as file:
             for text in documents:
-                self._document(text, file)
+                self._write_document(text, file)
                 self.ends.append(self.tokens)
                 self.labels.append(text.labels if isinstance(text, LabelledText) else None)
-                if self._full:
+                if self._is_full:
                     break
             file.flush()
             os.fsync(file.fileno())
-        counts = {"documents": len(self.ends), "tokens": self.tokens, "bytes": self.size}
-        return {**counts, "sha256": self.digest.hexdigest()}
+        return {
+            "documents": len(self.ends),
+            "tokens": self.tokens,
+            "bytes": self.byte_count,
+            "sha256": self.digest.hexdigest(),
+        }
 
-    def _document(self, text: str, file: BinaryIO) -> None:
+    def _write_document(self, text: str, file: BinaryIO) -> None:
         for piece in pieces(text):
-            self._take(self.tokenizer.encode(piece), piece, file)
-            if self._full:
+            self._write_tokens(self.tokenizer.encode(piece), piece, file)
+            if self._is_full:
                 return
         if self.tokenizer.end_of_text is not None:
-            self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint32), "", file)
+            end = np.array([self.tokenizer.end_of_text], dtype=np.uint32)
+            self._write_tokens(end, "", file)
 
     @property
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         return self.limit is not None and self.tokens >= self.limit
 
-    def _take(self, tokens: Tokens, text: str, file: BinaryIO) -> None:
-        written = tokens if self.limit is None else tokens[: self.limit - self.tokens]
-        self.size += (
-            len(text.encode("utf-8"))
-            if len(written) == len(tokens)
-            else self.tokenizer.byte_count(written)
-        )
-        self.tokens += len(written)
-        self.advance(characters=len(text), tokens=len(written))
-        data = written.astype(stored_as(self.tokenizer.vocab_size)).tobytes()
+    def _write_tokens(self, tokens: Tokens, text: str, file: BinaryIO) -> None:
+        """Write the tokens of a text, as far as the limit allows."""
+        if self.limit is None or len(tokens) <= self.limit - self.tokens:
+            self.byte_count += len(text.encode("utf-8"))
+        else:
+            tokens = tokens[: self.limit - self.tokens]
+            self.byte_count += self.tokenizer.byte_count(tokens)
+        self.tokens += len(tokens)
+        self.advance(characters=len(text), tokens=len(tokens))
+        data = tokens.astype(token_dtype(self.tokenizer.vocab_size)).tobytes()
         self.digest.update(data)
         file.write(data)
 
 
 def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
-    """Yield `text` in pieces of at most `size` characters, cut between words if
-    possible, where no pairs are merged.
+    """Yield `text` in pieces of at most `size` characters.
+
+    They are cut between words if possible, where no pairs are merged.
     """
     start = 0
     while len(text) - start > size:
-        places = [
-            match.start()
-            for match in CUT.finditer(text, max(start, start + size - REACH), start + size + 2)
-        ]
-        end = places[-1] if places and places[-1] > start else start + size
+        near_end = CUT.finditer(text, max(start, start + size - REACH), start + size + 2)
+        cuts = [match.start() for match in near_end]
+        end = cuts[-1] if cuts and cuts[-1] > start else start + size
         yield text[start:end]
         start = end
     yield text[start:]
 
 
-def _called(source: Mapping[str, Any]) -> str:
-    """The name of a text: its file, its data set, or what kind of text it is."""
-    names = (source.get(key) for key in ("file", "dataset", "kind"))
-    return str(next(filter(None, names), ""))
+def _text_name(source: Mapping[str, Any]) -> str:
+    """Return the name of a text: its file, its data set, or its kind."""
+    for key in ("file", "dataset", "kind"):
+        if source.get(key):
+            return str(source[key])
+    return ""
 
 
 def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) -> None:
-    called = _called(source)
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
-                f"text {called!r} is too short: its {split} split has "
+                f"text {_text_name(source)!r} is too short: its {split} split has "
                 f"{counted(count['tokens'], 'token')}, at least {MIN_TOKENS} are needed; give a "
                 f"longer text (the last tenth is the validation split)"
             )
 
 
 def check_folder(out: Path) -> None:
-    """Refuse to overwrite a folder, unless it is empty or an unchanged prepared corpus
-    (by SHA-256).
+    """Refuse to overwrite a folder, unless it is empty or an unchanged prepared corpus.
+
+    Whether one is unchanged is decided by the SHA-256 of its files.
     """
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
+    if out.is_symlink():
+        raise BenchError(f"--out {str(out)!r} is a link; give a folder")
+    if out.exists() and not out.is_dir():
+        raise BenchError(f"--out {str(out)!r} is a file; give a folder")
+    names = sorted(item.name for item in out.iterdir()) if out.exists() else []
+    if not names:
+        return
+    for name in names:
+        if name not in CORPUS_FILES:
+            raise BenchError(
+                f"--out {str(out)!r} holds {name!r}, not only a prepared corpus; give an empty "
+                f"folder"
+            )
+    foreign_file = _foreign_file(out, names)
+    if foreign_file:
         raise BenchError(
-            f"--out {str(out)!r} is a {'link' if out.is_symlink() else 'file'}; give a folder"
-        )
-    there = sorted(item.name for item in out.iterdir()) if out.exists() else []
-    foreign = [name for name in there if name not in CORPUS_FILES]
-    if foreign:
-        raise BenchError(
-            f"--out {str(out)!r} holds {foreign[0]!r}, not only a prepared corpus; give an empty "
+            f"--out {str(out)!r} holds {foreign_file}, which prepare did not write; give an empty "
             f"folder"
-        )
-    if there and (other := _not_prepared(out, there)):
-        raise BenchError(
-            f"--out {str(out)!r} holds {other}, which prepare did not write; give an empty folder"
         )
 
 
 def check_replaced(out: Path, source: Mapping[str, Any], *, replace: bool) -> None:
-    """Refuse a folder as `check_folder` does, and unless `replace` is true one that
-    holds a corpus of another text.
+    """Refuse a folder as `check_folder` does, and one that holds another text.
 
-    `source` is that of meta.json. The tokenizer and the limit of tokens may differ.
+    With `replace` another text is allowed. `source` is that of meta.json. The tokenizer
+    and the limit of tokens may differ.
     """
     check_folder(out)
-    before = source_in(out)
-    if before is not None and not replace and _text_of(before) != _text_of(source):
-        raise another_text(out, before, source)
+    present_source = source_in(out)
+    if present_source is None or replace:
+        return
+    if _text_of(present_source) != _text_of(source):
+        raise another_text(out, present_source, source)
 
 
 def source_in(out: Path) -> Mapping[str, Any] | None:
-    """Return the source of the corpus in a folder, empty if it is not known; None
-    without a corpus.
+    """Return the source of the corpus in a folder; None without a corpus.
+
+    It is empty if meta.json does not say it.
     """
     path = out / "meta.json"
     if not path.exists():
@@ -258,66 +286,77 @@ def source_in(out: Path) -> Mapping[str, Any] | None:
     return source if isinstance(source, Mapping) else {}
 
 
-def another_text(out: Path, before: Mapping[str, Any], source: Mapping[str, Any]) -> BenchError:
-    """Return the error of a folder that holds the text of `before`, not of `source`."""
+def another_text(
+    out: Path, present_source: Mapping[str, Any], source: Mapping[str, Any]
+) -> BenchError:
+    """Return the error of a folder that holds another text than that of `source`."""
     return BenchError(
-        f"--out {str(out)!r} holds another text ({_called(before)!r}) than this one "
-        f"({_called(source)!r}); give another --out, or --replace to replace it"
+        f"--out {str(out)!r} holds another text ({_text_name(present_source)!r}) than this one "
+        f"({_text_name(source)!r}); give another --out, or --replace to replace it"
     )
 
 
 def _text_of(source: Mapping[str, Any]) -> Any:
-    """What identifies the text of a source: its sha256, or all that is known of it."""
+    """Return what identifies the text of a source.
+
+    It is its sha256 or, without one, all that is known of it.
+    """
     digest = source.get("sha256")
     if digest is not None:
         return digest
     facts = {name: value for name, value in source.items() if name != "limit_tokens"}
-    # as meta.json gives it back
+    # As meta.json gives it back.
     return json.loads(json.dumps(facts))
 
 
-def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
-    """Return in words the first file of a folder that is not as `prepare` wrote it;
-    None if all are.
+def _foreign_file(out: Path, names: Sequence[str]) -> str | None:
+    """Return in words the first file of a folder that is not as `prepare` wrote it.
+
+    It is None if all are.
     """
+    token_files = [name for name in names if name != "meta.json"]
     try:
-        splits = read_json(out / "meta.json", times=8)["splits"]
-        known = {
-            name.format(split): str(splits[split][key])
-            for split in SPLITS
-            for name, key in DIGESTS.items()
-            if key in dict(splits[split])
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = (
-            "without a meta.json"
-            if isinstance(error, FileNotFoundError)
-            else "with a meta.json that can't be read"
-        )
-        return f"{next(name for name in (*names, 'meta.json') if name != 'meta.json')!r} {why}"
-    for name in names:
-        if name == "meta.json":
-            continue
-        if name not in known:
+        digests = _digests_in_meta(out)
+    except FileNotFoundError:
+        return f"{token_files[0]!r} without a meta.json"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if not token_files:
+            return "a meta.json that can't be read"
+        return f"{token_files[0]!r} with a meta.json that can't be read"
+    for name in token_files:
+        if name not in digests:
             return f"{name!r}, which its meta.json does not list"
         if not (out / name).is_file():
             return f"{name!r}, no ordinary file"
-        if sha256(out / name) != known[name]:
+        if sha256(out / name) != digests[name]:
             return f"{name!r} with another sha256 than its meta.json gives"
     return None
 
 
+def _digests_in_meta(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file that meta.json lists."""
+    facts_by_split = read_json(folder / "meta.json", times=8)["splits"]
+    digests = {}
+    for split in SPLITS:
+        facts = dict(facts_by_split[split])
+        for pattern, key in DIGESTS.items():
+            if key in facts:
+                digests[pattern.format(split)] = str(facts[key])
+    return digests
+
+
 @contextmanager
-def _replaced(out: Path, source: Mapping[str, Any], *, replace: bool) -> Iterator[Path]:
-    """Yield a new folder beside `out`, which replaces `out` when the block ends without
-    an error.
+def _replacement(out: Path, source: Mapping[str, Any], *, replace: bool) -> Iterator[Path]:
+    """Yield a new folder beside `out`, which replaces it at the end of the block.
+
+    After an error it does not.
     """
     check_replaced(out, source, replace=replace)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
         yield folder
-        # again, since it may have changed meanwhile
+        # Again, since it may have changed meanwhile.
         check_replaced(out, source, replace=replace)
         if out.exists():
             # os.replace can't overwrite a folder with content: the old corpus is
@@ -328,7 +367,8 @@ def _replaced(out: Path, source: Mapping[str, Any], *, replace: bool) -> Iterato
             shutil.rmtree(old)
         else:
             os.replace(folder, out)
-    except OSError as error:  # about this folder: errors of reading a source are BenchErrors by now
+    # It is about this folder: errors of reading a source are BenchErrors by now.
+    except OSError as error:
         raise refused(f"--out {str(out)!r} can't be written", error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -340,39 +380,43 @@ class LabelledText(str):
     labels: tuple[int, ...]
 
     def __new__(cls, text: str, labels: Sequence[int]) -> LabelledText:
-        made = super().__new__(cls, text)
-        made.labels = tuple(labels)
-        return made
+        labelled = super().__new__(cls, text)
+        labelled.labels = tuple(labels)
+        return labelled
 
 
 def _write_labels(
     folder: Path,
-    splits: Mapping[str, _Split],
+    writers: Mapping[str, _SplitWriter],
     counts: dict[str, dict[str, Any]],
     names: Sequence[str] | None,
 ) -> list[str]:
-    """Write ends and labels (uint8, documents x labels) of every split, put digests
-    into `counts`, return the names.
+    """Write ends and labels of every split; return the names of the labels.
+
+    Labels are uint8, (documents, labels). Digests of the files are put into `counts`.
     """
-    numbers = [
-        number for split in splits.values() for labels in split.labels for number in labels or ()
-    ]
+    numbers: set[int] = set()
+    for writer in writers.values():
+        for labels in writer.labels:
+            numbers.update(labels or ())
     if not numbers:
         raise BenchError("no document has a label; there is nothing to learn")
-    named = list(names) if names else list(map(str, range(max(numbers) + 1)))
-    if max(numbers) >= len(named):
+    largest = max(numbers)
+    label_names = list(names) if names else [str(number) for number in range(largest + 1)]
+    if largest >= len(label_names):
         raise BenchError(
-            f"a document has label {max(numbers)}, the data set names {len(named)} labels"
+            f"a document has label {largest}, the data set names {len(label_names)} labels"
         )
-    for name, split in splits.items():
-        rows = np.zeros((len(split.labels), len(named)), dtype=np.uint8)
-        for row, labels in zip(rows, split.labels, strict=True):
+    for split, writer in writers.items():
+        rows = np.zeros((len(writer.labels), len(label_names)), dtype=np.uint8)
+        for row, labels in zip(rows, writer.labels, strict=True):
             row[list(labels or ())] = 1
-        for pattern, content in ((ENDS, np.array(split.ends, dtype=ENDS_TYPE)), (LABELS, rows)):
-            path = folder / pattern.format(name)
-            path.write_bytes(content.tobytes())
-            counts[name][DIGESTS[pattern]] = sha256(path)
-    return named
+        arrays = {ENDS: np.array(writer.ends, dtype=ENDS_TYPE), LABELS: rows}
+        for pattern, array in arrays.items():
+            path = folder / pattern.format(split)
+            path.write_bytes(array.tobytes())
+            counts[split][DIGESTS[pattern]] = sha256(path)
+    return label_names
 
 
 class Advance(Protocol):
@@ -385,34 +429,45 @@ class Advance(Protocol):
 def progress_bar(
     splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None], show: bool
 ) -> Iterator[Advance]:
-    """Show a bar on standard error while its block runs, and yield the function that
-    moves it.
+    """Show a bar on standard error while its block runs.
+
+    Yields the function that moves it.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    by_tokens = None not in limits.values()
-    total: int | None = sum(limit or 0 for limit in limits.values())
-    if not by_tokens:
-        listed = [documents for documents in splits.values() if isinstance(documents, Sequence)]
-        characters = sum(len(text) for documents in listed for text in documents)
-        total = (
-            characters if len(listed) == len(splits) else None
-        )  # unknown for documents from a stream
-    columns = (
+    counts_tokens = None not in limits.values()
+    if counts_tokens:
+        total: int | None = sum(limit or 0 for limit in limits.values())
+    else:
+        total = _characters(splits)
+    bar = Progress(
         TextColumn("tokenizing"),
         BarColumn(),
         TextColumn("{task.fields[tokens]:,} tokens"),
         TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not show,
+        transient=True,
     )
-    with Progress(
-        *columns, console=Console(stderr=True), disable=not show, transient=True
-    ) as progress:
-        task, written = progress.add_task("", total=total, tokens=0), 0
+    with bar:
+        task = bar.add_task("", total=total, tokens=0)
+        all_tokens = 0
 
         def advance(*, characters: int, tokens: int) -> None:
-            nonlocal written
-            written += tokens
-            progress.update(task, advance=tokens if by_tokens else characters, tokens=written)
+            nonlocal all_tokens
+            all_tokens += tokens
+            distance = tokens if counts_tokens else characters
+            bar.update(task, advance=distance, tokens=all_tokens)
 
         yield advance
+
+
+def _characters(splits: Mapping[str, Iterable[str]]) -> int | None:
+    """Return the characters of all documents; None if some come from a stream."""
+    count = 0
+    for documents in splits.values():
+        if not isinstance(documents, Sequence):
+            return None
+        count += sum(len(text) for text in documents)
+    return count

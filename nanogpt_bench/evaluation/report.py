@@ -24,7 +24,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_text
-from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
+from nanogpt_bench.data.tokenizers import check_tokens, model_tokenizer
 from nanogpt_bench.evaluation.budget import best_mixture, bytes_within
 from nanogpt_bench.evaluation.measurement import (
     EMBEDDINGS,
@@ -233,7 +233,7 @@ def _text(
         largest = int(corpus.val.max())
         check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, largest)
         return corpus
-    text, tokenizer = read_text(args.input), own_tokenizer(args.model)
+    text, tokenizer = read_text(args.input), model_tokenizer(args.model)
     tokens = tokenizer.encode(text)
     check_tokens(
         tokenizer.name,

@@ -20,9 +20,9 @@ from nanogpt_bench.data.batches import (
     Corpus,
     batch,
     documents_of,
-    drawn,
+    draw_documents,
     eval_batches,
-    held_out,
+    held_out_batches,
     label_names,
 )
 from nanogpt_bench.model.gpt import GPTShape
@@ -178,8 +178,8 @@ class Classify:
         No document is in two of them, and the last may be smaller.
         """
         batches, size = self._config.eval.batches, self._config.train.batch_size
-        drawn = held_out(self._val, batches, size, seed=EVAL_SEED)
-        return [self._val.rows(documents, self._block) for documents in drawn]
+        indices = held_out_batches(self._val, batches, size, seed=EVAL_SEED)
+        return [self._val.rows(documents, self._block) for documents in indices]
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
         """Return the loss of every document."""
@@ -201,7 +201,7 @@ class Classify:
 
     def _drawn(self, step: int, micro_step: int) -> NDArray[Any]:
         size, seed = self._config.train.batch_size, self._config.seed
-        return drawn(self._train, size, seed=seed, step=step, micro_step=micro_step)
+        return draw_documents(self._train, size, seed=seed, step=step, micro_step=micro_step)
 
 
 def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:

@@ -12,7 +12,7 @@ from bench_runs import refusal
 from hubs import write_parquet
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.batches import documents_of, drawn, held_out, load_corpus
+from nanogpt_bench.data.batches import documents_of, draw_documents, held_out_batches, load_corpus
 from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer, tokenizer_from_meta
@@ -256,13 +256,13 @@ def test_rows_are_first_tokens_with_padding_behind(prepared):
 
 def test_drawing_depends_on_seed_step_and_micro_step_only(prepared):
     found = documents_of(load_corpus(prepared, 16), "train")
-    draw = drawn(found, 8, seed=1, step=5, micro_step=2)
-    assert np.array_equal(draw, drawn(found, 8, seed=1, step=5, micro_step=2))
+    draw = draw_documents(found, 8, seed=1, step=5, micro_step=2)
+    assert np.array_equal(draw, draw_documents(found, 8, seed=1, step=5, micro_step=2))
     for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}):
         assert not np.array_equal(
-            draw, drawn(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
+            draw, draw_documents(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
         )
-    batches = held_out(found, 4, 4, seed=7)
+    batches = held_out_batches(found, 4, 4, seed=7)
     assert [len(part) for part in batches] == [4, 4, 4, 3]
     assert sorted(np.concatenate(batches)) == list(range(15))
-    assert [len(part) for part in held_out(found, 2, 4, seed=7)] == [4, 4]
+    assert [len(part) for part in held_out_batches(found, 2, 4, seed=7)] == [4, 4]

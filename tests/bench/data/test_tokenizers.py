@@ -106,7 +106,7 @@ def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json():
     assert len(tokenizer.encode(TEXT)) < 0.4 * len(TEXT)
     assert tokenizer_from_meta(json.loads(json.dumps(tokenizer.meta()))) == tokenizer
     assert make_tokenizer("bpe-280", "", [TEXT]) == tokenizer
-    assert len(tokenizers._bytes_by_character()) == 256
+    assert len(tokenizers._byte_by_character()) == 256
 
 
 def longest_word(text: str) -> int:
@@ -123,7 +123,7 @@ def longest_word(text: str) -> int:
 @example("     a")
 def test_parts_are_cut_where_a_long_word_is(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "LONGEST", 4)
+        patch.setattr(tokenizers, "LONGEST_WORD", 4)
         parts = list(tokenizers.in_parts(text))
     assert "".join(parts) == text
     assert (len(parts) > 1) == (longest_word(text) > 4)
@@ -148,7 +148,7 @@ def test_a_signal_is_heard_while_pairs_are_learned():
     sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            tokenizers.learned("bpe-280", documents())
+            tokenizers.learn_pairs("bpe-280", documents())
         assert readers != [
             threading.main_thread()
         ]  # which can't hear a signal while the package learns

@@ -14,7 +14,7 @@ from damages import put, signed
 from torch.nn import functional
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
+from nanogpt_bench.data.batches import documents_of, draw_documents, open_corpus
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
@@ -145,7 +145,7 @@ def test_tokens_are_counted_without_padding(classify, tmp_path):
     corpus = open_corpus(resolve(config))
     train = documents_of(corpus, "train")
     draws = [
-        drawn(train, 4, seed=42, step=step, micro_step=micro)
+        draw_documents(train, 4, seed=42, step=step, micro_step=micro)
         for step in range(6)
         for micro in range(2)
     ]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.tokenizers import own_tokenizer
+from nanogpt_bench.data.tokenizers import model_tokenizer
 from nanogpt_bench.evaluation.budget import best_mixture
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, rounded
 from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
@@ -186,7 +186,7 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, here):
         assert main([*words, "--formats", "E4M3", "--embeddings", "--model.block_size=16"]) == 0
     rows = json.loads((here / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
     tokens = torch.from_numpy(
-        own_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64")
+        model_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64")
     )
     starts = [
         0,
@@ -211,7 +211,7 @@ def test_a_gguf_is_floats_from_then_on(tmp_path):
         parameter.numel() for parameter in model.parameters()
     )
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
-    assert own_tokenizer(str(path)).encode("ab ba").tolist() == [23, 22, 3, 2]
+    assert model_tokenizer(str(path)).encode("ab ba").tolist() == [23, 22, 3, 2]
     model.save_pretrained(tmp_path / "saved")
     again, tokens = load_causal(str(tmp_path / "saved")), torch.arange(20)[None]
     assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
