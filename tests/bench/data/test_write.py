@@ -131,3 +131,10 @@ def test_a_run_can_train_on_the_first_tokens_only(tiny):
         config.data.train_tokens = count
         with refusal(rf"data.train_tokens: {count} .* give 17 to {len(whole.train)}"):
             open_corpus(config)
+
+
+def test_a_folder_with_a_damaged_meta_json_alone_is_refused(tmp_path):
+    (tmp_path / "meta.json").write_text("{")
+    with refusal("holds a meta.json that can't be read, which prepare did not write"):
+        write_corpus(tmp_path, {"train": ["a" * 99]}, ByteTokenizer(), {}, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
