@@ -144,7 +144,7 @@ def sample_run(
     tokenizer = tokenizer_from_meta(corpus.meta)
     prompt = _encoded(draw.prompt, tokenizer, corpus)
     bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with runtime(weights.own) as device, bar as progress:
+    with runtime(weights.config) as device, bar as progress:
         task = progress.add_task("sample", total=(1 + len(names)) * draw.tokens)
         samples = []
         for name, trainer in weights.trainers(names, corpus, device):

@@ -1,10 +1,12 @@
 """Corpora: their sources, tokenizers, files on disk, and batches.
 
-text, packages, dataset    where a text comes from: a file or the standard library,
-                           packages of an archive, a data set of the hub
-tokenizers                 a text -> tokens
-write                      tokens -> the files of a corpus
-batches                    the files of a corpus -> batches
+The modules, in the order in which a text passes through them:
+
+    text, packages, dataset    where a text comes from: a file or the standard library,
+                               packages of an archive, a data set of the hub
+    tokenizers                 a text -> tokens
+    write                      tokens -> the files of a corpus
+    batches                    the files of a corpus -> batches
 """
 
 import os

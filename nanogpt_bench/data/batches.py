@@ -86,7 +86,7 @@ def digests_of(splits: Any) -> dict[str, Any]:
 
 
 def digests_in(folder: Path) -> dict[str, Any]:
-    """Return the digests of a corpus's tokens and labels, as its folder has them now."""
+    """Return the digests of a corpus's tokens and labels in its folder's meta.json."""
     return digests_of(read_json(folder / "meta.json", times=8)["splits"])
 
 
@@ -121,7 +121,8 @@ def load_corpus(folder: Path, block_size: int) -> Corpus:
 def open_corpus(config: Config) -> Corpus:
     """Open the corpus of a resolved configuration.
 
-    It has the first `data.train_tokens` of its training tokens, all without the setting.
+    It has the first `data.train_tokens` of its training tokens, all without the
+    setting.
     """
     block = config.model.block_size or 0
     if config.task == "classify":
@@ -202,7 +203,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _check_counts(facts: Mapping[str, Any], split: str) -> None:
-    """Raise ValueError, KeyError or TypeError unless meta.json has what a split needs."""
+    """Raise ValueError, KeyError or TypeError for what meta.json lacks of a split."""
     counts = {name: int(facts[name]) for name in ("tokens", "bytes")}
     if "sha256" not in facts:
         raise KeyError("sha256")
@@ -290,7 +291,7 @@ def _generator(
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, rank, micro_step, step]))
 
 
-#: the rank that draws validation batches, so that none is a training batch of one process
+#: the rank that draws validation batches, so that none is a training batch
 _VALIDATION_RANK = 1
 
 
@@ -354,7 +355,7 @@ class Documents:
         return len(self.ends)
 
     def lengths(self, indices: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-        """Return how many tokens of each document a batch takes, at most `block_size`."""
+        """Return how many tokens of each document a batch takes, at most a block."""
         return np.minimum(self.ends[indices] - self.starts[indices], block_size)
 
     def rows(self, indices: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:

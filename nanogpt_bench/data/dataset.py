@@ -115,7 +115,7 @@ class LabelledTexts(Texts):
 
 
 def label_names_in(stream: Stream) -> list[str] | None:
-    """Return the names of a stream's labels; None where the data set only has numbers."""
+    """Return the names of a stream's labels; None where it only has numbers."""
     column = (getattr(stream, "features", None) or {}).get(LABELS_COLUMN)
     names = getattr(getattr(column, "feature", None), "names", None)
     return list(map(str, names)) if names else None
@@ -123,7 +123,7 @@ def label_names_in(stream: Stream) -> list[str] | None:
 
 @dataclass(frozen=True)
 class EveryTenth:
-    """Every tenth document of a data set that has no validation split, or the others."""
+    """Every tenth document of a data set without a validation split, or the others."""
 
     documents: Iterable[str]
     #: whether these are every tenth
@@ -196,7 +196,7 @@ def find_commit(dataset: str, revision: str | None) -> str:
 
 
 class DataSet(NamedTuple):
-    """The rows of each split of a data set, and facts that identify this version of it."""
+    """The rows of each split of a data set, and facts that identify its version."""
 
     streams: dict[str, Stream]
     facts: dict[str, Any]
@@ -311,7 +311,7 @@ def prepare_hub(
     task: str = "text",
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Prepare one column of a data set in folder `out`; return the content of meta.json.
+    """Prepare one column of a data set in `out`; return the content of meta.json.
 
     The training and validation splits become train.bin and val.bin. Without a
     validation split, every tenth document is for validation. With `data_dir` a local

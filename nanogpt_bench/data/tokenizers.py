@@ -80,7 +80,7 @@ class Tokenizer:
         return len(self.bytes_of(tokens))
 
     def meta(self) -> dict[str, Any]:
-        """Return the entries of meta.json from which the tokenizer can be made again."""
+        """Return entries of meta.json from which the tokenizer can be made again."""
         return {
             "tokenizer": self.name,
             "vocab_size": self.vocab_size,

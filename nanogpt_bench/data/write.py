@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanogpt_bench.data.batches import ENDS, ENDS_TYPE, LABELS, SPLITS
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, token_dtype
@@ -59,8 +60,8 @@ def write_corpus(
 ) -> dict[str, Any]:
     """Write the documents of each split as tokens; return the content of meta.json.
 
-    An end-of-text token, if the tokenizer has one, follows every document. Documents may
-    come from a stream, of which no more are read than are written. If they are
+    An end-of-text token, if the tokenizer has one, follows every document. Documents
+    may come from a stream, of which no more are read than are written. If they are
     `LabelledText`, their labels are written too.
 
     Args:
@@ -100,7 +101,7 @@ def write_tokens(
     limit: int | None = None,
     replace: bool = False,
 ) -> dict[str, Any]:
-    """Write ready tokens of each split as one document; return the content of meta.json.
+    """Write ready tokens of each split as a document; return meta.json's content.
 
     Arguments are those of `write_corpus`.
     """
@@ -127,7 +128,7 @@ def write_tokens(
 
 
 def split_limits(limit: int | None) -> dict[str, int | None]:
-    """Return the most tokens of each split; refuse a limit that is too low for a block."""
+    """Return the most tokens of each split; refuse a limit too low for a block."""
     if limit is None:
         return {"train": None, "val": None}
     if limit < VAL_SHARE * MIN_TOKENS:
@@ -324,13 +325,21 @@ def _foreign_file(out: Path, names: Sequence[str]) -> str | None:
             return "a meta.json that can't be read"
         return f"{token_files[0]!r} with a meta.json that can't be read"
     for name in token_files:
-        if name not in digests:
-            return f"{name!r}, which its meta.json does not list"
-        if not (out / name).is_file():
-            return f"{name!r}, no ordinary file"
-        if sha256(out / name) != digests[name]:
-            return f"{name!r} with another sha256 than its meta.json gives"
+        problem = _problem_of(out / name, digests.get(name))
+        if problem:
+            return f"{name!r}{problem}"
     return None
+
+
+def _problem_of(path: Path, digest: str | None) -> str:
+    """Return what is wrong with a file of that digest in meta.json; "" if nothing."""
+    if digest is None:
+        return ", which its meta.json does not list"
+    if not path.is_file():
+        return ", no ordinary file"
+    if sha256(path) != digest:
+        return " with another sha256 than its meta.json gives"
+    return ""
 
 
 def _digests_in_meta(folder: Path) -> dict[str, str]:
@@ -411,7 +420,10 @@ def _write_labels(
         rows = np.zeros((len(writer.labels), len(label_names)), dtype=np.uint8)
         for row, labels in zip(rows, writer.labels, strict=True):
             row[list(labels or ())] = 1
-        arrays = {ENDS: np.array(writer.ends, dtype=ENDS_TYPE), LABELS: rows}
+        arrays: dict[str, NDArray[Any]] = {
+            ENDS: np.array(writer.ends, dtype=ENDS_TYPE),
+            LABELS: rows,
+        }
         for pattern, array in arrays.items():
             path = folder / pattern.format(split)
             path.write_bytes(array.tobytes())

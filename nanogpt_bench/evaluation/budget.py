@@ -1,18 +1,22 @@
 """The best mixture of formats in a budget of bytes, exactly.
 
-Every layer pattern takes one of its choices. A partial solution of the first patterns
-is a pair (bytes, loss), and only pairs that no other one beats in both are kept. The
-bytes are whole numbers, so nothing is rounded. What keeps the pairs few is the linear
-relaxation of the patterns that are left, which may be in two formats at once: the least
-loss that it reaches in the bytes that are left is a lower bound of every solution that
-begins with the pair. Its corners, in which no pattern is in two formats, are solutions
-of their own, hence an upper bound. A pair whose lower bound exceeds the least upper
-bound is dropped.
+Every layer pattern takes one of its choices; the sum of losses is to be least, and the
+sum of bytes within the budget. It is solved by dynamic programming, pattern by pattern:
+
+- A state is a partial solution of the first patterns: (bytes, loss). A state that
+  another one beats in both is dropped. Bytes are whole numbers, so nothing is rounded.
+- What keeps the states few are two bounds from the linear relaxation of the remaining
+  patterns, in which a pattern may be in two formats at once. The least loss that it
+  reaches in the remaining bytes is a lower bound of every solution that begins with the
+  state. Its corners, in which no pattern is in two formats, are solutions of their own,
+  and so give an upper bound.
+- A state whose lower bound exceeds the least upper bound of all is dropped.
+- At the end, the chain of parents of the best state gives the formats.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,14 +40,15 @@ class _States:
     parent: NDArray[np.int64]
     choice: NDArray[np.int64]
 
-    def __getitem__(self, kept: Any) -> "_States":
-        return _States(self.size[kept], self.loss[kept], self.parent[kept], self.choice[kept])
+    def __getitem__(self, index: Any) -> "_States":
+        return _States(self.size[index], self.loss[index], self.parent[index], self.choice[index])
 
 
 @dataclass(frozen=True)
 class _Relaxation:
-    """The least loss of the patterns that are left, by their bytes: a convex chain of
-    corners, linear between them.
+    """The least loss of the remaining patterns, by their bytes.
+
+    It is a convex chain of corners, linear between them.
     """
 
     size: NDArray[np.float64]
@@ -76,54 +81,58 @@ def bytes_within(budget: float, parameters: int) -> int:
 def best_mixture(
     choices: Mapping[str, Sequence[tuple[str, float, int]]], budget: float
 ) -> dict[str, str] | None:
-    """Return a format for every pattern, with the least sum of losses that fits into
-    `budget` bytes.
+    """Return a format for every pattern, with the least loss within `budget` bytes.
 
     None if even the smallest formats take more. Every choice is a format, what it adds
     to the loss (finite), and its bytes (a whole number). Of two mixtures of the same
     loss the smaller one is taken. That losses add up is an approximation for small
     ones.
 
-    >>> best_mixture({"attn": [("E4M3", 0.2, 1), ("none", 0.0, 4)], "mlp": [("E4M3", 0.1, 1), ("none", 0.0, 4)]}, 5)
+    >>> choices = {
+    ...     "attn": [("E4M3", 0.2, 1), ("none", 0.0, 4)],
+    ...     "mlp": [("E4M3", 0.1, 1), ("none", 0.0, 4)],
+    ... }
+    >>> best_mixture(choices, 5)
     {'attn': 'none', 'mlp': 'E4M3'}
     """
-    useful = [_undominated(pattern) for pattern in choices.values()]
-    relaxations = _relaxations(useful)
+    patterns = [_undominated(pattern_choices) for pattern_choices in choices.values()]
+    relaxations = _relaxations(patterns)
     if relaxations[0].size[0] > budget:
         return None
-    # sums of losses differ in their last bits by the order of the terms
-    slack = 1e-12 * sum(abs(choice.loss) for pattern in useful for choice in pattern)
-    nothing = np.zeros(1, dtype=np.int64)
-    states = _States(size=nothing, loss=np.zeros(1), parent=nothing, choice=nothing)
+    # Sums of losses differ in their last bits by the order of the terms.
+    slack = 1e-12 * sum(abs(choice.loss) for choice in chain.from_iterable(patterns))
+    zero = np.zeros(1, dtype=np.int64)
+    states = _States(size=zero, loss=np.zeros(1), parent=zero, choice=zero)
     stages = []
-    for pattern, rest in zip(useful, relaxations[1:], strict=True):
+    for pattern, relaxation in zip(patterns, relaxations[1:], strict=True):
         states = _extended(states, pattern)
         room = np.floor(budget - states.size).astype(np.int64)
-        fits = room >= rest.size[0]
-        states, room = states[fits], room[fits]
-        least = np.min(states.loss + rest.upper(room))
-        states = states[states.loss + rest.lower(room) <= least + slack]
+        fits = room >= relaxation.size[0]
+        states = states[fits]
+        room = room[fits]
+        least = np.min(states.loss + relaxation.upper(room))
+        states = states[states.loss + relaxation.lower(room) <= least + slack]
         stages.append(states)
     place = int(np.argmin(states.loss))
     formats = []
-    for pattern, stage in zip(reversed(useful), reversed(stages), strict=True):
+    for pattern, stage in zip(reversed(patterns), reversed(stages), strict=True):
         formats.append(pattern[stage.choice[place]].format)
         place = int(stage.parent[place])
     return dict(zip(choices, reversed(formats), strict=True))
 
 
 def _undominated(choices: Sequence[tuple[str, float, int]]) -> list[Choice]:
-    """The choices that no other one beats in bytes and loss, the smallest one first."""
-    kept: list[Choice] = []
-    by_size = sorted((Choice(*given) for given in choices), key=lambda one: (one.size, one.loss))
-    for choice in by_size:
-        if not kept or choice.loss < kept[-1].loss:
-            kept.append(choice)
-    return kept
+    """Return the choices that no other beats in bytes and loss, smallest first."""
+    named = [Choice(*choice) for choice in choices]
+    undominated: list[Choice] = []
+    for choice in sorted(named, key=lambda choice: (choice.size, choice.loss)):
+        if not undominated or choice.loss < undominated[-1].loss:
+            undominated.append(choice)
+    return undominated
 
 
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """The corners of the lower convex hull of undominated choices."""
+    """Return the corners of the lower convex hull of undominated choices."""
     corners: list[Choice] = []
     for choice in choices:
         while len(corners) > 1 and _slope(corners[-1], choice) <= _slope(*corners[-2:]):
@@ -132,39 +141,47 @@ def _hull(choices: Sequence[Choice]) -> list[Choice]:
     return corners
 
 
-def _slope(one: Choice, other: Choice) -> float:
-    """The loss that each further byte adds; below 0."""
-    return (other.loss - one.loss) / (other.size - one.size)
+def _slope(small: Choice, large: Choice) -> float:
+    """Return the loss that each further byte adds; it is below 0."""
+    return (large.loss - small.loss) / (large.size - small.size)
+
+
+class _Edge(NamedTuple):
+    """An edge of a hull; in order, the steepest one comes first."""
+
+    slope: float
+    size: int
+    loss: float
 
 
 def _relaxations(patterns: Sequence[Sequence[Choice]]) -> list[_Relaxation]:
-    """Return the relaxation of all patterns, of all but the first, and so on to none."""
+    """Return the relaxation of all patterns, of all but the first, ... of none."""
     size, loss = 0, 0.0
-    # edges of the hulls as (slope, bytes, loss), the steepest one first
-    edges: list[tuple[float, int, float]] = []
-    found = [_Relaxation(np.zeros(1), np.zeros(1))]
+    edges: list[_Edge] = []
+    relaxations = [_Relaxation(np.zeros(1), np.zeros(1))]
     for pattern in reversed(patterns):
         corners = _hull(pattern)
         size += corners[0].size
         loss += corners[0].loss
-        for one, other in pairwise(corners):
-            edges.append((_slope(one, other), other.size - one.size, other.loss - one.loss))
+        for small, large in pairwise(corners):
+            slope = _slope(small, large)
+            edges.append(_Edge(slope, large.size - small.size, large.loss - small.loss))
         edges.sort()
-        sizes = np.cumsum([size, *(edge[1] for edge in edges)], dtype=np.float64)
-        losses = np.cumsum([loss, *(edge[2] for edge in edges)])
-        found.append(_Relaxation(sizes, losses))
-    return found[::-1]
+        sizes = np.cumsum([size, *(edge.size for edge in edges)], dtype=np.float64)
+        losses = np.cumsum([loss, *(edge.loss for edge in edges)])
+        relaxations.append(_Relaxation(sizes, losses))
+    return relaxations[::-1]
 
 
 def _extended(states: _States, pattern: Sequence[Choice]) -> _States:
     """Return every state with every choice, without those that another one beats."""
-    count, number = len(states.size), len(pattern)
+    state_count, choice_count = len(states.size), len(pattern)
     size = np.add.outer(states.size, np.array([choice.size for choice in pattern])).ravel()
     loss = np.add.outer(states.loss, np.array([choice.loss for choice in pattern])).ravel()
-    parent = np.repeat(np.arange(count), number)
-    chosen = np.tile(np.arange(number), count)
+    parent = np.repeat(np.arange(state_count), choice_count)
+    choice_index = np.tile(np.arange(choice_count), state_count)
     order = np.lexsort((loss, size))
-    made = _States(size, loss, parent, chosen)[order]
-    before = np.minimum.accumulate(made.loss)
-    better = np.concatenate([[True], made.loss[1:] < before[:-1]])
-    return made[better]
+    extended = _States(size, loss, parent, choice_index)[order]
+    least_so_far = np.minimum.accumulate(extended.loss)
+    is_better = np.concatenate([[True], extended.loss[1:] < least_so_far[:-1]])
+    return extended[is_better]

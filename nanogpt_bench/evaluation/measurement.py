@@ -1,8 +1,15 @@
-"""Measuring one model on windows of a text, with float weights and rounded to formats:
-an evaluation for each.
+"""Measuring one model on windows of a text, with float weights and rounded to formats.
 
-Also their table, the gaps of layer patterns by format (sensitivity.json), and mixtures
-of formats chosen from these.
+`Measurement.row` makes an `Evaluation` for one set of formats. The weights get into the
+formats in one of two ways:
+
+- `rounded` quantises the layers of the model in memory, within a block, and puts the
+  float layers back behind it.
+- A reader reads the model again, into codes, where the floats need not stay in memory.
+
+There are also the tables of evaluations (`rows_table`) and of the gaps of layer
+patterns by format (`gaps_table`, of sensitivity.json), and the mixture with the lowest
+gaps.
 """
 
 import json
@@ -14,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.table import Table
@@ -40,8 +47,7 @@ def rounded(
     tied: Literal["refuse", "untie", "leave"] = "leave",
     **options: Any,
 ) -> Iterator[int]:
-    """Round the layers that patterns name, and the embeddings, within the block; yield
-    the bytes of the whole model.
+    """Round layers and embeddings within the block; yield the bytes of the whole model.
 
     A head that shares the embedding's weight shares the rounded one, unless it is
     untied. Buffers, such as rotary caches, are left alone. The float weights stay in
@@ -54,50 +60,52 @@ def rounded(
         tied: `untie` or `leave`, for a head that shares the embedding's weight.
         options: further arguments of `fm.quantize_model`.
     """
-    linear = {pattern: value for pattern, value in formats.items() if pattern != EMBEDDINGS}
-    fmt = formats.get(EMBEDDINGS, "none")
-    before = dict(model.named_modules())
+    linear_formats = {pattern: value for pattern, value in formats.items() if pattern != EMBEDDINGS}
+    embedding_format = formats.get(EMBEDDINGS, "none")
+    float_modules = dict(model.named_modules())
     try:
         with ExitStack() as stack:
-            saved = (
-                stack.enter_context(_embeddings_rounded(model, fmt, options))
-                if fmt != "none"
-                else 0
-            )
-            if linear:
-                quantized(model, linear, tied=tied, **options)
-            yield memory_of([*model.parameters(), *model.buffers()]) - saved
+            saved_bytes = 0
+            if embedding_format != "none":
+                saved_bytes = stack.enter_context(
+                    _rounded_embeddings(model, embedding_format, options)
+                )
+            if linear_formats:
+                quantized(model, linear_formats, tied=tied, **options)
+            yield memory_of([*model.parameters(), *model.buffers()]) - saved_bytes
     finally:
         for name, module in list(model.named_modules()):
             if isinstance(module, fm.QuantizedLinear):
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, before[name])
+                setattr(model.get_submodule(parent), child, float_modules[name])
 
 
 @contextmanager
-def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) -> Iterator[int]:
-    """Round embeddings with a scale per row, as a linear layer's weight; yield the
-    bytes that codes would save.
+def _rounded_embeddings(model: nn.Module, fmt: Any, options: Mapping[str, Any]) -> Iterator[int]:
+    """Round embeddings with a scale per row, as a linear layer's weight.
+
+    Yields the bytes that codes would save.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    floats = [(table, table.data) for table in tables]
-    saved = 0
+    float_values = [table.data for table in tables]
+    saved_bytes = 0
     try:
-        for table, values in floats:
+        for table, values in zip(tables, float_values, strict=True):
             linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(values, requires_grad=False)
             codes = quantized(linear, fmt, **options).weight.detach()
-            saved += values.nbytes - memory_of([codes])
+            saved_bytes += values.nbytes - memory_of([codes])
             table.data = codes.dequantize()
-        yield saved
+        yield saved_bytes
     finally:
-        for table, values in floats:
+        for table, values in zip(tables, float_values, strict=True):
             table.data = values
 
 
 def quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
-    """Quantise in place to one byte per weight, or refuse formats that can't be used
-    with this model.
+    """Quantise in place to one byte per weight.
+
+    Formats that can't be used with this model are refused.
     """
     with refusals("formats", ValueError, TypeError):
         return fm.quantize_model(model, formats, "fp8", **options)
@@ -105,8 +113,9 @@ def quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of a model's weights in one set of formats; losses are in nats per
-    token or label.
+    """The evaluation of a model's weights in one set of formats.
+
+    Losses are in nats per token or label.
     """
 
     format: str
@@ -130,17 +139,20 @@ class Evaluation:
     of_labels: Mapping[str, float | None] = field(default_factory=dict)
 
     def facts(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the fields called `names`, and the metrics of labels, as they are
-        written to a file.
-        """
+        """Return the fields called `names`, and the metrics of labels, for a file."""
         return {name: getattr(self, name) for name in names} | dict(self.of_labels)
+
+
+class StoredAs(NamedTuple):
+    """Formats of a published model's weights, and granularities of its scales."""
+
+    formats: str
+    granularities: str
 
 
 @dataclass
 class Measurement:
-    """A model and windows of a text, on which the same weights are measured in one set
-    of formats after the other.
-    """
+    """A model and windows of a text, measured in one set of formats after the other."""
 
     #: the path given by the user
     name: str
@@ -153,27 +165,24 @@ class Measurement:
     save: Path | None = None
     #: function that reads the model again for every row, into its formats
     reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
-    #: formats and granularities of a published model that is measured as its files have
-    #: it
-    stored: tuple[str, str] | None = None
+    #: how a published model is stored that is measured as its files have it
+    stored: StoredAs | None = None
     #: loss of each window with float weights
-    floats: list[float] = field(default_factory=list)
+    float_losses: list[float] = field(default_factory=list)
     #: loss of each window in the last row
     losses: list[float] = field(default_factory=list)
     #: what was not quantised in the last row, and why
-    left: list[str] = field(default_factory=list)
+    unquantised: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find the layers and the number of parameters."""
-        owners = Counter(
-            id(each) for _, each in self.model.named_parameters(remove_duplicate=False)
-        )
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        owners = Counter(id(parameter) for _, parameter in parameters)
         #: the linear layers whose weight is not shared
-        self.layers = [
-            name
-            for name, module in self.model.named_modules()
-            if is_linear(module) and owners[id(module.weight)] == 1
-        ]
+        self.layers: list[str] = []
+        for name, module in self.model.named_modules():
+            if is_linear(module) and owners[id(module.weight)] == 1:
+                self.layers.append(name)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def row(
@@ -185,98 +194,116 @@ class Measurement:
         saves: bool = True,
         against: Sequence[float] = (),
     ) -> Evaluation:
-        """Measure one set of formats; the first row has to have none. `saves` allows
-        writing the weights to `save`.
+        """Measure one set of formats; the first row has to have none.
 
         The gap is to the losses `against`, window by window; without these to those of
-        the float weights.
+        the float weights. `saves` allows writing the weights to `save`.
         """
-        begun = time.perf_counter()
-        options = {**self.options, **({"granularity": scale} if scale else {})}
-        with self._in(formats, options) as size:
+        start = time.perf_counter()
+        options = dict(self.options)
+        if scale:
+            options["granularity"] = scale
+        with self._in_formats(formats, options) as size:
             losses = window_losses(self.model, self.windows, self.batch)
             report = fm.quantization_report(self.model)
             if self.save is not None and saves:
-                save_weights(
-                    self.model, self.save / f"{'-'.join(filter(None, (name, scale)))}.safetensors"
-                )
-        self.floats = self.floats or losses
-        tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
-        also = {
-            id(table.weight): table.weight.numel()
-            for table in tables
-            if isinstance(table, nn.Embedding)
-        }
-        self.left = [
-            f"{layer.name} ({layer.parameters:,}): {layer.detail}"
-            for layer in report.left
-            if not any(
-                id(weight) in also
-                for weight in self.model.get_submodule(layer.name).parameters(recurse=False)
-            )
-        ]
+                file_name = f"{name}-{scale}" if scale else name
+                save_weights(self.model, self.save / f"{file_name}.safetensors")
+        if not self.float_losses:
+            self.float_losses = losses
         self.losses = losses
-        differences = [
-            one - other for one, other in zip(losses, against or self.floats, strict=True)
-        ]
-        loss, error = mean_and_error(losses)
+        rounded_tables = {}
+        if formats.get(EMBEDDINGS, "none") != "none":
+            rounded_tables = self._embeddings()
+        self.unquantised = self._unquantised(report, rounded_tables)
+        differences = []
+        for loss, other in zip(losses, against or self.float_losses, strict=True):
+            differences.append(loss - other)
+        mean_loss, loss_error = mean_and_error(losses)
         gap, gap_error = mean_and_error(differences) if formats else (None, None)
         return Evaluation(
             format=name,
             scale=scale,
             formats=dict(formats),
-            val_loss=loss,
-            val_loss_se=error,
+            val_loss=mean_loss,
+            val_loss_se=loss_error,
             gap=gap,
             gap_se=gap_error,
-            perplexity=math.exp(loss) if loss < 700 else None,
-            bits_per_byte=loss / math.log(2) * self.tokens_per_byte,
+            perplexity=math.exp(mean_loss) if mean_loss < 700 else None,
+            bits_per_byte=mean_loss / math.log(2) * self.tokens_per_byte,
             bytes_per_parameter=size / self.parameters,
-            quantized_parameters=report.quantized_parameters + sum(also.values()),
-            seconds=time.perf_counter() - begun,
+            quantized_parameters=report.quantized_parameters + sum(rounded_tables.values()),
+            seconds=time.perf_counter() - start,
         )
 
+    def _embeddings(self) -> dict[int, int]:
+        """Return the parameters of each table of embeddings, by its weight's id."""
+        parameters = {}
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding):
+                parameters[id(module.weight)] = module.weight.numel()
+        return parameters
+
+    def _unquantised(self, report: Any, rounded_tables: Mapping[int, int]) -> list[str]:
+        """Return what a report says is left, but no layer of a rounded table."""
+        lines = []
+        for layer in report.left:
+            weights = self.model.get_submodule(layer.name).parameters(recurse=False)
+            if not any(id(weight) in rounded_tables for weight in weights):
+                lines.append(f"{layer.name} ({layer.parameters:,}): {layer.detail}")
+        return lines
+
     @contextmanager
-    def _in(self, formats: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[int]:
+    def _in_formats(self, formats: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[int]:
+        """Put the weights into formats within the block; yield the model's bytes."""
         if self.reader is None:
             with rounded(self.model, formats, **options) as size:
                 yield size
             return
         if formats:
-            self.model = nn.Identity()  # frees the model before the next is read
+            # Frees the model before the next is read.
+            self.model = nn.Identity()
             self.model = self.reader(formats, options)
-        held = [*self.model.parameters(), *self.model.buffers()]
-        narrow = sum(x.nbytes for x in held if x.dtype in (torch.bfloat16, torch.float16))
-        yield memory_of(held) + narrow  # weights read in 16 bits count as float32
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        narrow_bytes = 0
+        for tensor in tensors:
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                narrow_bytes += tensor.nbytes
+        # Weights read in 16 bits count as float32.
+        yield memory_of(tensors) + narrow_bytes
 
 
 FILE = "sensitivity.json"
 
 
 def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:
-    """Return the rows as a table for the terminal; `gap` is the title of the column of
-    gaps.
+    """Return the rows as a table for the terminal.
+
+    `gap` is the title of the column of gaps.
     """
-    labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
-    measured = rows[0].seconds is not None
-    table = Table("format", "scales" if measured else "storage")
-    beside = [metric.title for metric in labels] or ["perplexity", "bits/byte"]
-    more = ["bytes/param", "quantised", "seconds"] if measured else ["quantised"]
-    for name in ("loss" if measured else "val loss", gap, *beside, *more):
-        table.add_column(name, justify="right")
+    is_measured = rows[0].seconds is not None
+    label_metrics = OF_LABELS if any(row.of_labels for row in rows) else ()
+    table = Table("format", "scales" if is_measured else "storage")
+    titles = ["loss" if is_measured else "val loss", gap]
+    titles += [metric.title for metric in label_metrics] or ["perplexity", "bits/byte"]
+    titles += ["bytes/param", "quantised", "seconds"] if is_measured else ["quantised"]
+    for title in titles:
+        table.add_column(title, justify="right")
     for row in rows:
-        figures = [_cell(row.of_labels.get(metric.figure)) for metric in labels]
-        figures = figures or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
-        losses = (
+        cells = [
             _cell(row.val_loss) + _error(row.val_loss_se),
             _cell(row.gap, "+.4f") + _error(row.gap_se),
-        )
-        size = [_cell(row.bytes_per_parameter, ".3f")] if measured else []
-        time = [_cell(row.seconds, ".1f")] if measured else []
-        where = row.scale if measured else row.storage
-        table.add_row(
-            row.format, where, *losses, *figures, *size, f"{row.quantized_parameters:,}", *time
-        )
+        ]
+        if label_metrics:
+            cells += [_cell(row.of_labels.get(metric.figure)) for metric in label_metrics]
+        else:
+            cells += [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
+        quantised = f"{row.quantized_parameters:,}"
+        if is_measured:
+            size = _cell(row.bytes_per_parameter, ".3f")
+            table.add_row(row.format, row.scale, *cells, size, quantised, _cell(row.seconds, ".1f"))
+        else:
+            table.add_row(row.format, row.storage, *cells, quantised)
     return table
 
 
@@ -289,64 +316,62 @@ def _error(error: float | None) -> str:
 
 
 def gaps_table(content: Mapping[str, Any]) -> str:
-    """Return the gaps as a Markdown table, and below it the settings of the mixture
-    with the lowest gaps.
+    """Return the gaps as a Markdown table.
+
+    Below it are the settings of the mixture with the lowest gaps.
     """
+    formats = content["formats"]
     lines = [
-        f"| quantised alone | {' | '.join(content['formats'])} |",
-        "|---|" + "---:|" * len(content["formats"]),
+        f"| quantised alone | {' | '.join(formats)} |",
+        "|---|" + "---:|" * len(formats),
     ]
-    for pattern, gaps, ends in zip(
-        content["patterns"], content["gap"], content["status"], strict=True
-    ):
-        cells = [
-            end or "-" if gap is None else f"{gap:+.3f}"
-            for gap, end in zip(gaps, ends, strict=True)
-        ]
+    table = zip(content["patterns"], content["gap"], content["status"], strict=True)
+    for pattern, gaps, ends in table:
+        cells = []
+        for gap, end in zip(gaps, ends, strict=True):
+            cells.append(end or "-" if gap is None else f"{gap:+.3f}")
         lines.append(f"| {'all layers' if pattern == '*' else pattern} | {' | '.join(cells)} |")
-    settings = shlex.join(_settings(content)) if content["operand"] == "weight" else ""
-    return "\n".join(lines) + "\n" + (f"\nlowest gaps: {settings}\n" if settings else "")
+    text = "\n".join(lines) + "\n"
+    settings = _mixture_settings(content) if content["operand"] == "weight" else []
+    return f"{text}\nlowest gaps: {shlex.join(settings)}\n" if settings else text
 
 
-def _settings(content: Mapping[str, Any]) -> list[str]:
-    """The mixture with the lowest gaps as words of a command line, with the settings
-    behind the table.
+def _mixture_settings(content: Mapping[str, Any]) -> list[str]:
+    """Return the mixture with the lowest gaps as words of a command line.
+
+    The settings under which the gaps were measured are among them.
     """
-    found, keys = mixture(content), content.get("keys", {})
-    formats = {
-        key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))
-    }
+    keys = content.get("keys", {})
+    formats: dict[str, Any] = {}
+    for pattern, name in mixture(content).items():
+        formats |= dict.fromkeys(keys.get(pattern, (pattern,)), name)
     if not formats:
         return []
-    formats |= {
-        pattern: value
-        for pattern, value in content.get("given", {}).items()
-        if pattern != EMBEDDINGS
-    }
-    values = [
-        (pattern, value if isinstance(value, str) else json.dumps(value))
-        for pattern, value in formats.items()
-    ]
-    tied = ["--model.tied", content["tied"]] if content.get("tied") else []
-    return [
-        *(word for pattern, value in values for word in (f"--model.formats.{pattern}", value)),
-        *tied,
-    ]
+    for pattern, value in content.get("given", {}).items():
+        if pattern != EMBEDDINGS:
+            formats[pattern] = value
+    words = []
+    for pattern, value in formats.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += [f"--model.formats.{pattern}", text]
+    if content.get("tied"):
+        words += ["--model.tied", content["tied"]]
+    return words
 
 
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format with the lowest gap for each layer pattern; `*`, embeddings, a
-    sweep's blocks are left out.
+    """Return the format with the lowest gap for each layer pattern.
+
+    `*`, embeddings, and a sweep's blocks are left out.
     """
-    given = [name for name in content["patterns"] if name not in ("*", EMBEDDINGS)]
-    patterns = [name for name in given if "keys" in content or not name.startswith("blocks.")]
-    rows = dict(zip(content["patterns"], content["gap"], strict=True))
-    known = {
-        pattern: [
-            (gap, name)
-            for gap, name in zip(rows[pattern], content["formats"], strict=True)
-            if gap is not None
-        ]
-        for pattern in patterns
-    }
-    return {pattern: min(cells)[1] for pattern, cells in known.items() if cells}
+    formats: dict[str, str] = {}
+    for pattern, gaps in zip(content["patterns"], content["gap"], strict=True):
+        # The blocks of a sweep have the layers of other patterns.
+        is_block = "keys" not in content and pattern.startswith("blocks.")
+        if pattern in ("*", EMBEDDINGS) or is_block:
+            continue
+        names = content["formats"]
+        known = [(gap, name) for gap, name in zip(gaps, names, strict=True) if gap is not None]
+        if known:
+            formats[pattern] = min(known)[1]
+    return formats

@@ -1,5 +1,13 @@
-"""The report on a model's weights in several formats: evaluations, a table of gaps by
-layer, and a mixture.
+"""The report on a model's weights in several formats.
+
+`report_model` measures a model of transformers, `report_run` the weights of a run. Both
+make a `Measurement` and go on in `_report`:
+
+    rows             an evaluation for each format and granularity of scales, or for the
+                     formats that were given by layer
+    --sensitivity    a map of gaps: each group of layers alone in each format
+    --budget         the mixture of formats that, by the map, is best in so many bytes
+    files            evaluation.json, sensitivity.json, the page
 """
 
 import argparse
@@ -10,9 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +34,13 @@ from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_text
 from nanogpt_bench.data.tokenizers import check_tokens, model_tokenizer
-from nanogpt_bench.evaluation.budget import best_mixture, bytes_within
+from nanogpt_bench.evaluation.budget import Choice, best_mixture, bytes_within
 from nanogpt_bench.evaluation.measurement import (
     EMBEDDINGS,
     FILE,
     Evaluation,
     Measurement,
+    StoredAs,
     gaps_table,
     quantized,
     rows_table,
@@ -55,48 +65,76 @@ from nanogpt_bench.system.errors import BenchError, counted, printable, refusals
 from nanogpt_bench.system.files import holds, is_unused, locked, mapping_with, write_json
 
 ROWS = "evaluation.json"
-#: the evaluation of each layer pattern quantised alone, by pattern and format
-Cells = Mapping[tuple[str, str], Evaluation]
 #: the fields of an evaluation that the file has
 WRITTEN = (
-    *(
-        "format",
-        "scale",
-        "formats",
-        "val_loss",
-        "val_loss_se",
-        "gap",
-        "gap_se",
-        "perplexity",
-        "bits_per_byte",
-    ),
-    *("bytes_per_parameter", "quantized_parameters", "seconds"),
+    "format",
+    "scale",
+    "formats",
+    "val_loss",
+    "val_loss_se",
+    "gap",
+    "gap_se",
+    "perplexity",
+    "bits_per_byte",
+    "bytes_per_parameter",
+    "quantized_parameters",
+    "seconds",
 )
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
 #: the formats of `--formats all`
 ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
 #: settings of `run` that a report on a pretrained model takes
 SETTINGS = (
-    *("data.dir", "model.block_size", "model.formats", "model.tied", "model.headroom"),
-    *("train.batch_size", "runtime.threads", "runtime.device"),
+    "data.dir",
+    "model.block_size",
+    "model.formats",
+    "model.tied",
+    "model.headroom",
+    "train.batch_size",
+    "runtime.threads",
+    "runtime.device",
 )
-#: defaults for a pretrained model: tokens per window, windows, and windows at a time
-BLOCK, WINDOWS, BATCH = 256, 24, 4
+# Defaults for a pretrained model.
+#: tokens of a window
+BLOCK = 256
+#: number of windows
+WINDOWS = 24
+#: windows at a time
+BATCH = 4
 #: settings that a report on a run does not take, and why
 _SET_OTHERWISE = {
     "model.granularity": "give --scales",
     "model.storage": "every row has one byte per weight",
 }
 #: a layer's block, and its name inside the block
-_IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
+_IN_BLOCK = re.compile(r"(?P<block>.*?\.\d+)\.(?P<kind>.+)")
 #: seconds between two lines of progress
 _EVERY = 15.0
 _WIDTH = 130
 
 
+class LayerGroups(StrEnum):
+    """The groups of layers in a map of gaps, as --sensitivity names them."""
+
+    #: layers of the same name in all blocks
+    KINDS = "kinds"
+    #: all layers of a block
+    BLOCKS = "blocks"
+    #: every layer alone
+    LAYERS = "layers"
+
+
+class Cell(NamedTuple):
+    """A cell of a map of gaps: a group of layers quantised alone, and its format."""
+
+    pattern: str
+    format: str
+
+
 def report_model(args: argparse.Namespace) -> int:
-    """Measure a causal language model of transformers; print tables, write a folder,
-    and print the page's path.
+    """Measure a causal language model of transformers.
+
+    Tables are printed and a folder is written. The last line is the page's path.
     """
     given = parse_overrides(args.overrides)
     for key in given:
@@ -105,160 +143,201 @@ def report_model(args: argparse.Namespace) -> int:
                 f"--{key} means nothing to a pretrained model; allowed: {', '.join(SETTINGS)}"
             )
     config = build_config({key: value for key, value in given.items() if key != "model.formats"})
+    layer_formats = dict(given.get("model.formats") or {})
     out = args.out or Path("runs") / f"evaluate-{Path(args.model).resolve().stem}"
     with locked(out, "--out"), runtime(config) as device, torch.no_grad():
         _check_folder(out)
-        found = outline(args.model)
-        corpus = _text(
-            args, config.data.dir if "data.dir" in given else None, found, config.model.block_size
-        )
-        block = config.model.block_size or min(BLOCK, found.positions, len(corpus.val) - 1)
-        own = dict(given.get("model.formats") or {})
-        floats = (args.sensitivity, args.budget, args.embeddings)
-        more = (
-            args.formats,
-            args.scales,
-            own,
-            given.get("model.tied"),
-            given.get("model.headroom"),
-        )
-        # A model published in codes is measured in these, unless an option needs its
-        # floats. A float model is read again for each row, into codes, unless rows need
-        # the floats. A .gguf file can be read as floats only.
-        stored = _as_stored(found) if found.stored and not any((*floats, *more)) else None
-        shared = any(floats) or EMBEDDINGS in own
-        rereads = not found.stored and not shared and "gguf_file" not in find_model(args.model)
-        codes: dict[str, Any] = {}
-        if stored:
-            codes = {"bytes_each": found.stored_bytes / found.parameters, "quantization": {}}
-        model: Any = (load_narrow(args.model) if rereads else None) or load_causal(
-            args.model, **codes
-        )
-        windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
-        batch = config.train.batch_size if "train.batch_size" in given else BATCH
-        options = {
-            "tied": config.model.tied or "leave",
-            "headroom": config.model.headroom,
-            "seed": config.seed,
-        }
-        read = f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
-        say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {read}")
-        measured = (
-            model.to(device),
-            windows,
-            corpus.val_tokens_per_byte,
-            batch,
-            options,
-            args.save,
-        )
-        reader = partial(_read, args.model, device) if rereads else None
-        at = Measurement(args.model, *measured, reader=reader, stored=stored)
-        del model, measured
-        _report(at, args, own, out, environment(corpus, config.runtime.threads))
+        model_outline = outline(args.model)
+        folder = config.data.dir if "data.dir" in given else None
+        corpus = _text(args, folder, model_outline, config.model.block_size)
+        measurement = _pretrained_measurement(args, given, model_outline, corpus, device)
+        facts = environment(corpus, config.runtime.threads)
+        _report(measurement, args, layer_formats, out, facts)
     return 0
 
 
-def _as_stored(found: Outline) -> tuple[str, str]:
-    """The formats of a published model's weights, and the granularities of their
-    scales.
+def _pretrained_measurement(
+    args: argparse.Namespace,
+    given: Mapping[str, Any],
+    model_outline: Outline,
+    corpus: Corpus,
+    device: torch.device,
+) -> Measurement:
+    """Return the measurement of a pretrained model, to which it has the only reference.
+
+    The model is read in one of three ways. One that was published in codes is measured
+    in these, unless an option needs its floats. A float model is read again for each
+    row, into codes, unless rows need the floats. A .gguf file can be read as floats
+    only.
     """
-    formats = sorted({each.format.name for each in found.stored.values()})
-    return ",".join(formats), ",".join(sorted({each.granularity for each in found.stored.values()}))
+    config = build_config({key: value for key, value in given.items() if key != "model.formats"})
+    layer_formats = given.get("model.formats") or {}
+    asks_for_formats = any(
+        (
+            args.formats,
+            args.scales,
+            layer_formats,
+            given.get("model.tied"),
+            given.get("model.headroom"),
+        )
+    )
+    asks_for_floats = any((args.sensitivity, args.budget, args.embeddings))
+    stored = None
+    codes: dict[str, Any] = {}
+    if model_outline.stored and not asks_for_floats and not asks_for_formats:
+        stored = _stored_as(model_outline)
+        bytes_each = model_outline.stored_bytes / model_outline.parameters
+        codes = {"bytes_each": bytes_each, "quantization": {}}
+    needs_floats = model_outline.stored or asks_for_floats or EMBEDDINGS in layer_formats
+    rereads = not needs_floats and "gguf_file" not in find_model(args.model)
+    model: Any = load_narrow(args.model) if rereads else None
+    if model is None:
+        model = load_causal(args.model, **codes)
+    block = config.model.block_size or min(BLOCK, model_outline.positions, len(corpus.val) - 1)
+    windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
+    say(
+        f"{args.model}: {model_outline.kind}, {model_outline.parameters:,} parameters; "
+        f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
+    )
+    return Measurement(
+        name=args.model,
+        model=model.to(device),
+        windows=windows,
+        tokens_per_byte=corpus.val_tokens_per_byte,
+        batch=config.train.batch_size if "train.batch_size" in given else BATCH,
+        options={
+            "tied": config.model.tied or "leave",
+            "headroom": config.model.headroom,
+            "seed": config.seed,
+        },
+        save=args.save,
+        reader=partial(_read_in_formats, args.model, device) if rereads else None,
+        stored=stored,
+    )
 
 
-def _read(
+def _stored_as(model_outline: Outline) -> StoredAs:
+    layers = model_outline.stored.values()
+    formats = {layer.format.name for layer in layers}
+    granularities = {layer.granularity for layer in layers}
+    return StoredAs(",".join(sorted(formats)), ",".join(sorted(granularities)))
+
+
+def _read_in_formats(
     name: str, device: torch.device, formats: Mapping[str, Any], options: Mapping[str, Any]
 ) -> nn.Module:
-    """The model with the weights of `formats` in codes."""
-    asked = {"formats": dict(formats), **options}
-    quantized(
-        skeleton(name).float(), asked["formats"], **options
-    )  # refuses wrong formats before weights are read
-    read: nn.Module = load_causal(name, bytes_each=1.25, quantization=asked).to(device)
-    return read
+    """Read a model with the weights of `formats` in codes."""
+    # Wrong formats are refused before weights are read.
+    quantized(skeleton(name).float(), dict(formats), **options)
+    quantization = {"formats": dict(formats), **options}
+    model: nn.Module = load_causal(name, bytes_each=1.25, quantization=quantization)
+    return model.to(device)
 
 
 def report_run(run_dir: Path, args: argparse.Namespace) -> int:
-    """Measure a run's weights in float32 and rounded on its validation batches; print
-    and write as `report_model`.
+    """Measure a run's weights on its validation batches, in float32 and rounded.
+
+    Tables and files are those of `report_model`.
     """
     given = checked_overrides(args.overrides)
     for key, instead in _SET_OTHERWISE.items():
         if key in given:
             raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
     trained = load(choose(run_dir, args.checkpoint or "last"))
-    where = folder_of(trained.path)
+    place = folder_of(trained.path)
     if trained.config.task != "language":
         raise BenchError(
-            f"{where} is of task {trained.config.task!r}, and a report of formats measures windows "
+            f"{place} is of task {trained.config.task!r}, and a report of formats measures windows "
             f"of a text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} --formats A,B rounds "
             f"its weights to formats"
         )
     weights = RunWeights(trained, given)
-    config, corpus = weights.own, weights.open_text()
+    config = weights.config
+    corpus = weights.open_text()
     out = args.out or Path("runs") / f"evaluate-{run_dir.resolve().name}"
     with locked(out, "--out"), runtime(config) as device, torch.no_grad():
         _check_folder(out)
         trainer = weights.rounded({}, corpus, device)
-        windows, batch = trainer.validation_windows(), config.train.batch_size
+        windows = trainer.validation_windows()
         block = windows.shape[1] - 1
-        tied, headroom = given.get("model.tied") or "leave", given.get("model.headroom")
-        options = {"tied": tied, "headroom": headroom, "seed": config.seed or 0}
         say(
-            f"weights of {where}; {counted(len(windows), 'window')} of {counted(block, 'token')}, "
+            f"weights of {place}; {counted(len(windows), 'window')} of {counted(block, 'token')}, "
             f"in float32"
         )
-        per_byte = corpus.val_tokens_per_byte
-        at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, args.save)
-        _report(at, args, weights.formats, out, environment(corpus, config.runtime.threads))
+        measurement = Measurement(
+            name=str(run_dir),
+            model=trainer.model,
+            windows=windows,
+            tokens_per_byte=corpus.val_tokens_per_byte,
+            batch=config.train.batch_size,
+            options={
+                "tied": given.get("model.tied") or "leave",
+                "headroom": given.get("model.headroom"),
+                "seed": config.seed or 0,
+            },
+            save=args.save,
+        )
+        facts = environment(corpus, config.runtime.threads)
+        _report(measurement, args, weights.formats, out, facts)
     return 0
 
 
 def _text(
-    args: argparse.Namespace, folder: str | None, found: Outline, block: int | None
+    args: argparse.Namespace, folder: str | None, model_outline: Outline, block: int | None
 ) -> Corpus:
-    """The text on which a pretrained model is measured, in the model's tokens."""
+    """Return the text that a pretrained model is measured on, in its tokens."""
     if (args.input is None) == (folder is None):
         raise BenchError(
             "--model needs a text: --input FILE or --data.dir DIR prepared with --tokenizer and "
             "the model"
         )
-    if block is not None and block > found.positions:
+    if block is not None and block > model_outline.positions:
         raise BenchError(
-            f"model.block_size: {block} is more than the {found.positions} positions of "
+            f"model.block_size: {block} is more than the {model_outline.positions} positions of "
             f"{args.model!r}"
         )
-    if folder is not None:
-        corpus = load_corpus(Path(folder), block or 1)
-        largest = int(corpus.val.max())
-        check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, largest)
-        return corpus
-    text, tokenizer = read_text(args.input), model_tokenizer(args.model)
+    if folder is None:
+        return _tokenized(args, model_outline, block or 1)
+    corpus = load_corpus(Path(folder), block or 1)
+    check_tokens(
+        str(corpus.meta["tokenizer"]),
+        args.model,
+        model_outline.vocab_size,
+        folder,
+        int(corpus.val.max()),
+    )
+    return corpus
+
+
+def _tokenized(args: argparse.Namespace, model_outline: Outline, block: int) -> Corpus:
+    """Return the text file --input as a corpus in memory."""
+    text = read_text(args.input)
+    tokenizer = model_tokenizer(args.model)
     tokens = tokenizer.encode(text)
     check_tokens(
         tokenizer.name,
         args.model,
-        found.vocab_size,
+        model_outline.vocab_size,
         str(args.input),
         int(np.max(tokens, initial=0)),
     )
-    if len(tokens) <= (block or 1):
+    if len(tokens) <= block:
         raise BenchError(
             f"--input {str(args.input)!r} has {counted(len(tokens), 'token')}, a window needs "
-            f"{(block or 1) + 1}"
+            f"{block + 1}"
         )
-    counts = {"tokens": len(tokens), "bytes": len(text.encode("utf-8"))}
     meta = {
         **tokenizer.meta(),
         "source": {"kind": "text", "file": args.input.name},
-        "splits": {"val": counts},
+        "splits": {"val": {"tokens": len(tokens), "bytes": len(text.encode("utf-8"))}},
     }
     return Corpus(args.input, tokens, tokens, meta)
 
 
 def spread(tokens: Any, count: int, block: int) -> Tensor:
-    """Return windows (N, T + 1) spread evenly over a text; fewer than `count` where the
-    text is too short for them.
+    """Return windows (N, T + 1) spread evenly over a text.
+
+    There are fewer than `count` where the text is too short for them.
     """
     if len(tokens) <= block:
         raise BenchError(
@@ -266,33 +345,34 @@ def spread(tokens: Any, count: int, block: int) -> Tensor:
         )
     count = max(1, min(count, (len(tokens) - 1) // block))
     starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
-    return torch.from_numpy(
-        np.asarray(tokens)[starts[:, None] + np.arange(block + 1)].astype(np.int64)
-    )
+    positions = starts[:, None] + np.arange(block + 1)
+    return torch.from_numpy(np.asarray(tokens)[positions].astype(np.int64))
 
 
 def _report(
-    at: Measurement,
+    measurement: Measurement,
     args: argparse.Namespace,
-    own: Mapping[str, Any],
+    layer_formats: Mapping[str, Any],
     out: Path,
     facts: Mapping[str, Any],
 ) -> None:
-    """Measure in the formats of the command line and of `own`; write the folder and
-    print the tables.
+    """Measure, write the folder and print the tables.
+
+    The formats are those of the command line and, by layer, of `layer_formats`.
     """
-    formats = named_formats(
-        [each for name in args.formats or () for each in (ALL if name == "all" else (name,))]
-    )
+    names: list[str] = []
+    for name in args.formats or ():
+        names += ALL if name == "all" else (name,)
+    formats = named_formats(names)
     if "none" in formats:
         raise BenchError("--formats: 'none' is what the gaps are measured against; leave it out")
     if args.budget is not None and not args.sensitivity:
-        args.sensitivity = "kinds"
-    rows, table = _measure(at, args, formats, own)
-    page = _write(out, at.name, rows, table, facts, at.windows.shape[1] - 1)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(rows_table(rows))
-    if table is not None:
-        print("".join(f"{printable(line)}\n" for line in gaps_table(table).splitlines()))
+        args.sensitivity = LayerGroups.KINDS
+    results = _measure(measurement, args, formats, layer_formats)
+    page = _write(out, measurement, results, facts)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(rows_table(results.rows))
+    if results.gaps is not None:
+        print("".join(f"{printable(line)}\n" for line in gaps_table(results.gaps).splitlines()))
     print(page)
 
 
@@ -304,118 +384,226 @@ def _check_folder(out: Path) -> None:
         )
 
 
+class _RowPlan(NamedTuple):
+    """A row that will be measured: the arguments of `Measurement.row`."""
+
+    name: str
+    formats: Mapping[str, Any]
+    scale: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.scale}" if self.scale else self.name
+
+
+class _Results(NamedTuple):
+    """What was measured: rows and, of a map, the content of sensitivity.json."""
+
+    rows: list[Evaluation]
+    gaps: dict[str, Any] | None = None
+
+
 def _measure(
-    at: Measurement, args: argparse.Namespace, formats: Sequence[str], own: Mapping[str, Any]
-) -> tuple[list[Evaluation], dict[str, Any] | None]:
-    names = list(formats) or ([] if own or at.stored else list(FORMATS))
+    measurement: Measurement,
+    args: argparse.Namespace,
+    formats: Sequence[str],
+    layer_formats: Mapping[str, Any],
+) -> _Results:
+    names = list(formats)
+    if not names and not layer_formats and not measurement.stored:
+        names = list(FORMATS)
     scales = list(dict.fromkeys(args.scales or ["channel"]))
-    rounded = ("*", EMBEDDINGS) if args.embeddings else ("*",)
-    first, shared = at.stored or ("none", "")
-    plans: list[tuple[str, Mapping[str, Any], str]] = [(first, {}, shared)]
-    plans += [("mixed", own, scale) for scale in scales if own and not formats]
-    for name in names:
-        plans += [(name, {**dict.fromkeys(rounded, name), **own}, scale) for scale in scales]
-    parts = _parts(at, args.sensitivity, own) if args.sensitivity else {}
-    names = names or (list(FORMATS) if parts else [])
-    cells = [(pattern, name) for pattern in parts for name in names]
-    with _progress(len(plans) + len(cells)) as tick:
-        rows = []
+    plans = _plan_rows(measurement, names, scales, layer_formats, embeddings=args.embeddings)
+    groups: dict[str, list[str]] = {}
+    if args.sensitivity:
+        groups = _layer_groups(measurement, LayerGroups(args.sensitivity), layer_formats)
+        names = names or list(FORMATS)
+    with _progress(len(plans) + len(groups) * len(names)) as tick:
+        rows: list[Evaluation] = []
         for plan in plans:
-            rows.append(at.row(*plan))
-            tick(f"{' '.join(filter(None, (plan[0], plan[2])))}: {rows[-1].val_loss:.4f}")
-            if len(rows) == 2 or at.stored:
-                say(f"not quantised: {'; '.join(at.left) or 'nothing'}")
-        if not parts:
-            return rows, None
-        # The given formats hold in every cell, so its gap is to a row with these alone.
-        base, losses = rows[0], at.floats
-        if any(value != "none" for value in own.values()):
-            base = at.row("given", own, scales[0], saves=False)
-            losses = at.losses
-        found: dict[tuple[str, str], Evaluation] = {}
-        for pattern, name in cells:
-            formats_of_cell = {**dict.fromkeys(parts[pattern], name), **own}
-            found[pattern, name] = at.row(
-                name, formats_of_cell, scales[0], saves=False, against=losses
-            )
-            tick(f"{pattern} in {name}: {found[pattern, name].gap:+.4f}")
+            rows.append(measurement.row(*plan))
+            tick(f"{plan.title}: {rows[-1].val_loss:.4f}")
+            if len(rows) == 2 or measurement.stored:
+                say(f"not quantised: {'; '.join(measurement.unquantised) or 'nothing'}")
+        if not groups:
+            return _Results(rows)
+        gap_map = _GapMap(measurement, rows[0], groups, names, scales[0], layer_formats)
+        gap_map.measure(tick)
         if args.budget is not None:
-            mixture = _mixture(at, base, found, args.budget)
-            if mixture is None:
-                say(
-                    f"--budget {args.budget:g}: no mixture is that small, not even of the formats "
-                    f"with the fewest bits"
-                )
-            else:
-                chosen = {key: name for pattern, name in mixture.items() for key in parts[pattern]}
-                rows.append(at.row("mixture", {**chosen, **own}, scales[0]))
-    return rows, {
-        "patterns": list(parts),
-        "keys": {pattern: list(keys) for pattern, keys in parts.items()},
-        "given": dict(own),
-        "formats": names,
-        "operand": "weight",
-        "seeds": [0],
-        "rule": "",
-        "reference": "the same weights in the formats given"
-        if base.formats
-        else "the same weights as floats",
-        "reference_loss": base.val_loss,
-        "of": at.name,
-        "gap": [[found[pattern, name].gap for name in names] for pattern in parts],
-        "spread": [[found[pattern, name].gap_se for name in names] for pattern in parts],
-        "status": [[None] * len(names) for _ in parts],
-    }
+            mixture = gap_map.measure_mixture(args.budget)
+            if mixture is not None:
+                rows.append(mixture)
+    return _Results(rows, gap_map.content())
 
 
-def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Patterns and their keys in `formats`: linear layers and embeddings, each once,
-    without those that `own` names.
+def _plan_rows(
+    measurement: Measurement,
+    names: Sequence[str],
+    scales: Sequence[str],
+    layer_formats: Mapping[str, Any],
+    *,
+    embeddings: bool,
+) -> list[_RowPlan]:
+    """Return the rows: the weights as they are, then every format at every granularity.
+
+    Without formats there are rows of those that were given by layer, if any.
     """
-    group = {"blocks": 1, "kinds": 2, "layers": 0}[by]
-    layers: dict[str, list[str]] = {}
-    for name in at.layers:
-        match = re.fullmatch(_IN_BLOCK, name)
-        layers.setdefault(match[group] if match else name, []).append(name)
-    patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
-    linear = {name: (1, 1) for name, module in at.model.named_modules() if is_linear(module)}
-    with refusals("model.formats", ValueError):
-        given = fm.check_formats(patterns, linear, "fp8") if patterns else {}
-    left = {
-        pattern: [name for name in names if name not in given] for pattern, names in layers.items()
-    }
-    parts = {
-        pattern: [pattern] if names == layers[pattern] else names
-        for pattern, names in left.items()
-        if names
-    }
-    parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}
-    if not parts:
+    stored = measurement.stored or StoredAs("none", "")
+    plans = [_RowPlan(stored.formats, {}, stored.granularities)]
+    if layer_formats and not names:
+        plans += [_RowPlan("mixed", layer_formats, scale) for scale in scales]
+    rounded = ("*", EMBEDDINGS) if embeddings else ("*",)
+    for name in names:
+        formats = {**dict.fromkeys(rounded, name), **layer_formats}
+        plans += [_RowPlan(name, formats, scale) for scale in scales]
+    return plans
+
+
+def _layer_groups(
+    measurement: Measurement, by: LayerGroups, layer_formats: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Return the groups of a map of gaps, each with its keys in `model.formats`.
+
+    Linear layers and embeddings are in one group each. Those that `layer_formats` names
+    are in none.
+    """
+    layers_by_group: dict[str, list[str]] = {}
+    for layer in measurement.layers:
+        layers_by_group.setdefault(_group_of(layer, by), []).append(layer)
+    named_layers = _named_layers(measurement.model, layer_formats)
+    groups: dict[str, list[str]] = {}
+    for group, layers in layers_by_group.items():
+        rest = [layer for layer in layers if layer not in named_layers]
+        if rest:
+            # The name of a whole group is a pattern that matches all its layers.
+            groups[group] = [group] if rest == layers else rest
+    if EMBEDDINGS not in layer_formats:
+        groups[EMBEDDINGS] = [EMBEDDINGS]
+    if not groups:
         raise BenchError(
             "--sensitivity: model.formats sets every layer already; leave one of them out"
         )
-    return parts
+    return groups
 
 
-def _mixture(
-    at: Measurement, base: Evaluation, found: Cells, budget: float
-) -> dict[str, str] | None:
-    """The formats of the best mixture of at most `budget` bytes per parameter; None if
-    no mixture is so small.
-    """
-    whole = _bytes_of(base, at.parameters)
-    choices: dict[str, list[tuple[str, float, int]]] = {}
-    for (pattern, name), row in found.items():
-        formats = choices.setdefault(pattern, [("none", 0.0, 0)])
-        gap = row.gap or 0.0
-        if math.isfinite(gap):
-            formats.append((name, gap, _bytes_of(row, at.parameters) - whole))
-    chosen = best_mixture(choices, bytes_within(budget, at.parameters) - whole)
-    return (
-        None
-        if chosen is None
-        else {pattern: name for pattern, name in chosen.items() if name != "none"}
-    )
+def _group_of(layer: str, by: LayerGroups) -> str:
+    match = re.fullmatch(_IN_BLOCK, layer)
+    if match is None or by == LayerGroups.LAYERS:
+        return layer
+    return match["block"] if by == LayerGroups.BLOCKS else match["kind"]
+
+
+def _named_layers(model: nn.Module, layer_formats: Mapping[str, Any]) -> Any:
+    """Return the linear layers that patterns of formats name."""
+    # Which format makes no difference.
+    patterns = {pattern: "E4M3" for pattern in layer_formats if pattern != EMBEDDINGS}
+    if not patterns:
+        return {}
+    linear_layers = {name: (1, 1) for name, module in model.named_modules() if is_linear(module)}
+    with refusals("model.formats", ValueError):
+        return fm.check_formats(patterns, linear_layers, "fp8")
+
+
+class _GapMap:
+    """The map of gaps: each group of layers alone in each format."""
+
+    def __init__(
+        self,
+        measurement: Measurement,
+        floats: Evaluation,
+        groups: dict[str, list[str]],
+        names: list[str],
+        scale: str,
+        layer_formats: Mapping[str, Any],
+    ) -> None:
+        """Plan the map of `groups`, each with its keys in `model.formats`, by `names`.
+
+        `layer_formats` hold in every cell, and `floats` is the row without formats.
+        """
+        self._measurement = measurement
+        self._groups = groups
+        self._names = names
+        self._scale = scale
+        self._layer_formats = layer_formats
+        #: the row that gaps are to
+        self._reference = floats
+        self._cells: dict[Cell, Evaluation] = {}
+
+    def measure(self, tick: Callable[[str], None]) -> None:
+        """Measure all cells."""
+        losses = self._measurement.float_losses
+        if any(value != "none" for value in self._layer_formats.values()):
+            # They hold in every cell, so its gap is to a row with these alone.
+            self._reference = self._measurement.row(
+                "given", self._layer_formats, self._scale, saves=False
+            )
+            losses = self._measurement.losses
+        for pattern, keys in self._groups.items():
+            for name in self._names:
+                evaluation = self._measurement.row(
+                    name,
+                    {**dict.fromkeys(keys, name), **self._layer_formats},
+                    self._scale,
+                    saves=False,
+                    against=losses,
+                )
+                self._cells[Cell(pattern, name)] = evaluation
+                tick(f"{pattern} in {name}: {evaluation.gap:+.4f}")
+
+    def measure_mixture(self, budget: float) -> Evaluation | None:
+        """Measure the best mixture of at most `budget` bytes per parameter.
+
+        It is None, and a line says so, if no mixture is so small.
+        """
+        mixture = self._best_mixture(budget)
+        if mixture is None:
+            say(
+                f"--budget {budget:g}: no mixture is that small, not even of the formats with "
+                f"the fewest bits"
+            )
+            return None
+        formats: dict[str, Any] = {}
+        for pattern, name in mixture.items():
+            if name != "none":
+                formats |= dict.fromkeys(self._groups[pattern], name)
+        return self._measurement.row("mixture", {**formats, **self._layer_formats}, self._scale)
+
+    def _best_mixture(self, budget: float) -> dict[str, str] | None:
+        parameters = self._measurement.parameters
+        reference_size = _bytes_of(self._reference, parameters)
+        choices: dict[str, list[tuple[str, float, int]]] = {}
+        for cell, evaluation in self._cells.items():
+            formats = choices.setdefault(cell.pattern, [Choice("none", 0.0, 0)])
+            gap = evaluation.gap or 0.0
+            if math.isfinite(gap):
+                size = _bytes_of(evaluation, parameters) - reference_size
+                formats.append(Choice(cell.format, gap, size))
+        return best_mixture(choices, bytes_within(budget, parameters) - reference_size)
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of sensitivity.json."""
+        gaps = []
+        spreads = []
+        for pattern in self._groups:
+            evaluations = [self._cells[Cell(pattern, name)] for name in self._names]
+            gaps.append([evaluation.gap for evaluation in evaluations])
+            spreads.append([evaluation.gap_se for evaluation in evaluations])
+        weights = "in the formats given" if self._reference.formats else "as floats"
+        return {
+            "patterns": list(self._groups),
+            "keys": self._groups,
+            "given": dict(self._layer_formats),
+            "formats": self._names,
+            "operand": "weight",
+            "seeds": [0],
+            "rule": "",
+            "reference": f"the same weights {weights}",
+            "reference_loss": self._reference.val_loss,
+            "of": self._measurement.name,
+            "gap": gaps,
+            "spread": spreads,
+            "status": [[None] * len(self._names) for _ in self._groups],
+        }
 
 
 def _bytes_of(row: Evaluation, parameters: int) -> int:
@@ -424,44 +612,50 @@ def _bytes_of(row: Evaluation, parameters: int) -> int:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call after every measurement; it moves a bar on a terminal,
-    or prints a line every 15 s.
+    """Yield a function to call after every measurement.
+
+    It moves a bar on a terminal, or prints a line every 15 s.
     """
-    console, begun, done = Console(stderr=True), time.monotonic(), 0
-    last = begun
+    console = Console(stderr=True)
+    start = time.monotonic()
+    last_line = start
+    done = 0
     with Bar(transient=True, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=count)
 
-        def tick(what: str) -> None:
-            nonlocal last, done
-            now, done = time.monotonic(), done + 1
-            bar.update(task, completed=done, description=printable(what))
-            if not console.is_terminal and now - last >= _EVERY:
-                last = now
-                left = rough_time((now - begun) / done * (count - done))
-                say(f"{done} of {count}: {what}" + (f"; {left} left" if done < count else ""))
+        def tick(line: str) -> None:
+            nonlocal last_line, done
+            now = time.monotonic()
+            done += 1
+            bar.update(task, completed=done, description=printable(line))
+            if not console.is_terminal and now - last_line >= _EVERY:
+                last_line = now
+                remaining = rough_time((now - start) / done * (count - done))
+                estimate = f"; {remaining} left" if done < count else ""
+                say(f"{done} of {count}: {line}{estimate}")
 
         yield tick
 
 
 def _write(
-    out: Path,
-    model: str,
-    rows: Sequence[Evaluation],
-    table: Any,
-    facts: Mapping[str, Any],
-    block: int,
+    out: Path, measurement: Measurement, results: _Results, facts: Mapping[str, Any]
 ) -> Path:
+    """Write the files of a report; return the page's path."""
     (out / FILE).unlink(missing_ok=True)
-    if table is not None:
-        write_json(out / FILE, table)
-    write_json(
-        out / ROWS,
-        {"model": model, "environment": facts, "rows": [row.facts(WRITTEN) for row in rows]},
+    if results.gaps is not None:
+        write_json(out / FILE, results.gaps)
+    rows = [row.facts(WRITTEN) for row in results.rows]
+    write_json(out / ROWS, {"model": measurement.name, "environment": facts, "rows": rows})
+    block = measurement.windows.shape[1] - 1
+    runs = [_as_run(row, measurement.name, facts, block) for row in results.rows]
+    grouped = group_rows(runs)
+    return write_report(
+        grouped,
+        out,
+        title=f"nanogpt-bench evaluate: {Path(measurement.name).name}",
+        facts=facts_of(runs),
+        baseline=grouped[0].label,
     )
-    runs = [_as_run(row, model, facts, block) for row in rows]
-    grouped, title = group_rows(runs), f"nanogpt-bench evaluate: {Path(model).name}"
-    return write_report(grouped, out, title=title, facts=facts_of(runs), baseline=grouped[0].label)
 
 
 def _as_run(row: Evaluation, model: str, facts: Mapping[str, Any], block: int) -> Run:

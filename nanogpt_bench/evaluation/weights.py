@@ -1,5 +1,11 @@
-"""The weights of a run's checkpoint, as trained and rounded to formats, and their
-validation losses.
+"""The weights of a run's checkpoint and their validation losses.
+
+`RunWeights` makes trainers of them: with the weights as they were stored, as floats,
+and rounded to formats. `evaluate_run` validates each.
+
+The settings of a row in a format are the run's, but for what belongs to its training:
+the rule and its optimizer go, and so does what computed its products. Weights are
+stored as in the run if that has a grid, else rounded from a master copy.
 """
 
 import copy
@@ -38,25 +44,24 @@ OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tie
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
 #: the fields of an evaluation that a file has
 WRITTEN = (
-    *(
-        "format",
-        "storage",
-        "val_loss",
-        "gap",
-        "perplexity",
-        "bits_per_byte",
-        "quantized_parameters",
-        "checkpoint",
-    ),
+    "format",
+    "storage",
+    "val_loss",
+    "gap",
+    "perplexity",
+    "bits_per_byte",
+    "quantized_parameters",
+    "checkpoint",
     "of_labels",
 )
 #: the checkpoint's name in the errors of `fill` and `fill_floats`
-_CALLED = "the checkpoint"
+_NAME = "the checkpoint"
 
 
 def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key; refuse those that an
-    evaluation does not take.
+    """Return the settings of a command line by dotted key.
+
+    Those that an evaluation does not take are refused.
     """
     given = parse_overrides(overrides)
     for key in given:
@@ -65,161 +70,202 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
                 "--model.format: the weights have been trained; give the formats to round to as "
                 "--formats"
             )
-        if not any(
-            key == known or (known.endswith(".") and key.startswith(known))
-            for known in OF_MEASURE + OF_FORMATS
-        ):
-            allowed = ", ".join(
-                f"{name}*" if name.endswith(".") else name for name in OF_MEASURE + OF_FORMATS
+        if not _is_allowed(key):
+            names = [f"{name}*" if name.endswith(".") else name for name in OF_MEASURE + OF_FORMATS]
+            raise BenchError(
+                f"--{key}: the weights of a run have been trained; allowed: {', '.join(names)}"
             )
-            raise BenchError(f"--{key}: the weights of a run have been trained; allowed: {allowed}")
     return given
+
+
+def _is_allowed(key: str) -> bool:
+    for name in OF_MEASURE + OF_FORMATS:
+        is_in_section = name.endswith(".") and key.startswith(name)
+        if key == name or is_in_section:
+            return True
+    return False
 
 
 class RunWeights:
     """A checkpoint's weights, from which trainers are made."""
 
     def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
-        self.trained, self.given = trained, given
+        """Take a checkpoint and the settings that `checked_overrides` returns."""
+        self.trained = trained
+        self.given = given
+        #: the formats that were given by layer
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
         self._shape = trained_shape(trained.path)
-        measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
+        measurement = {key: value for key, value in given.items() if key not in OF_FORMATS}
         # As many threads as the run had: sums in another order have other last bits.
-        measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
-        self._given = build_config({**trained.settings, "model.init_from": None, **measure})
-        #: the run's own settings, and those of the measurement
-        self.own = resolve(self._given)
-        self._start: GPT | None = None
+        measurement["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
+        settings = {**trained.settings, "model.init_from": None, **measurement}
+        self._unresolved = build_config(settings)
+        #: the settings of the run, and those of the measurement
+        self.config = resolve(self._unresolved)
+        #: the model of float weights, once one was asked for
+        self._floats: GPT | None = None
 
     def open_text(self) -> Corpus:
-        """Return the given text, or the run's, which has to be unchanged; the default
-        text is prepared if need be.
+        """Return the given text, or the run's, which has to be unchanged.
+
+        The default text is prepared if need be.
         """
-        prepare_default(self.own.data.dir)
-        corpus, called = open_corpus(self.own), str(self.trained.path)
+        prepare_default(self.config.data.dir)
+        corpus = open_corpus(self.config)
+        name = str(self.trained.path)
         if "data.dir" not in self.given and not same_text(self.trained, corpus):
             raise BenchError(
-                f"{str(corpus.folder)!r} is not the text that {called!r} was trained on (its "
-                f"sha256 differs); give "
-                "that text, or this one, as --data.dir"
+                f"{str(corpus.folder)!r} is not the text that {name!r} was trained on (its "
+                f"sha256 differs); give that text, or this one, as --data.dir"
             )
-        check_text(self.trained, corpus, called)
+        check_text(self.trained, corpus, name)
         return corpus
 
     def as_trained(self, corpus: Corpus, device: torch.device) -> Trainer:
         """Return the run's model with its weights as they were stored."""
-        trainer = Trainer(
-            self.own, corpus, device, start=build_model(model_shape(self.own, corpus), 0)
-        )
-        fill(trainer.model, self.trained.tensors, self.trained.metadata, _CALLED)
+        model = build_model(model_shape(self.config, corpus), 0)
+        trainer = Trainer(self.config, corpus, device, start=model)
+        fill(trainer.model, self.trained.tensors, self.trained.metadata, _NAME)
         return trainer
 
     @property
     def is_plain(self) -> bool:
-        """True if the run computed with float32 weights, which then have the same loss
-        as floats.
+        """True if the weights as trained have the same loss as floats.
+
+        The run then computed with float32 weights.
         """
-        own = self.own
-        return (
-            own.model.storage == "float32"
-            and own.train.precision != "bf16-pure"
-            and not own.model.torchao_float8
-        )
+        model = self.config.model
+        if model.storage != "float32" or model.torchao_float8:
+            return False
+        return self.config.train.precision != "bf16-pure"
 
     def rounded(self, formats: Mapping[str, Any], corpus: Corpus, device: torch.device) -> Trainer:
-        """Return a trainer of the weights rounded to `formats` of layer patterns; of
-        float weights if it is empty.
+        """Return a trainer of the weights rounded to `formats` of layer patterns.
+
+        Without formats the weights are floats.
         """
-        config = resolve(self._row(formats))
-        if self._start is None:
-            self._start = build_model(model_shape(self._row({}), corpus), 0)
-            fill_floats(self._start, self.trained, _CALLED)
-        return Trainer(config, corpus, device, start=copy.deepcopy(self._start))
+        config = resolve(self._row_config(formats))
+        if self._floats is None:
+            self._floats = build_model(model_shape(self._row_config({}), corpus), 0)
+            fill_floats(self._floats, self.trained, _NAME)
+        return Trainer(config, corpus, device, start=copy.deepcopy(self._floats))
 
     def trainers(
         self, names: Sequence[str], corpus: Corpus, device: torch.device, *, floats: bool = False
     ) -> Iterator[tuple[str, Trainer]]:
-        """Yield the weights as trained, and rounded to each format; `none` stands for
-        floats.
+        """Yield (row's name, trainer): the weights as trained, then in each format.
 
-        With `floats`, floats come second if they differ from the weights as trained;
-        and if there are no `names`, the formats that were given as settings come last.
-        Settings of formats are refused where no row has one.
+        The name `none` stands for floats. With `floats`, floats come second if they
+        differ from the weights as trained. If there also are no `names`, the formats
+        that were given as settings come last. Settings of formats are refused where no
+        row has one.
         """
-        own = {**self.own.model.formats, **self.formats} if floats and not names else {}
-        of_formats = [key for key in self.given if key in OF_FORMATS]
-        if of_formats and not own and set(names) <= {"none"}:
+        given_formats = {}
+        if floats and not names:
+            given_formats = {**self.config.model.formats, **self.formats}
+        format_settings = [key for key in self.given if key in OF_FORMATS]
+        if format_settings and not given_formats and set(names) <= {"none"}:
             raise BenchError(
-                f"--{of_formats[0]}: no row has a format; give --formats, such as --formats E4M3"
+                f"--{format_settings[0]}: no row has a format; give --formats, such as "
+                f"--formats E4M3"
             )
-        yield f"{format_summary(self.own)} (as trained)", self.as_trained(corpus, device)
-        first = ["none"] if floats and (not self.is_plain or "none" in names) else []
-        for name in (*first, *(name for name in names if name not in first)):
-            yield (
-                name,
-                self.rounded({} if name == "none" else self.requantised(name), corpus, device),
-            )
-        if own and of_formats:
-            yield "given", self.rounded(own, corpus, device)
+        yield f"{format_summary(self.config)} (as trained)", self.as_trained(corpus, device)
+        rows = list(names)
+        if floats and (not self.is_plain or "none" in names):
+            rows = ["none", *(name for name in names if name != "none")]
+        for name in rows:
+            formats = {} if name == "none" else self.requantised(name)
+            yield name, self.rounded(formats, corpus, device)
+        if given_formats and format_settings:
+            yield "given", self.rounded(given_formats, corpus, device)
 
     def requantised(self, fmt: str) -> dict[str, Any]:
-        """Return `model.formats` that round every weight to `fmt`, except in layers
-        that the run or the user left out.
+        """Return `model.formats` that round every weight to `fmt`.
 
-        Formats of activations stay those of the run.
+        Layers that the run or the user left out stay so. Formats of activations stay
+        those of the run.
         """
-        own = {
-            pattern: _with_weight(value, fmt) for pattern, value in self.own.model.formats.items()
-        }
-        return {"*": fmt, **own, **self.formats}
+        formats: dict[str, Any] = {"*": fmt}
+        for pattern, value in self.config.model.formats.items():
+            formats[pattern] = _with_weight(value, fmt)
+        return formats | self.formats
 
-    def _row(self, formats: Mapping[str, Any]) -> Config:
-        row = copy.deepcopy(self._given)
-        row.rule, row.optimizer = None, OptimizerConfig()
-        row.model.torchao_float8 = row.model.products = row.model.constraint = None
-        row.model.tie_weights = self._shape.tie_weights
-        if row.train.precision == "bf16-pure":
-            row.train.precision = "bf16-mixed"  # formats are not taken from bfloat16 weights
-        row.model.formats, row.model.format = dict(formats), None
-        if not formats or all(value == "none" for value in formats.values()):
-            row.model.formats = {}
-            row.model.storage = row.model.granularity = row.model.headroom = row.model.tied = None
-            row.model.embeddings = None
-            return row
-        # rounded weights are stored as in the run if that has a grid, otherwise under a
-        # master copy
-        storage, own = self.given.get("model.storage"), self.own.model.storage
-        if storage is not None and storage not in ("master", *ROUNDED):
+    def _row_config(self, formats: Mapping[str, Any]) -> Config:
+        """Return the settings of a row in `formats`."""
+        config = copy.deepcopy(self._unresolved)
+        config.rule = None
+        config.optimizer = OptimizerConfig()
+        if config.train.precision == "bf16-pure":
+            # Formats are not taken from bfloat16 weights.
+            config.train.precision = "bf16-mixed"
+        model = config.model
+        model.torchao_float8 = None
+        model.products = None
+        model.constraint = None
+        model.tie_weights = self._shape.tie_weights
+        model.format = None
+        model.formats = dict(formats)
+        if all(value == "none" for value in formats.values()):
+            model.formats = {}
+            model.storage = None
+            model.granularity = None
+            model.headroom = None
+            model.tied = None
+            model.embeddings = None
+            return config
+        model.storage = self._row_storage()
+        if model.storage != "fp8":
+            model.embeddings = None
+        if model.storage not in MANIFOLDS:
+            model.headroom = None
+        if not model.tie_weights:
+            model.tied = None
+        model.granularity = self.given.get("model.granularity", model.granularity)
+        model.headroom = self.given.get("model.headroom", model.headroom)
+        model.tied = self.given.get("model.tied", model.tied)
+        return config
+
+    def _row_storage(self) -> str:
+        """Return how a row stores its rounded weights.
+
+        It is as in the run if that has a grid, otherwise under a master copy.
+        """
+        given = self.given.get("model.storage")
+        if given is None:
+            storage = self.config.model.storage
+            return storage if storage in ROUNDED else "master"
+        if given not in ("master", *ROUNDED):
             raise BenchError(
-                f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, fp8"
+                f"--model.storage: {given!r} rounds nothing; allowed: master, grid, fp8"
             )
-        row.model.storage = str(storage or (own if own in ROUNDED else "master"))
-        row.model.embeddings = row.model.embeddings if row.model.storage == "fp8" else None
-        row.model.granularity = self.given.get("model.granularity", row.model.granularity)
-        headroom = row.model.headroom if row.model.storage in MANIFOLDS else None
-        row.model.headroom = self.given.get("model.headroom", headroom)
-        row.model.tied = self.given.get(
-            "model.tied", row.model.tied if row.model.tie_weights else None
-        )
-        return row
+        return str(given)
 
 
 def _threads(trained: Trained) -> int | None:
-    """The run's threads; None where they are not known or this machine has fewer cores."""
+    """Return the run's threads.
+
+    None where they are not known, or this machine has fewer cores.
+    """
     threads = trained.settings.get("runtime.threads") or trained.environment.get("threads")
-    return threads if isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1) else None
+    if not isinstance(threads, int):
+        return None
+    return threads if 1 <= threads <= (os.cpu_count() or 1) else None
 
 
 def _with_weight(value: Any, fmt: str) -> Any:
-    """A layer's format or specification with another format for its weight; `none`
-    stays.
+    """Return a layer's format or specification with another format for its weight.
+
+    `none` stays.
     """
     if not isinstance(value, dict):
         return value if value == "none" else fmt
     weight = value.get("weight")
     if weight == "none":
         return value
-    return {**value, "weight": {**weight, "format": fmt} if isinstance(weight, dict) else fmt}
+    if isinstance(weight, dict):
+        return {**value, "weight": {**weight, "format": fmt}}
+    return {**value, "weight": fmt}
 
 
 def named_formats(names: Sequence[str]) -> list[str]:
@@ -248,15 +294,21 @@ def evaluate_run(
     *,
     save: Path | None = None,
 ) -> list[Evaluation]:
-    """Return the validation losses of a run's weights: as trained, as floats if that
-    differs, and in each format.
+    """Return the validation losses of a run's weights, a row for each set of formats.
 
-    Lines on standard error name the text, and say whether the first row has the loss
-    that the run recorded. Each format is used for all weights, in place of the run's.
-    `overrides` are settings of the measurement and of the rows in a format; `save` is a
-    folder for the weights of every row.
+    They are those of the weights as trained, as floats if that differs, and in each
+    format, which is used for all weights in place of the run's. Lines on standard error
+    name the text, and say whether the first row has the loss that the run recorded.
+
+    Args:
+        run_dir: folder of the run.
+        checkpoint: name of its checkpoint.
+        formats: names of formats.
+        overrides: settings of the measurement and of the rows in a format.
+        save: folder for the weights of every row.
     """
-    names, given = named_formats(formats), checked_overrides(overrides)
+    names = named_formats(formats)
+    given = checked_overrides(overrides)
     trained = load(choose(run_dir, checkpoint))
     weights = RunWeights(trained, given)
     corpus = weights.open_text()
@@ -264,51 +316,59 @@ def evaluate_run(
         f"weights of {folder_of(trained.path)}; text {corpus.folder}, tokenizer "
         f"{corpus.meta['tokenizer']}"
     )
-    with runtime(weights.own) as device:
-        rows: list[Evaluation] = []
+    rows: list[Evaluation] = []
+    with runtime(weights.config) as device:
         for name, trainer in weights.trainers(names, corpus, device, floats=True):
             if save:
-                file = re.sub(r"[ ()]+", "-", name).strip("-")
-                save_weights(trainer.model, save / f"{file}.safetensors")
-            loss = trainer.validate()
-            figures = trainer.figures(loss)
-            rows.append(
-                Evaluation(
-                    format=name,
-                    val_loss=loss,
-                    gap=loss - rows[0].val_loss if rows else None,
-                    perplexity=figures.get(VAL_PERPLEXITY.name),
-                    bits_per_byte=trainer.task.bits_per_byte(loss),
-                    quantized_parameters=count(
-                        layer.weight for layer in quantized_layers(trainer.model).values()
-                    ),
-                    storage=trainer.config.model.storage or "",
-                    checkpoint=str(trained.path),
-                    of_labels={
-                        metric.figure: figures[metric.name]
-                        for metric in OF_LABELS
-                        if metric.name in figures
-                    },
-                )
-            )
-        say(
-            _comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads))
-        )
+                file_name = re.sub(r"[ ()]+", "-", name).strip("-")
+                save_weights(trainer.model, save / f"{file_name}.safetensors")
+            reference_loss = rows[0].val_loss if rows else None
+            rows.append(_evaluate(trainer, name, reference_loss, str(trained.path)))
+        environment_now = environment(corpus, weights.config.runtime.threads)
+        say(_comparison(weights, rows[0].val_loss, environment_now))
     return rows
 
 
-def _comparison(weights: RunWeights, loss: float, now: Mapping[str, Any]) -> str:
-    """A sentence on whether the loss is the recorded one, to the bit, and what differs
-    if it is not.
+def _evaluate(
+    trainer: Trainer, name: str, reference_loss: float | None, checkpoint: str
+) -> Evaluation:
+    loss = trainer.validate()
+    figures = trainer.figures(loss)
+    layers = quantized_layers(trainer.model).values()
+    of_labels = {}
+    for metric in OF_LABELS:
+        if metric.name in figures:
+            of_labels[metric.figure] = figures[metric.name]
+    return Evaluation(
+        format=name,
+        val_loss=loss,
+        gap=None if reference_loss is None else loss - reference_loss,
+        perplexity=figures.get(VAL_PERPLEXITY.name),
+        bits_per_byte=trainer.task.bits_per_byte(loss),
+        quantized_parameters=count(layer.weight for layer in layers),
+        storage=trainer.config.model.storage or "",
+        checkpoint=checkpoint,
+        of_labels=of_labels,
+    )
+
+
+def _comparison(weights: RunWeights, loss: float, environment_now: Mapping[str, Any]) -> str:
+    """Return a sentence on whether the loss is the recorded one, to the bit.
+
+    If it is not, the sentence names what differs.
     """
     trained = weights.trained
-    recorded, where = trained.val_loss, f"the run at step {trained.step}"
+    recorded = trained.val_loss
+    run = f"the run at step {trained.step}"
     if recorded is None:
-        return f"{where} did not validate: there is nothing to compare the first row with"
+        return f"{run} did not validate: there is nothing to compare the first row with"
     if loss == recorded:
-        return f"{where} had the val loss of the first row, to the bit"
-    differing = [f"--{key}" for key in weights.given if key not in OF_FORMATS]
+        return f"{run} had the val loss of the first row, to the bit"
+    differences = [f"--{key}" for key in weights.given if key not in OF_FORMATS]
     for key in _OF_BITS:
-        then, here = (at(facts, key) for facts in (trained.environment, now))
-        differing += [f"{key} was {then!r}, is {here!r}"] if then != here else []
-    return f"{where} had val loss {recorded!r}, here it is {loss!r}: {', '.join(differing) or 'nothing known differs'}"
+        value_then = at(trained.environment, key)
+        value_now = at(environment_now, key)
+        if value_then != value_now:
+            differences.append(f"{key} was {value_then!r}, is {value_now!r}")
+    reasons = ", ".join(differences) or "nothing known differs"
+    return f"{run} had val loss {recorded!r}, here it is {loss!r}: {reasons}"

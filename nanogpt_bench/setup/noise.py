@@ -1,11 +1,16 @@
-"""Gaussian noise where a grid would round: float weights that move as rounded ones do,
-in mean and variance.
+"""Gaussian noise where a grid would round.
 
-It is for experiments that ask whether these two moments are all that stochastic
-rounding does to a training.
+Float weights then move as rounded ones do, in mean and variance. It is for experiments
+that ask whether these two moments are all that stochastic rounding does to a training:
+
+    weight after a step = projx(weight + deviation * normal)
+
+where the deviation is that of stochastic rounding after the same step. Its spacing is
+the format's at the weight, its mean over the layer, or that at another weight.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final
 
 import torch
@@ -17,15 +22,27 @@ from nanogpt_bench.model.weights import quantized_layers
 
 #: keeps the draws of noise apart from those of other uses of the run's seed
 _APART: Final = 1 << 40
+#: bits of a random number
 _BITS: Final = 24
 
 
-def rounding_deviation(step: Tensor, spacing: Tensor) -> Tensor:
-    """Return the standard deviation of stochastic rounding after a step from a point of
-    a grid.
+class NoiseSpacing(StrEnum):
+    """The values of `optimizer.noise`: the spacing that measures a weight's noise."""
 
-    Of a step `d` shorter than the spacing `S` the variance is `|d| (S - |d|)`; a longer
-    one counts by its part beyond whole spacings.
+    #: the format's at the weight
+    ULP = "ulp"
+    #: its mean over the layer
+    MEAN = "mean"
+    #: that at another weight of the layer, the same one throughout the run
+    PERMUTED = "permuted"
+
+
+def rounding_deviation(step: Tensor, spacing: Tensor) -> Tensor:
+    """Return the standard deviation of stochastic rounding after a step.
+
+    The step begins at a point of the grid. Of a step `d` shorter than the spacing `S`
+    the variance is `|d| (S - |d|)`. A longer one counts by its part beyond whole
+    spacings.
 
     >>> rounding_deviation(torch.tensor([0.25, -1.5, 2.0]), torch.tensor(1.0)).square().tolist()
     [0.1875, 0.25, 0.0]
@@ -51,11 +68,12 @@ class NoisyLayer:
     """A layer whose weight moves on the continuous manifold of its format."""
 
     layer: Any
+    #: of its random numbers
     stream: int
-    #: places from which each weight takes the spacing; None: its own
-    places: Tensor | None
+    #: indices of the weights from which each weight takes the spacing; None: itself
+    permutation: Tensor | None
     #: the weight before the step
-    before: Tensor | None = None
+    weight_before: Tensor | None = None
 
     @property
     def weight(self) -> nn.Parameter:
@@ -64,49 +82,50 @@ class NoisyLayer:
 
 
 class WriteBackNoise:
-    """Adds noise to the weights of a model after every step of its optimizer.
-
-    The spacing by which a weight's noise is measured is `optimizer.noise`: the format's
-    at the weight (`ulp`), its mean over the layer (`mean`), or that at another weight of
-    the layer (`permuted`), the same one throughout the run.
-    """
+    """Adds noise to the weights of a model after every step of its optimizer."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        self._seed, self._kind = config.seed, config.optimizer.noise
-        self._layers = [
-            NoisyLayer(layer, _APART + number, self._places(layer, number))
-            for number, layer in enumerate(quantized_layers(model).values())
-            if isinstance(layer.manifold, fm.StiffnessManifold)
-        ]
+        self._seed = config.seed
+        self._spacing_kind = NoiseSpacing(config.optimizer.noise or NoiseSpacing.ULP)
+        self._layers: list[NoisyLayer] = []
+        for number, layer in enumerate(quantized_layers(model).values()):
+            if isinstance(layer.manifold, fm.StiffnessManifold):
+                stream = _APART + number
+                self._layers.append(NoisyLayer(layer, stream, self._permutation(layer, stream)))
 
-    def _places(self, layer: Any, number: int) -> Tensor | None:
-        if self._kind != "permuted":
+    def _permutation(self, layer: Any, stream: int) -> Tensor | None:
+        if self._spacing_kind != NoiseSpacing.PERMUTED:
             return None
         weight = layer.weight
-        bits = fm.random_bits(weight.numel(), seed=self._seed, stream=_APART + number)
+        bits = fm.random_bits(weight.numel(), seed=self._seed, stream=stream)
         return bits.argsort(stable=True).to(weight.device)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Add noise after every step that `optimizer` takes from now on."""
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        optimizer.register_step_pre_hook(self._copy_weights)
+        optimizer.register_step_post_hook(self._add_noise)
 
-    def _before(self, *_: Any) -> None:
+    def _copy_weights(self, *_: Any) -> None:
         for noisy in self._layers:
-            noisy.before = noisy.weight.detach().clone()
+            noisy.weight_before = noisy.weight.detach().clone()
 
     @torch.no_grad()
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _add_noise(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for noisy in self._layers:
-            weight, before, noisy.before = noisy.weight, noisy.before, None
-            assert before is not None
+            weight = noisy.weight
+            weight_before = noisy.weight_before
+            noisy.weight_before = None
+            assert weight_before is not None
             step = int(optimizer.state[weight].get("step", 0))
-            deviation = rounding_deviation(weight.detach() - before, self._spacing(noisy, before))
-            normal = gaussian(before, seed=self._seed, step=step, stream=noisy.stream)
+            moved = weight.detach() - weight_before
+            deviation = rounding_deviation(moved, self._spacing(noisy, weight_before))
+            normal = gaussian(weight_before, seed=self._seed, step=step, stream=noisy.stream)
             weight.copy_(noisy.layer.manifold.projx(weight.detach() + deviation * normal))
 
     def _spacing(self, noisy: NoisyLayer, weight: Tensor) -> Tensor:
         spacing: Tensor = noisy.layer.manifold.stiffness(weight)
-        if self._kind == "mean":
+        if self._spacing_kind == NoiseSpacing.MEAN:
             return spacing.mean()
-        return spacing if noisy.places is None else spacing.view(-1)[noisy.places].view_as(weight)
+        if noisy.permutation is None:
+            return spacing
+        return spacing.view(-1)[noisy.permutation].view_as(weight)

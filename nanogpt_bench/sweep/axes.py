@@ -1,8 +1,8 @@
 """An axis of a sweep: a setting and the values it takes, listed or between two bounds.
 
-A sweep file gives its axes as `key: values`, which `read_axis` checks. `grid_points` and
-`random_points` make points of them, each a {dotted key: value} mapping. `assemble` puts
-a point over the settings that all runs share.
+A sweep file gives its axes as `key: values`, which `read_axis` checks. `grid_points`
+and `random_points` make points of them, each a {dotted key: value} mapping. `assemble`
+puts a point over the settings that all runs share.
 """
 
 import inspect
@@ -201,8 +201,8 @@ def _finite_number(value: Any) -> float | None:
 def read_settings(content: Mapping[Any, Any]) -> Point:
     """Return nested or dotted settings as {dotted key: value}.
 
-    A dotted key may also name a single entry of `model.formats`. Raises `GivenTwice` for
-    a setting, or an entry of a mapping, that is given both dotted and nested.
+    A dotted key may also name a single entry of `model.formats`. Raises `GivenTwice`
+    for a setting, or an entry of a mapping, that is given both dotted and nested.
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
@@ -228,9 +228,9 @@ def _flat_settings(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
     """Return `base` with the settings of a point.
 
-    Single entries of a mapping, such as those of `model.formats`, are merged into it. An
-    entry's format is that of the weights. `model.formats.PATTERN.OPTION` sets another
-    option of the layers.
+    Single entries of a mapping, such as those of `model.formats`, are merged into it.
+    An entry's format is that of the weights. `model.formats.PATTERN.OPTION` sets
+    another option of the layers.
 
     >>> point = {"model.formats.*.ste": "clipped", "model.format": "E5M2"}
     >>> assemble({"model.format": "E4M3"}, point)

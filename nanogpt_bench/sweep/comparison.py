@@ -1,8 +1,8 @@
 """A comparison: the packaged sweep `compare.yaml`, changed by options.
 
-It is a sweep whose rows are pairs of rule and format and whose axis is the seed. Options
-of the command replace the rows, the number of steps and of seeds. Other settings of the
-command go into each row whose rule takes them.
+It is a sweep whose rows are pairs of rule and format and whose axis is the seed.
+Options of the command replace the rows, the number of steps and of seeds. Other
+settings of the command go into each row whose rule takes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,7 +238,7 @@ def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
 
 
 def _take_steps(settings: dict[str, Any], max_steps: int | None) -> int | None:
-    """Remove the number of steps from `settings`, and return it or --max-steps, if any."""
+    """Remove the number of steps from `settings`; return it or --max-steps, if any."""
     steps: int | None = settings.pop(STEPS, None)
     if None not in (steps, max_steps) and steps != max_steps:
         raise BenchError(

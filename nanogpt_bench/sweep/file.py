@@ -148,7 +148,7 @@ def _positive_numbers(content: Any) -> dict[str, float] | None:
 
 
 def _is_rising(values: Any) -> bool:
-    """Return whether this is a list of two or more numbers, each above the one before."""
+    """Return whether this is a list of two or more rising numbers."""
     if not isinstance(values, list) or len(values) < 2:
         return False
     if not all(type(value) in (int, float) for value in values):
@@ -211,7 +211,7 @@ SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def find_sweep(name: str) -> Path:
-    """Return the path of a sweep file: `name` itself, or the packaged file called so."""
+    """Return the path of a sweep file: `name` itself, or a packaged file."""
     return find_shipped(name, FOLDER, "sweep file")
 
 

@@ -51,7 +51,7 @@ MOST_RUNS = 10_000
 
 
 def check_count(runs: int, source: str) -> None:
-    """Refuse more runs than `MOST_RUNS` before any is planned; the error names their source."""
+    """Refuse more runs than `MOST_RUNS`; the error names what asks for them."""
     if runs > MOST_RUNS:
         count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
         raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
@@ -183,12 +183,13 @@ def points_of(sweep: SweepFile) -> list[Point]:
 def references_of(
     sweep: SweepFile, points: Iterable[Point], *keys: str
 ) -> Iterator[tuple[Mapping[str, Any], Point]]:
-    """Yield (settings, point) of the file's reference for all values of `keys` in the points.
+    """Yield (settings, point) of the file's reference.
 
-    A file whose reference has no settings has none. There is also one for every
-    combination of values of settings in which compared runs have to agree, such as
-    train.max_steps: a reference trains on the same data, and as long, as the points
-    that are compared with it.
+    There is one for every combination of values of `keys` in the points. A file whose
+    reference has no settings has none. There is also one for every combination of
+    values of settings in which compared runs have to agree, such as train.max_steps: a
+    reference trains on the same data, and as long, as the points that are compared with
+    it.
     """
     if not isinstance(sweep.reference, Mapping):
         return

@@ -174,7 +174,7 @@ class SweepRecord:
         return self._ended[run.name]
 
     def left(self) -> list[PlannedRun]:
-        """Return the runs that have not ended by themselves, or whose results are gone."""
+        """Return runs that have not ended by themselves, or whose results are gone."""
         return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
@@ -191,7 +191,7 @@ class SweepRecord:
         self.write_manifest()
 
     def rows(self) -> list[Row]:
-        """Return the rows in the order of the table, each with its runs that have begun.
+        """Return the rows in the order of the table, with the runs that have begun.
 
         A row that was given up has none.
         """
@@ -233,7 +233,7 @@ class SweepRecord:
         )
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
-        """Write a summary for a run that could not, so that its folder shows how it failed.
+        """Write the summary of a run that could not write it, with how it failed.
 
         A kill or a full disk is no failure of the run, which can be resumed. Nothing
         more is written to a full disk. Any other error is a failure and is written with
@@ -282,7 +282,7 @@ class SweepRecord:
         write_sums(folder)
 
     def _read_earlier_entries(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of sweep.json by name; refuse a folder of anything else."""
+        """Return the entries of sweep.json by name; refuse a folder of other files."""
         path = self.folder / SWEEP
         if not path.exists():
             if not is_unused(self.folder):

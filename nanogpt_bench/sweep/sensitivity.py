@@ -1,4 +1,4 @@
-"""`sweep --sensitivity`: training with one layer pattern, or block, quantised at a time.
+"""`sweep --sensitivity`: training with one layer pattern or block quantised at a time.
 
 A cell of the table is a pattern and a format. Its gap is the mean over seeds of
 
@@ -32,7 +32,7 @@ AXES = (FORMAT, "seed")
 
 
 class Cell(NamedTuple):
-    """A cell of a sensitivity table: the layers that are quantised, and their format."""
+    """A cell of a sensitivity table: the quantised layers and their format."""
 
     pattern: str
     format: str
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """The runs of a sensitivity table, for every seed those of the reference and cells."""
+    """The runs of a sensitivity table: at every seed a reference and all cells."""
 
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
@@ -143,8 +143,8 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     """Return the content of sensitivity.json, with one list per pattern.
 
     A list has one value per format: `gap` in nats, null where no run has a final loss;
-    `spread`, its sample standard deviation over seeds, null with one seed; `status`, the
-    ends of unfinished runs.
+    `spread`, its sample standard deviation over seeds, null with one seed; `status`,
+    the ends of unfinished runs.
     """
     reference_losses = {run.seed: record.final_loss(run) for run in study.reference}
     known_losses = [loss for loss in reference_losses.values() if loss is not None]

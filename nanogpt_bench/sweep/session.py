@@ -85,7 +85,7 @@ class Entry:
 
 
 class _Start(NamedTuple):
-    """The time and the share of the work at the first steps; before, processes start."""
+    """Time and share of the work at the first steps, before which processes start."""
 
     seconds: float
     share: float
@@ -231,7 +231,7 @@ class Session:
         executor: Local,
         to_come: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """Take at most `workers` at a time, None for as many as fit; `to_come` as in `Bar`."""
+        """Have `workers` at a time, None for all that fit; `to_come` as in `Bar`."""
         self._record = record
         self._workers = workers
         self._executor = executor
@@ -295,7 +295,7 @@ class Session:
         self._record.interrupt()
 
     def _changed_text(self, error: TextChangedError) -> BenchError:
-        """Return the error of a corpus that has changed, with what is left of the sweep."""
+        """Return the error of a corpus that has changed, and what is left to do."""
         folder = self._record.folder
         planned = self._record.planned
         ended = sum(self._record.ended(run) for run in planned)
@@ -315,7 +315,7 @@ class Session:
         return self._add_following(run, on_end)
 
     def _add_following(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
-        """Add the runs that follow from one that has ended; return those to be trained."""
+        """Add the runs that follow from an ended one; return those to be trained."""
         to_train: list[PlannedRun] = []
         for following in on_end(run):
             to_train += self._add(following, on_end)
@@ -373,7 +373,7 @@ class Session:
                     self._enqueue(self._add_following(run, on_end))
 
     def _with_outcome(self, event: Event, run: PlannedRun) -> Event:
-        """Return the event of a worker that is done, failed if the training has failed."""
+        """Return the event of a worker that is done; failed if its training has."""
         summary = self._record.summary(run)
         if summary.get("status") == "failed" and summary.get("failure"):
             return Event(event.job, EventKind.FAILED, {"error": summary["failure"]})
@@ -449,8 +449,8 @@ def sweep_grid(
 ) -> int:
     """Train every point of the file and report.
 
-    The last printed line is the report's path. `mode` replaces the search in sweep.json.
-    `again` is the command that continues the sweep, if not the same one.
+    The last printed line is the report's path. `mode` replaces the search in
+    sweep.json. `again` is the command that continues the sweep, if not the same one.
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
@@ -466,7 +466,7 @@ def _check(
     workers: int | None,
     executor: Local,
 ) -> None:
-    """Refuse runs that can't be trained, before anything but the default corpus is written."""
+    """Refuse runs that can't be trained; only the default corpus is written before."""
     check_workers(workers, "workers", threads_set(planned), executor.cores())
     for run in planned:
         record.check(run)
@@ -501,7 +501,7 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor:
 
 
 def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
-    """Quantise one layer pattern at a time, print the gaps and write sensitivity.json."""
+    """Quantise one layer pattern at a time; print and write the gaps."""
     study = plan_study(sweep)
     record = SweepRecord(out, SweepMode.SENSITIVITY, study.reference[0].label)
     # The study has a reference, also where the file names none.

@@ -7,9 +7,10 @@ of rates. Its places are counted in half steps from the first value:
                                                     .   .   ,   o   ,   .   .
 
 A search goes in rounds. A round's trials train at the same time, with each seed of
-`tune.seeds`; when all have ended, `next_places` decides where to go from the best place.
-First come full steps (.), and half steps (,) around the best at the end. Then the points
-of the search are trained at the best values with the seeds of `confirm.seeds`.
+`tune.seeds`; when all have ended, `next_places` decides where to go from the best
+place. First come full steps (.), and half steps (,) around the best at the end. Then
+the points of the search are trained at the best values with the seeds of
+`confirm.seeds`.
 
 `Tuning` has all searches of a sweep. A session calls `Tuning.after` with each run that
 has ended, and trains the runs it returns.
@@ -112,7 +113,7 @@ class Search:
         return float(f"{first * factor ** (index / FULL):.4g}")
 
     def _choice(self, choices: Sequence[float], first: float, index: int) -> float | None:
-        """Return the value of a list that is `index` half steps from `first`, if any."""
+        """Return the value of a list `index` half steps from `first`, if any."""
         steps, between = divmod(index, FULL)
         place = choices.index(first) + steps
         if between or not 0 <= place < len(choices):
@@ -223,7 +224,7 @@ class Tuning:
         self._search_from(base, start).confirmed.append(confirmed)
 
     def _confirmed_run(self, base: Mapping[str, Any], point: Point) -> PlannedRun:
-        """Return the run that counts at a point, under the label of the point itself."""
+        """Return the run that counts at a point, under the point's own label."""
         confirmed_point = dict(point)
         if self.confirm.steps is not None:
             confirmed_point[STEPS] = self.confirm.steps
@@ -247,7 +248,7 @@ class Tuning:
         return False
 
     def _search_from(self, base: Mapping[str, Any], start: PlannedRun) -> Search:
-        """Return the search with the settings of `start`, a new one if there is none."""
+        """Return the search with the settings of `start`, a new one if need be."""
         for search in self.searches:
             if search.start.settings == start.settings:
                 return search
@@ -322,7 +323,7 @@ class Tuning:
         return write_text(self._record.folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one entry per search: best values, all trials with losses, the cost."""
+        """Return an entry per search: best values, all trials with losses, the cost."""
         return [self._row(search) for search in self.searches]
 
     def _row(self, search: Search) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
     Session --- jobs ---> Pool --- job ---> Worker      a process, prepared once
             <-- events --      <-- end ---  `serve`     trains one run after another
-                               <-- records -----------  metrics.jsonl, which the pool reads
+                               <-- records -----------  metrics.jsonl, read by the pool
 
 An executor says where workers are: `Local` on this machine, `RayCluster` on a cluster.
-A local worker is alone in a `ProcessPoolExecutor`, so that its end breaks no other. Jobs
-and their ends are plain mappings (`Job`, `JobEnd`), since they go from process to
+A local worker is alone in a `ProcessPoolExecutor`, so that its end breaks no other.
+Jobs and their ends are plain mappings (`Job`, `JobEnd`), since they go from process to
 process.
 """
 
@@ -164,7 +164,7 @@ def torch_threads() -> int:
 def check_workers(
     workers: int | None, source: str, threads: int | None = None, core_count: int | None = None
 ) -> None:
-    """Refuse more runs at a time than the cores can give `threads` each, None for one."""
+    """Refuse more runs at a time than the cores can give `threads` (None: one) each."""
     core_count = cores() if core_count is None else core_count
     most = most_workers(threads, core_count)
     if workers is not None and workers > most:
@@ -223,9 +223,10 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a job, given by its index; `kind` is an `EventKind`."""
+    """Something that happened to a job, which is given by its index."""
 
     job: int | None
+    #: an `EventKind`
     kind: str
     data: Mapping[str, Any] = field(default_factory=dict)
 

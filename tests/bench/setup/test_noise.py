@@ -69,7 +69,7 @@ def test_the_noise_has_the_variance_of_stochastic_rounding(kind, noisy):
 
 def places_of(trainer, name):
     noise = WriteBackNoise(trainer.model, trainer.config)
-    return noise._layers[list(quantized_layers(trainer.model)).index(name)].places
+    return noise._layers[list(quantized_layers(trainer.model)).index(name)].permutation
 
 
 @pytest.mark.parametrize("kind", KINDS)
