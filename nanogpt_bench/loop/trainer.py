@@ -271,7 +271,7 @@ class Trainer:
                 loss.backward()
                 self._clipping.passed()
                 self._end_steps()
-        self.gradient_peak.known()
+        self.gradient_peak.finish()
 
     def _end_steps(self) -> None:
         """End the steps of a backward pass, and free their gradients' placeholders."""

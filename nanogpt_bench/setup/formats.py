@@ -130,9 +130,10 @@ def _layer_specs(settings: _LayerSettings) -> dict[str, fm.LayerSpec]:
         from nanogpt_bench.model.causal import outline
 
         pretrained = outline(settings.pretrained)
-        layers, shared = pretrained.layers, pretrained.shared
+        layers = pretrained.layers
+        shared = pretrained.shared
     else:
-        # any size of vocabulary: the corpus is not known
+        # Any size of vocabulary will do, since the corpus is not known.
         layers = linear_sizes(settings.n_layer, settings.n_embd, vocab_size=16)
         if settings.tie_weights:
             shared = _TIED

@@ -35,7 +35,8 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         *tensors_in([optimizer.state, optimizer.param_groups]),
     ]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    sizes, gradient_sizes = _sizes(tensors), _sizes(gradients)
+    sizes = _sizes(tensors)
+    gradient_sizes = _sizes(gradients)
     return sum(size for memory, size in sizes.items() if memory not in gradient_sizes)
 
 
@@ -63,13 +64,13 @@ class GradientPeak:
         alive = [gradient for gradient in gradients if type(gradient) is Tensor]
         self._peak = max(self._peak, memory_of(alive))
 
-    def known(self) -> None:
-        """Fix the result; called after a backward pass."""
+    def finish(self) -> None:
+        """Fix the result and stop counting; called after a backward pass."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if self._peak == 0 and self.bytes is None:
-            # torch does not call hooks of sharded parameters
+            # torch does not call hooks of sharded parameters.
             gradients = (parameter.grad for parameter in self._parameters)
             self._peak = memory_of(gradient for gradient in gradients if gradient is not None)
         self.bytes = self.bytes or self._peak or None
@@ -146,15 +147,19 @@ DECIDING = ("rule", "task", "model.", "train.", "optimizer.", "eval.batches", "r
 def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = True) -> None:
     """Refuse a model or batches that need more than the free memory.
 
-    Called before they are made. The count is a lower bound. Training in one process on
-    a CPU: weights, gradients, one average per weight, logits, and what a block keeps
-    for the backward pass. Otherwise: the weights, also on a GPU, since a model is made
-    on the CPU before it is moved. In both cases: the validation batches. Without a
-    `corpus` the weights of its tokens and labels are not counted. A pretrained model is
-    checked where it is read.
+    It is called before they are made. The count is a lower bound of
+
+    * the validation batches
+    * the weights, also on a GPU, since a model is made on the CPU before it is moved
+    * where training is in one process on a CPU, gradients, one average per weight,
+      logits, and what a block keeps for the backward pass
+
+    Without a `corpus` the weights of its tokens and labels are not counted. A
+    pretrained model is checked where it is read.
     """
-    shape, train = model_shape(config, corpus), config.train
-    # documents may be few, and short
+    shape = model_shape(config, corpus)
+    train = config.train
+    # Documents may be few, and short.
     tokens = 0 if config.task == "classify" else train.batch_size * shape.block_size
     parameters = 0 if config.model.pretrained else parameters_of(shape)
     needed = 4 * parameters
@@ -190,7 +195,7 @@ def bytes_each(config: Config) -> int:
     weight = float_bytes if has_floats else 1
     optimizer = config.optimizer
     if optimizer.name in PEERS:
-        # the size of their state is not known here
+        # The size of their state is not known here.
         return weight
     gradient = 0 if config.train.step_in_backward else float_bytes
     average = 0

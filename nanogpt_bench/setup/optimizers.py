@@ -14,6 +14,7 @@ here, too.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -37,6 +38,25 @@ _FISHER_DAMPING = 0.1
 DECAY_SHARE = 0.2
 
 
+class Schedule(StrEnum):
+    """The values of `optimizer.schedule`: the learning rate after the warm-up."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    TRAPEZOID = "trapezoid"
+    STEP = "step"
+    CONSTANT = "constant"
+
+
+class Descent(StrEnum):
+    """How a value falls, such as that of `optimizer.stiffness_schedule`."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    #: all at once
+    STEP = "step"
+
+
 def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of `step` (counted from 0) over the peak.
 
@@ -54,36 +74,37 @@ def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
-    if config.schedule == "constant":
+    schedule = Schedule(config.schedule)
+    if schedule == Schedule.CONSTANT:
         return 1.0
-    if config.schedule == "step":
-        return _descended("step", step / max_steps, config)
-    if config.schedule == "trapezoid":
+    if schedule == Schedule.STEP:
+        return _descended(Descent.STEP, step / max_steps, config)
+    start = config.warmup_steps
+    if schedule == Schedule.TRAPEZOID:
         start = round(max_steps * (1 - DECAY_SHARE))
-    else:
-        start = config.warmup_steps
     progress = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
-    return _descended("cosine" if config.schedule == "cosine" else "linear", progress, config)
+    descent = Descent.COSINE if schedule == Schedule.COSINE else Descent.LINEAR
+    return _descended(descent, progress, config)
 
 
-def _descended(course: str, progress: float, config: OptimizerConfig) -> float:
-    share = remaining_share(course, progress, config.step_at)
+def _descended(descent: Descent, progress: float, config: OptimizerConfig) -> float:
+    share = remaining_share(descent, progress, config.step_at)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
 
 
-def remaining_share(course: str, progress: float, step_at: float) -> float:
+def remaining_share(descent: Descent, progress: float, step_at: float) -> float:
     """Return the share of the way from the first value to the last that remains.
 
     It falls from 1 to 0 while `progress` goes from 0 to 1.
 
-    >>> [remaining_share(course, 0.25, step_at=0.25) for course in ("linear", "step")]
+    >>> [remaining_share(descent, 0.25, step_at=0.25) for descent in ("linear", "step")]
     [0.75, 0.0]
-    >>> round(remaining_share("cosine", 0.25, step_at=0.5), 3)
+    >>> round(remaining_share(Descent.COSINE, 0.25, step_at=0.5), 3)
     0.854
     """
-    if course == "step":
+    if descent == Descent.STEP:
         return float(progress < step_at)
-    if course == "cosine":
+    if descent == Descent.COSINE:
         return 0.5 * (1 + math.cos(math.pi * progress))
     return 1 - progress
 
@@ -92,11 +113,12 @@ def remaining_share(course: str, progress: float, step_at: float) -> float:
 class Course:
     """A value by the number of steps: `start` at none, `end` at `steps` and after.
 
-    >>> [Course("step", 1.0, 0.0, steps=4, step_at=0.5)(step) for step in range(5)]
+    >>> course = Course(Descent.STEP, 1.0, 0.0, steps=4, step_at=0.5)
+    >>> [course(step) for step in range(5)]
     [1.0, 1.0, 0.0, 0.0, 0.0]
     """
 
-    name: str
+    descent: Descent
     start: float
     end: float
     steps: int
@@ -104,7 +126,7 @@ class Course:
 
     def __call__(self, step: int) -> float:
         progress = min(step / self.steps, 1.0)
-        share = remaining_share(self.name, progress, self.step_at)
+        share = remaining_share(self.descent, progress, self.step_at)
         return self.end + (self.start - self.end) * share
 
 
@@ -143,14 +165,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Shared parameters appear once.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return _groups(
-        (weight_decay, [parameter for parameter in parameters if parameter.dim() >= 2]),
-        (0.0, [parameter for parameter in parameters if parameter.dim() < 2]),
-    )
+    decaying = []
+    others = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() >= 2:
+            decaying.append(parameter)
+        else:
+            others.append(parameter)
+    return _groups((weight_decay, decaying), (0.0, others))
 
 
 def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """Return groups of (weight decay, parameters), without empty ones."""
     return [
         {"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters
     ]
@@ -237,17 +265,17 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     weights: list[Any] = []
     if config.model.storage in MANIFOLDS:
         weights = [layer.weight for layer in quantized_layers(model).values()]
+    #: of constrained weights, by id
     rates: dict[int, float] = {}
     for weight in constrained_weights(model).values():
         rates[id(weight)] = rate_of(weight, settings)
-    special = {id(weight) for weight in weights} | rates.keys()
-    plain = [parameter for parameter in model.parameters() if id(parameter) not in special]
+    grouped = {id(weight) for weight in weights} | rates.keys()
+    parameters = list(model.parameters())
+    others = [parameter for parameter in parameters if id(parameter) not in grouped]
     decay = (settings.weight_decay or 0.0) * (settings.float_lr or 0.0)
-    groups = _groups((decay, weights), (0.0, plain))
+    groups = _groups((decay, weights), (0.0, others))
     for rate in dict.fromkeys(rates.values()):
-        members = [
-            parameter for parameter in model.parameters() if rates.get(id(parameter)) == rate
-        ]
+        members = [parameter for parameter in parameters if rates.get(id(parameter)) == rate]
         groups.append({"params": members, "weight_decay": 0.0, "float_lr": rate})
     return groups
 
@@ -262,10 +290,11 @@ def _stiffness(config: Config) -> float | Callable[[int], float]:
         return 0.0
     if settings.stiffness_end is None:
         return settings.stiffness
-    steps, name = config.train.max_steps, settings.stiffness_schedule or "linear"
-    if name == "linear":
+    steps = config.train.max_steps
+    descent = Descent(settings.stiffness_schedule or Descent.LINEAR)
+    if descent == Descent.LINEAR:
         return fm.optim.anneal(settings.stiffness, settings.stiffness_end, steps)
-    return Course(name, settings.stiffness, settings.stiffness_end, steps, settings.step_at)
+    return Course(descent, settings.stiffness, settings.stiffness_end, steps, settings.step_at)
 
 
 def stiffness_at(config: Config, step: int) -> float | None:

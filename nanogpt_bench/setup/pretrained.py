@@ -36,7 +36,7 @@ def _stored(model: ModelConfig) -> Mapping[str, Any]:
 def fill_stored(model: ModelConfig) -> bool:
     """Fill in formats and granularity from a published model's files.
 
-    Return whether its codes are trained.
+    Returns whether its codes are trained.
     """
     stored = _stored(model)
     if not stored:
@@ -45,8 +45,7 @@ def fill_stored(model: ModelConfig) -> bool:
     if model.storage not in ("fp8", "float32"):
         raise BenchError(
             f"model.storage: {model.storage!r} can't be used with {source}; give fp8 (they are "
-            f"trained as they are) or "
-            "--rule fp32 --model.format null (they are decoded)"
+            f"trained as they are) or --rule fp32 --model.format null (they are decoded)"
         )
     if model.storage == "float32":
         return False
@@ -55,7 +54,7 @@ def fill_stored(model: ModelConfig) -> bool:
     if len(names) == 1:
         formats = {"*": names[0]}
     else:
-        formats = {layer: _format_name(weight) for layer, weight in _of_layers(model).items()}
+        formats = {layer: _format_name(weight) for layer, weight in _stored_weights(model).items()}
     if model.formats not in ({}, formats):
         raise BenchError(
             f"model.formats: {model.formats!r} is not that of {source} ({', '.join(names)}); add "
@@ -82,7 +81,7 @@ def _format_name(weight: Any) -> str:
     return str(weight.format.name)
 
 
-def _of_layers(model: ModelConfig) -> dict[str, Any]:
+def _stored_weights(model: ModelConfig) -> dict[str, Any]:
     """Return the stored weight of each linear layer that has one in codes."""
     files = outline(model.pretrained or "")
     weights: dict[str, Any] = {}
@@ -96,7 +95,7 @@ def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
     """Return the formats in which a published model stores its linear layers."""
     return {
         layer: fm.LayerSpec(weight.format, granularity=weight.granularity)
-        for layer, weight in _of_layers(model).items()
+        for layer, weight in _stored_weights(model).items()
     }
 
 
@@ -151,7 +150,7 @@ def _bytes_each(config: Config) -> float:
     averages = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     gradient = 4
     if config.train.step_in_backward:
-        # micro-batches are summed in bfloat16
+        # Micro-batches are summed in bfloat16.
         gradient = 2 if config.train.accumulation > 1 else 0
     arguments = read_as_codes(config)
     if arguments is None:

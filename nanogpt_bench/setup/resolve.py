@@ -83,9 +83,9 @@ def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
     path = run_dir / "config.yaml"
     if not resume or not config.model.init_from or not path.is_file():
         return resolve(config)
-    from nanogpt_bench.setup.start import as_begun
+    from nanogpt_bench.setup.start import resumed_settings
 
-    return resolve(*as_begun(config, load_config(path), run_dir))
+    return resolve(*resumed_settings(config, load_config(path), run_dir))
 
 
 def _fill(section: Any, **values: Any) -> None:
@@ -120,10 +120,10 @@ _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     """Return the shape of the checkpoint to start from; refuse settings of another."""
-    from nanogpt_bench.setup.start import pinned, start_shape
+    from nanogpt_bench.setup.start import newest_checkpoint, start_shape
 
     assert model.init_from is not None
-    model.init_from = pinned(model.init_from)
+    model.init_from = newest_checkpoint(model.init_from)
     shape = start or start_shape(model.init_from)
     _check_named_size(model, shape)
     _check_shape(model, shape, f"the checkpoint {model.init_from!r}")
@@ -193,7 +193,7 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(model, torchao_float8=preset.torchao_float8, products=preset.products)
     if model.storage == "peer":
         _fill(model, peer=preset.peer)
-    # products of torchao's int8 weights take operands of one dtype
+    # Products of torchao's int8 weights take operands of one dtype.
     takes_one_dtype = model.peer == "torchao-int8"
     _fill(config.train, precision="float32" if takes_one_dtype else preset.precision)
     _fill(optimizer, name=preset.optimizer)
@@ -210,8 +210,10 @@ def _fill_options(config: Config) -> None:
 
     Learning rates come last: they depend on the rule that the others amount to.
     """
-    optimizer, name = config.optimizer, config.optimizer.name or ""
-    options, rates = OPTIONS[name], keys_where("is_rate")
+    optimizer = config.optimizer
+    name = optimizer.name or ""
+    options = OPTIONS[name]
+    rates = keys_where("is_rate")
     fill_rates(config)
     for option, value in options.items():
         if f"optimizer.{option}" not in rates:
@@ -221,7 +223,7 @@ def _fill_options(config: Config) -> None:
         _fill(optimizer, float_lr=optimizer.lr)
     rule = RULES.get(rule_name(config))
     if rule is not None:
-        # also where the settings of a rule were given one by one
+        # Also where the settings of a rule were given one by one.
         _fill(optimizer, lr=rule.lr, float_lr=rule.float_lr)
     _fill(optimizer, **options)
 
@@ -256,9 +258,9 @@ def rule_name(config: Config) -> str:
 
 def _follows(config: Config, rule: Rule) -> bool:
     optimizer, storage = config.optimizer, config.model.storage
-    # fp8 and grid hold the same values
+    # fp8 and grid hold the same values.
     same_storage = storage == rule.storage or (storage in ROUNDED and rule.storage in ROUNDED)
-    # rules that don't store float32 allow any precision
+    # Rules that don't store float32 allow any precision.
     same_precision = rule.storage != "float32" or config.train.precision == rule.precision
     return (
         same_storage

@@ -41,7 +41,7 @@ def runtime(config: Config) -> Iterator[torch.device]:
     torch.set_num_threads(config.runtime.threads or threads)
     try:
         with torch.random.fork_rng():
-            # dropout draws from torch's generator
+            # Dropout draws from torch's generator.
             torch.manual_seed(config.seed)
             yield device
     finally:
@@ -88,12 +88,10 @@ def bfloat16_products(config: Config, device: torch.device) -> AbstractContextMa
     the run has such products and the processor no instructions for them, and otherwise
     does nothing. In compiled models it would be without effect.
     """
-    wanted = config.train.precision in ("bf16-mixed", "bf16-pure") and not config.runtime.compile
-    if (
-        wanted
-        and device.type == "cpu"
-        and torch.backends.cpu.get_cpu_capability() in WITHOUT_BFLOAT16
-    ):
+    has_products = config.train.precision in ("bf16-mixed", "bf16-pure")
+    if not has_products or config.runtime.compile or device.type != "cpu":
+        return nullcontext()
+    if torch.backends.cpu.get_cpu_capability() in WITHOUT_BFLOAT16:
         return ProductsByFloat32()
     return nullcontext()
 
@@ -108,11 +106,11 @@ class CompiledLoss:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._compiled = torch.compile(model.loss, dynamic=False)
-        self._own_hooks = _hooks(model)
+        self._hooks_of_model = _count_hooks(model)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats, as `GPT.loss` does."""
-        if _hooks(self._model) != self._own_hooks:
+        if _count_hooks(self._model) != self._hooks_of_model:
             loss: Tensor = self._model.loss(tokens, targets)
             return loss
         try:
@@ -123,7 +121,7 @@ class CompiledLoss:
         return loss
 
 
-def _hooks(model: nn.Module) -> int:
+def _count_hooks(model: nn.Module) -> int:
     return sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
         for module in model.modules()
@@ -153,13 +151,12 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         )
 
 
-def refuse_parallel(mode: str | None, who: str) -> None:
-    """Refuse `train.parallel` where runs are trained in one process."""
+def refuse_parallel(mode: str | None, subject: str) -> None:
+    """Refuse `train.parallel` where `subject` trains in one process."""
     if mode is not None:
         raise BenchError(
-            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one "
-            f"process; add "
-            "--train.parallel null"
+            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {subject} trains in "
+            f"one process; add --train.parallel null"
         )
 
 
@@ -177,7 +174,8 @@ class _Loss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self._loss = model, loss
+        self.model = model
+        self._loss = loss
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._loss(tokens, targets)

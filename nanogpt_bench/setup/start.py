@@ -1,4 +1,9 @@
-"""`model.init_from`: training that starts from a GPT-2 checkpoint or from a run."""
+"""`model.init_from`: training that starts from a GPT-2 checkpoint or from a run.
+
+A run's folder means its newest checkpoint. config.yaml names that checkpoint, so that a
+resumed run starts from the same weights although the other run has gone on since
+(`resumed_settings`).
+"""
 
 import copy
 from dataclasses import replace
@@ -27,7 +32,7 @@ from nanogpt_bench.system.errors import BenchError, refusals
 KEY = "model.init_from"
 
 
-def pinned(name: str) -> str:
+def newest_checkpoint(name: str) -> str:
     """Return the newest checkpoint of a run's folder, and any other name as it is."""
     path = Path(name)
     if is_checkpoint(path) or not is_run(path):
@@ -143,7 +148,9 @@ def same_text(trained: Trained, corpus: Corpus) -> bool:
     return digests_of(splits) == digests_of(corpus.meta["splits"])
 
 
-def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
+def resumed_settings(
+    config: Config, saved: Config, run_dir: Path
+) -> tuple[Config, GPTShape | None]:
     """Return the settings to resume a run that started from another one.
 
     With them the model's shape, where it is needed. `saved` are the settings in the

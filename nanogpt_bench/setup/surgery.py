@@ -63,7 +63,7 @@ def quantization(config: Resolved) -> dict[str, Any]:
         "storage": "grid" if settings.storage == "continuous" else settings.storage,
         "seed": config.seed,
         "tied": settings.tied or "refuse",
-        # see nanogpt_bench.loop.clipping
+        # See nanogpt_bench.loop.clipping.
         "defer_weight_gradients": True,
         **_grid_options(config),
     }
@@ -77,7 +77,7 @@ def _grid_options(config: Config) -> dict[str, Any]:
     rule = fm.optim.WRITEBACKS[config.optimizer.writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
     if config.optimizer.draws is not None:
-        # for optimizers without an option draws
+        # For optimizers without an option draws.
         options["draws"] = config.optimizer.draws
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:

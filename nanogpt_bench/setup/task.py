@@ -7,7 +7,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -44,7 +44,14 @@ def document_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.mean(1)
 
 
-def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+class F1Scores(NamedTuple):
+    """F1 of all labels together, and the mean over the labels."""
+
+    micro: float
+    macro: float
+
+
+def f1_scores(logits: Tensor, labels: Tensor) -> F1Scores:
     """Return micro and macro F1 of logits (N, L) against labels (N, L) of 0 and 1.
 
     A logit above 0 predicts its label. F1 = 2 TP / (2 TP + FP + FN): micro over all
@@ -53,14 +60,15 @@ def f1_scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
     >>> labels = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     >>> f1_scores(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), labels)
-    (0.6666666666666666, 0.3333333333333333)
+    F1Scores(micro=0.6666666666666666, macro=0.3333333333333333)
     """
-    predicted, actual = logits > 0, labels > 0
+    predicted = logits > 0
+    actual = labels > 0
     hits = (predicted & actual).sum(0).double()
     total = (predicted.sum(0) + actual.sum(0)).double()
     micro = 2 * hits.sum() / total.sum().clamp(min=1)
     macro = (2 * hits / total.clamp(min=1)).mean()
-    return float(micro), float(macro)
+    return F1Scores(float(micro), float(macro))
 
 
 def r_precision(logits: Tensor, labels: Tensor) -> float | None:
@@ -106,7 +114,8 @@ class Language:
     """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
-        self._config, self._corpus = config, corpus
+        self._config = config
+        self._corpus = corpus
         self._block = config.model.block_size or 0
 
     def batch(self, step: int, micro_step: int) -> Pair:
@@ -114,9 +123,13 @@ class Language:
 
         It is a pure function of the seed, the step and the micro-step.
         """
-        size, seed = self._config.train.batch_size, self._config.seed
         return batch(
-            self._corpus.train, size, self._block, seed=seed, step=step, micro_step=micro_step
+            self._corpus.train,
+            self._config.train.batch_size,
+            self._block,
+            seed=self._config.seed,
+            step=step,
+            micro_step=micro_step,
         )
 
     def tokens(self, step: int) -> int:
@@ -157,18 +170,19 @@ class Classify:
     """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
-        self._config, self._block = config, config.model.block_size or 0
+        self._config = config
+        self._block = config.model.block_size or 0
         self._train = documents_of(corpus, "train")
         self._val = documents_of(corpus, "val")
 
     def batch(self, step: int, micro_step: int) -> Pair:
-        return self._train.rows(self._drawn(step, micro_step), self._block)
+        return self._train.rows(self._draw(step, micro_step), self._block)
 
     def tokens(self, step: int) -> int:
         """Return how many tokens a step trains on, padding left out."""
         tokens = 0
         for micro_step in range(self._config.train.accumulation):
-            documents = self._drawn(step, micro_step)
+            documents = self._draw(step, micro_step)
             tokens += int(self._train.lengths(documents, self._block).sum())
         return tokens
 
@@ -183,15 +197,16 @@ class Classify:
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
         """Return the loss of every document."""
-        losses: list[float] = document_losses(*_answers(passes, batches)).tolist()
+        losses: list[float] = document_losses(*_logits_and_labels(passes, batches)).tolist()
         return losses
 
     def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> Figures:
-        logits, labels = _answers(passes, batches)
-        micro_f1, macro_f1 = f1_scores(logits, labels)
+        """Return F1 and R-precision over all documents."""
+        logits, labels = _logits_and_labels(passes, batches)
+        f1 = f1_scores(logits, labels)
         return {
-            metrics.MICRO_F1.name: micro_f1,
-            metrics.MACRO_F1.name: macro_f1,
+            metrics.MICRO_F1.name: f1.micro,
+            metrics.MACRO_F1.name: f1.macro,
             metrics.R_PRECISION.name: r_precision(logits, labels),
         }
 
@@ -199,13 +214,14 @@ class Classify:
         """Return None: a loss per label has no bits per byte."""
         return None
 
-    def _drawn(self, step: int, micro_step: int) -> NDArray[Any]:
+    def _draw(self, step: int, micro_step: int) -> NDArray[Any]:
+        """Return indices of a micro-batch's documents."""
         size, seed = self._config.train.batch_size, self._config.seed
         return draw_documents(self._train, size, seed=seed, step=step, micro_step=micro_step)
 
 
-def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:
-    """Logits and labels of all documents, (N, L) each."""
+def _logits_and_labels(passes: Passes, batches: Sequence[Pair]) -> Pair:
+    """Return logits and labels of all documents, (N, L) each."""
     logits = torch.cat([passes.logits(tokens) for tokens, _ in batches])
     return logits, torch.cat([labels for _, labels in batches])
 

@@ -262,7 +262,10 @@ def _take_formats(settings: dict[str, Any]) -> dict[str, Any]:
         if key == FORMAT and value is None:
             continue
         name = _layers_named(key)
-        (weights if name.option is None else options).append((name, value))
+        if name.option is None:
+            weights.append((name, value))
+        else:
+            options.append((name, value))
     # Options come last, since they are put beside the format of the weights.
     for name, value in [*weights, *options]:
         _put_format(formats, name, value)
