@@ -73,12 +73,12 @@ def main(args: argparse.Namespace) -> int:
     The last line is the report's path.
     """
     from nanogpt_bench.runs.environment import command_line
-    from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
+    from nanogpt_bench.sweep.comparison import comparison, partly_used, read_overrides
     from nanogpt_bench.sweep.session import sweep_grid
     from nanogpt_bench.sweep.workers import Local, check_executor, executor_of, most_workers
 
     check_executor(args.executor, args.address)
-    settings = read_given(args.overrides)
+    settings = read_overrides(args.overrides)
     if args.data_dir is None and settings.get("task") == "classify":
         raise BenchError(
             "--task classify needs --data.dir: the standard library's prose has no labels"
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         seeds=args.seeds or 1,
         data_dir=args.data_dir,
         reference=args.reference,
-        given=settings,
+        settings=settings,
     )
     for line in partly_used(settings, sweep):
         say(line)

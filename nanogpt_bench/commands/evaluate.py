@@ -166,7 +166,7 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from nanogpt_bench.evaluation.measurement import rows_table
-    from nanogpt_bench.evaluation.weights import WRITTEN, evaluate_run
+    from nanogpt_bench.evaluation.weights import FILE_FIELDS, evaluate_run
 
     if args.out:
         refuse_to_replace(
@@ -180,7 +180,7 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
     console.print(rows_table(rows, "gap to as trained"))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, [row.facts(WRITTEN) for row in rows])
+        write_json(args.out, [row.facts(FILE_FIELDS) for row in rows])
     return 0
 
 

@@ -66,7 +66,7 @@ from nanogpt_bench.system.files import holds, is_unused, locked, mapping_with, w
 
 ROWS = "evaluation.json"
 #: the fields of an evaluation that the file has
-WRITTEN = (
+FILE_FIELDS = (
     "format",
     "scale",
     "formats",
@@ -109,7 +109,7 @@ _SET_OTHERWISE = {
 #: a layer's block, and its name inside the block
 _IN_BLOCK = re.compile(r"(?P<block>.*?\.\d+)\.(?P<kind>.+)")
 #: seconds between two lines of progress
-_EVERY = 15.0
+_PROGRESS_SECONDS = 15.0
 _WIDTH = 130
 
 
@@ -136,21 +136,21 @@ def report_model(args: argparse.Namespace) -> int:
 
     Tables are printed and a folder is written. The last line is the page's path.
     """
-    given = parse_overrides(args.overrides)
-    for key in given:
+    settings = parse_overrides(args.overrides)
+    for key in settings:
         if key not in SETTINGS:
             raise BenchError(
                 f"--{key} means nothing to a pretrained model; allowed: {', '.join(SETTINGS)}"
             )
-    config = build_config({key: value for key, value in given.items() if key != "model.formats"})
-    layer_formats = dict(given.get("model.formats") or {})
+    config = build_config({key: value for key, value in settings.items() if key != "model.formats"})
+    layer_formats = dict(settings.get("model.formats") or {})
     out = args.out or Path("runs") / f"evaluate-{Path(args.model).resolve().stem}"
     with locked(out, "--out"), runtime(config) as device, torch.no_grad():
         _check_folder(out)
         model_outline = outline(args.model)
-        folder = config.data.dir if "data.dir" in given else None
-        corpus = _text(args, folder, model_outline, config.model.block_size)
-        measurement = _pretrained_measurement(args, given, model_outline, corpus, device)
+        folder = config.data.dir if "data.dir" in settings else None
+        corpus = _open_text(args, folder, model_outline, config.model.block_size)
+        measurement = _pretrained_measurement(args, settings, model_outline, corpus, device)
         facts = environment(corpus, config.runtime.threads)
         _report(measurement, args, layer_formats, out, facts)
     return 0
@@ -158,7 +158,7 @@ def report_model(args: argparse.Namespace) -> int:
 
 def _pretrained_measurement(
     args: argparse.Namespace,
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     model_outline: Outline,
     corpus: Corpus,
     device: torch.device,
@@ -170,15 +170,15 @@ def _pretrained_measurement(
     row, into codes, unless rows need the floats. A .gguf file can be read as floats
     only.
     """
-    config = build_config({key: value for key, value in given.items() if key != "model.formats"})
-    layer_formats = given.get("model.formats") or {}
+    config = build_config({key: value for key, value in settings.items() if key != "model.formats"})
+    layer_formats = settings.get("model.formats") or {}
     asks_for_formats = any(
         (
             args.formats,
             args.scales,
             layer_formats,
-            given.get("model.tied"),
-            given.get("model.headroom"),
+            settings.get("model.tied"),
+            settings.get("model.headroom"),
         )
     )
     asks_for_floats = any((args.sensitivity, args.budget, args.embeddings))
@@ -204,7 +204,7 @@ def _pretrained_measurement(
         model=model.to(device),
         windows=windows,
         tokens_per_byte=corpus.val_tokens_per_byte,
-        batch=config.train.batch_size if "train.batch_size" in given else BATCH,
+        batch=config.train.batch_size if "train.batch_size" in settings else BATCH,
         options={
             "tied": config.model.tied or "leave",
             "headroom": config.model.headroom,
@@ -239,9 +239,9 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
 
     Tables and files are those of `report_model`.
     """
-    given = checked_overrides(args.overrides)
+    settings = checked_overrides(args.overrides)
     for key, instead in _SET_OTHERWISE.items():
-        if key in given:
+        if key in settings:
             raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
     trained = load(choose(run_dir, args.checkpoint or "last"))
     place = folder_of(trained.path)
@@ -251,7 +251,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
             f"of a text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} --formats A,B rounds "
             f"its weights to formats"
         )
-    weights = RunWeights(trained, given)
+    weights = RunWeights(trained, settings)
     config = weights.config
     corpus = weights.open_text()
     out = args.out or Path("runs") / f"evaluate-{run_dir.resolve().name}"
@@ -271,8 +271,8 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
             tokens_per_byte=corpus.val_tokens_per_byte,
             batch=config.train.batch_size,
             options={
-                "tied": given.get("model.tied") or "leave",
-                "headroom": given.get("model.headroom"),
+                "tied": settings.get("model.tied") or "leave",
+                "headroom": settings.get("model.headroom"),
                 "seed": config.seed or 0,
             },
             save=args.save,
@@ -282,7 +282,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(
+def _open_text(
     args: argparse.Namespace, folder: str | None, model_outline: Outline, block: int | None
 ) -> Corpus:
     """Return the text that a pretrained model is measured on, in its tokens."""
@@ -628,7 +628,7 @@ def _progress(count: int) -> Iterator[Callable[[str], None]]:
             now = time.monotonic()
             done += 1
             bar.update(task, completed=done, description=printable(line))
-            if not console.is_terminal and now - last_line >= _EVERY:
+            if not console.is_terminal and now - last_line >= _PROGRESS_SECONDS:
                 last_line = now
                 remaining = rough_time((now - start) / done * (count - done))
                 estimate = f"; {remaining} left" if done < count else ""
@@ -644,7 +644,7 @@ def _write(
     (out / FILE).unlink(missing_ok=True)
     if results.gaps is not None:
         write_json(out / FILE, results.gaps)
-    rows = [row.facts(WRITTEN) for row in results.rows]
+    rows = [row.facts(FILE_FIELDS) for row in results.rows]
     write_json(out / ROWS, {"model": measurement.name, "environment": facts, "rows": rows})
     block = measurement.windows.shape[1] - 1
     runs = [_as_run(row, measurement.name, facts, block) for row in results.rows]

@@ -43,7 +43,7 @@ OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tie
 #: entries of the environment that can change the last bits of a loss
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
 #: the fields of an evaluation that a file has
-WRITTEN = (
+FILE_FIELDS = (
     "format",
     "storage",
     "val_loss",
@@ -63,8 +63,8 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
     Those that an evaluation does not take are refused.
     """
-    given = parse_overrides(overrides)
-    for key in given:
+    settings = parse_overrides(overrides)
+    for key in settings:
         if key == "model.format":
             raise BenchError(
                 "--model.format: the weights have been trained; give the formats to round to as "
@@ -75,7 +75,7 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise BenchError(
                 f"--{key}: the weights of a run have been trained; allowed: {', '.join(names)}"
             )
-    return given
+    return settings
 
 
 def _is_allowed(key: str) -> bool:
@@ -89,16 +89,16 @@ def _is_allowed(key: str) -> bool:
 class RunWeights:
     """A checkpoint's weights, from which trainers are made."""
 
-    def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
+    def __init__(self, trained: Trained, overrides: Mapping[str, Any]) -> None:
         """Take a checkpoint and the settings that `checked_overrides` returns."""
         self.trained = trained
-        self.given = given
+        self.overrides = overrides
         #: the formats that were given by layer
-        self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
+        self.formats: dict[str, Any] = dict(overrides.get("model.formats") or {})
         self._shape = trained_shape(trained.path)
-        measurement = {key: value for key, value in given.items() if key not in OF_FORMATS}
+        measurement = {key: value for key, value in overrides.items() if key not in OF_FORMATS}
         # As many threads as the run had: sums in another order have other last bits.
-        measurement["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
+        measurement["runtime.threads"] = overrides.get("runtime.threads") or _threads(trained)
         settings = {**trained.settings, "model.init_from": None, **measurement}
         self._unresolved = build_config(settings)
         #: the settings of the run, and those of the measurement
@@ -114,7 +114,7 @@ class RunWeights:
         prepare_default(self.config.data.dir)
         corpus = open_corpus(self.config)
         name = str(self.trained.path)
-        if "data.dir" not in self.given and not same_text(self.trained, corpus):
+        if "data.dir" not in self.overrides and not same_text(self.trained, corpus):
             raise BenchError(
                 f"{str(corpus.folder)!r} is not the text that {name!r} was trained on (its "
                 f"sha256 differs); give that text, or this one, as --data.dir"
@@ -164,7 +164,7 @@ class RunWeights:
         given_formats = {}
         if floats and not names:
             given_formats = {**self.config.model.formats, **self.formats}
-        format_settings = [key for key in self.given if key in OF_FORMATS]
+        format_settings = [key for key in self.overrides if key in OF_FORMATS]
         if format_settings and not given_formats and set(names) <= {"none"}:
             raise BenchError(
                 f"--{format_settings[0]}: no row has a format; give --formats, such as "
@@ -221,9 +221,9 @@ class RunWeights:
             model.headroom = None
         if not model.tie_weights:
             model.tied = None
-        model.granularity = self.given.get("model.granularity", model.granularity)
-        model.headroom = self.given.get("model.headroom", model.headroom)
-        model.tied = self.given.get("model.tied", model.tied)
+        model.granularity = self.overrides.get("model.granularity", model.granularity)
+        model.headroom = self.overrides.get("model.headroom", model.headroom)
+        model.tied = self.overrides.get("model.tied", model.tied)
         return config
 
     def _row_storage(self) -> str:
@@ -231,15 +231,15 @@ class RunWeights:
 
         It is as in the run if that has a grid, otherwise under a master copy.
         """
-        given = self.given.get("model.storage")
-        if given is None:
-            storage = self.config.model.storage
-            return storage if storage in ROUNDED else "master"
-        if given not in ("master", *ROUNDED):
+        storage = self.overrides.get("model.storage")
+        if storage is None:
+            run_storage = self.config.model.storage
+            return run_storage if run_storage in ROUNDED else "master"
+        if storage not in ("master", *ROUNDED):
             raise BenchError(
-                f"--model.storage: {given!r} rounds nothing; allowed: master, grid, fp8"
+                f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, fp8"
             )
-        return str(given)
+        return str(storage)
 
 
 def _threads(trained: Trained) -> int | None:
@@ -308,9 +308,9 @@ def evaluate_run(
         save: folder for the weights of every row.
     """
     names = named_formats(formats)
-    given = checked_overrides(overrides)
+    settings = checked_overrides(overrides)
     trained = load(choose(run_dir, checkpoint))
-    weights = RunWeights(trained, given)
+    weights = RunWeights(trained, settings)
     corpus = weights.open_text()
     say(
         f"weights of {folder_of(trained.path)}; text {corpus.folder}, tokenizer "
@@ -364,7 +364,7 @@ def _comparison(weights: RunWeights, loss: float, environment_now: Mapping[str, 
         return f"{run} did not validate: there is nothing to compare the first row with"
     if loss == recorded:
         return f"{run} had the val loss of the first row, to the bit"
-    differences = [f"--{key}" for key in weights.given if key not in OF_FORMATS]
+    differences = [f"--{key}" for key in weights.overrides if key not in OF_FORMATS]
     for key in _OF_BITS:
         value_then = at(trained.environment, key)
         value_now = at(environment_now, key)

@@ -294,10 +294,10 @@ def _layers_named(key: str) -> _LayersName:
 
 
 def _put_format(formats: dict[str, Any], name: _LayersName, value: Any) -> None:
-    before = formats.get(name.pattern)
-    if name.option is None and not isinstance(before, Mapping):
+    present = formats.get(name.pattern)
+    if name.option is None and not isinstance(present, Mapping):
         formats[name.pattern] = value
         return
-    spec = dict(before) if isinstance(before, Mapping) else {"weight": before}
+    spec = dict(present) if isinstance(present, Mapping) else {"weight": present}
     spec[name.option or "weight"] = value
     formats[name.pattern] = spec

@@ -55,33 +55,33 @@ def comparison(
     seeds: int = 1,
     data_dir: Path | None = None,
     reference: str | None = None,
-    given: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> SweepFile:
     """Return the packaged comparison, or one of these formats and rules.
 
-    The settings `given` go into every row whose rule takes them; intervals change in
+    The `settings` go into every row whose rule takes them; intervals change in
     proportion to the steps.
     """
     sweep = shipped()
-    settings = dict(given or {})
-    steps = _take_steps(settings, max_steps) or sweep.base[STEPS]
-    first_seed = settings.pop("seed", sweep.axes[0].grid()[0])
+    shared = dict(settings or {})
+    steps = _take_steps(shared, max_steps) or sweep.base[STEPS]
+    first_seed = shared.pop("seed", sweep.axes[0].grid()[0])
     base = of_length(sweep.base, steps)
     if data_dir is not None:
         base["data.dir"] = data_dir.as_posix()
-    if settings.get("model.init_from") is not None:
+    if shared.get("model.init_from") is not None:
         # The size is that of the checkpoint.
         base.pop("model.size")
     chosen_rows = choose_rows(formats, rules)
     rows_and_seeds = f"{counted(len(chosen_rows), 'row')} at --seeds {seeds:,}"
     check_count(len(chosen_rows) * seeds, rows_and_seeds)
-    for key, value in settings.items():
+    for key, value in shared.items():
         if not _rows_that_take(key, value, chosen_rows):
             labels = ", ".join(label(row) for row in chosen_rows)
             raise BenchError(f"--{key} {value}: means nothing in any row ({labels}); leave it out")
     rows = []
     for row in chosen_rows:
-        rows.append(of_length(row, steps, sweep.base[STEPS]) | taken(settings, row))
+        rows.append(of_length(row, steps, sweep.base[STEPS]) | applicable(shared, row))
     axes = (Axis("seed", tuple(range(first_seed, first_seed + seeds))),)
     return replace(
         sweep,
@@ -171,15 +171,15 @@ def label(row: Mapping[str, Any]) -> str:
     return row_label(row["rule"], row.get(FORMAT, "none"))
 
 
-def of_length(settings: Mapping[str, Any], steps: int, before: int | None = None) -> Point:
+def of_length(settings: Mapping[str, Any], steps: int, old_steps: int | None = None) -> Point:
     """Return settings for another number of steps, intervals and warm-up in proportion.
 
-    `before` is the old number; if None, that of the settings.
+    `old_steps` is the old number; if None, that of the settings.
 
     >>> of_length({"train.max_steps": 300, "eval.interval": 30, "optimizer.warmup_steps": 30}, 2000)
     {'train.max_steps': 2000, 'eval.interval': 200, 'optimizer.warmup_steps': 100}
     """
-    old_steps = settings[STEPS] if before is None else before
+    old_steps = settings[STEPS] if old_steps is None else old_steps
     changed = dict(settings)
     for key in INTERVALS:
         if key in settings:
@@ -191,10 +191,10 @@ def of_length(settings: Mapping[str, Any], steps: int, before: int | None = None
     return changed
 
 
-def taken(given: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
-    """Return those of the settings `given` that a row's rule takes."""
+def applicable(settings: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
+    """Return those of the settings that a row's rule takes."""
     rule = RULES[row["rule"]]
-    return {key: value for key, value in given.items() if applies(key, value, rule)}
+    return {key: value for key, value in settings.items() if applies(key, value, rule)}
 
 
 def _rows_that_take(
@@ -203,29 +203,29 @@ def _rows_that_take(
     return [row for row in rows if applies(key, value, RULES[row["rule"]])]
 
 
-def read_given(words: Sequence[str]) -> dict[str, Any]:
+def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a command line by dotted key.
 
     Those in which the rows differ are refused.
     """
     if not words:
         return {}
-    given = parse_overrides(words)
-    for key in given:
+    settings = parse_overrides(words)
+    for key in settings:
         option = FIELDS[key].facts["rows_by"] if key in FIELDS else None
         if option:
             raise BenchError(f"--{key}: the rows of a comparison differ in it; give {option}")
     # With their types: 1e-3 has become a number.
-    config = build_config(given)
-    return {key: get(config, key) for key in given}
+    config = build_config(settings)
+    return {key: get(config, key) for key in settings}
 
 
-def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
-    """Yield a line about every given setting that not all rows take.
+def partly_used(settings: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
+    """Yield a line about every setting that not all rows take.
 
     There is one about a learning rate, too.
     """
-    for key, value in given.items():
+    for key, value in settings.items():
         rows = _rows_that_take(key, value, sweep.rows)
         if key == "optimizer.lr":
             yield (

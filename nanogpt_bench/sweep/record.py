@@ -173,7 +173,7 @@ class SweepRecord:
         """Return whether a run ended by itself, and not from outside."""
         return self._ended[run.name]
 
-    def left(self) -> list[PlannedRun]:
+    def unfinished(self) -> list[PlannedRun]:
         """Return runs that have not ended by themselves, or whose results are gone."""
         return [run for run in self.planned if not has_ended(self.summary(run))]
 

@@ -135,7 +135,11 @@ class Bar:
             self._apply(event, self.entries[event.job])
         self._bar.update(self._task, completed=self.share(), description=self.words())
         elapsed = self.elapsed()
-        if not self._console.is_terminal and elapsed >= self._next_estimate and self.left():
+        if (
+            not self._console.is_terminal
+            and elapsed >= self._next_estimate
+            and self.remaining_time()
+        ):
             self._next_estimate = elapsed + max(NEXT_ESTIMATE, elapsed * ESTIMATE_SHARE)
             self.say(self.words())
 
@@ -166,9 +170,9 @@ class Bar:
     def words(self) -> str:
         """Return how far the runs have come, as the bar says it."""
         ended = sum(entry.ended for entry in self.entries)
-        return f"{ended} of {len(self.entries)} runs ended{self.left()}"
+        return f"{ended} of {len(self.entries)} runs ended{self.remaining_time()}"
 
-    def left(self) -> str:
+    def remaining_time(self) -> str:
         """Estimate the remaining time from the pace so far, as words after a comma.
 
         It underestimates by about one run. It is "" if unknown.
@@ -425,12 +429,14 @@ def close(
         if command is not None:
             print(f"to go on: {command}", file=sys.stderr)
         return RESUMABLE
-    left = record.left()
-    if left:
+    unfinished = record.unfinished()
+    if unfinished:
         continuation = "the same command continues them"
         if command is not None:
             continuation = f"to go on: {command}"
-        print(f"runs that did not reach their end: {len(left)}; {continuation}", file=sys.stderr)
+        print(
+            f"runs that did not reach their end: {len(unfinished)}; {continuation}", file=sys.stderr
+        )
         return 1
     for run in record.planned:
         if record.summary(run).get("status") == "finished":
@@ -454,12 +460,12 @@ def sweep_grid(
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
-    _check(sweep, record, planned, workers, executor)
+    _check_runs(sweep, record, planned, workers, executor)
     whole = Session(record, workers, executor).train(planned)
     return close(record, whole=whole, command=again)
 
 
-def _check(
+def _check_runs(
     sweep: SweepFile,
     record: SweepRecord,
     planned: Sequence[PlannedRun],
@@ -492,10 +498,10 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor:
     tuning = Tuning(sweep, record)
     record.order = tuning.labels
     record.baseline = tuning.baseline
-    _check(sweep, record, tuning.checked(), workers, executor)
+    _check_runs(sweep, record, tuning.checked(), workers, executor)
     session = Session(record, workers, executor, tuning.to_come)
     tuning.say = session.say
-    whole = session.train(tuning.first(), tuning.after)
+    whole = session.train(tuning.first(), tuning.runs_after)
     tuning.write()
     return close(record, whole=whole, table=tuning_table(tuning.rows()), rows=True)
 
@@ -506,13 +512,13 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, execut
     record = SweepRecord(out, SweepMode.SENSITIVITY, study.reference[0].label)
     # The study has a reference, also where the file names none.
     with_reference = replace(sweep, reference=sweep.reference or {})
-    _check(with_reference, record, study.planned, workers, executor)
+    _check_runs(with_reference, record, study.planned, workers, executor)
 
-    def after(_: PlannedRun) -> Iterable[PlannedRun]:
+    def write_after(_: PlannedRun) -> Iterable[PlannedRun]:
         write_gaps(study, record)
         return ()
 
-    whole = Session(record, workers, executor).train(study.planned, after)
+    whole = Session(record, workers, executor).train(study.planned, write_after)
     write_gaps(study, record)
     return close(record, whole=whole, table=gaps_table(measure_gaps(study, record)))
 

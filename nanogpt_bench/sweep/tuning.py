@@ -12,7 +12,7 @@ place. First come full steps (.), and half steps (,) around the best at the end.
 the points of the search are trained at the best values with the seeds of
 `confirm.seeds`.
 
-`Tuning` has all searches of a sweep. A session calls `Tuning.after` with each run that
+`Tuning` has all searches of a sweep. A session calls `Tuning.runs_after` with each run that
 has ended, and trains the runs it returns.
 """
 
@@ -189,7 +189,7 @@ class Tuning:
     def __init__(self, sweep: SweepFile, record: SweepRecord) -> None:
         assert sweep.tune is not None
         assert sweep.confirm is not None
-        _check(sweep, sweep.tune)
+        _check_search(sweep, sweep.tune)
         self.sweep = sweep
         self.tune = sweep.tune
         self.confirm = sweep.confirm
@@ -280,7 +280,7 @@ class Tuning:
             runs += self.confirmations(search, search.first)
         return runs
 
-    def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
+    def runs_after(self, run: PlannedRun) -> Iterable[PlannedRun]:
         """Return the runs that follow from one that has ended.
 
         They are the next trials of its search or, at the end of that, the confirmation.
@@ -381,7 +381,7 @@ def _result_line(search: Search) -> str:
     return f"{search.start.label}: best at {values} ({counted(trials, 'run')})"
 
 
-def _check(sweep: SweepFile, tune: Tune) -> None:
+def _check_search(sweep: SweepFile, tune: Tune) -> None:
     """Refuse a file whose search can't be done, before any run is planned."""
     if sweep.search != "grid":
         raise BenchError(

@@ -63,7 +63,7 @@ class JobEnd(TypedDict, total=False):
 
     #: `done` or `failed`
     kind: str
-    #: kind, message and, for an error of the bench, traceback of a failed one
+    #: kind and message of a failed one, and its traceback, "" for an error of the bench
     error: Mapping[str, str]
 
 
@@ -166,13 +166,13 @@ def check_workers(
 ) -> None:
     """Refuse more runs at a time than the cores can give `threads` (None: one) each."""
     core_count = cores() if core_count is None else core_count
-    most = most_workers(threads, core_count)
-    if workers is not None and workers > most:
+    limit = most_workers(threads, core_count)
+    if workers is not None and workers > limit:
         threads_of_run = "" if threads in (None, 1) else f" with runtime.threads {threads}"
         take = "takes" if core_count == 1 else "take"
         raise BenchError(
             f"{source}: {workers} is more than the {counted(core_count, 'core')} "
-            f"{take}{threads_of_run}; give at most {most}"
+            f"{take}{threads_of_run}; give at most {limit}"
         )
 
 

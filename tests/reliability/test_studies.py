@@ -23,7 +23,7 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.runs.load import drop_checkpoints
 from nanogpt_bench.sweep import workers as pool
 from nanogpt_bench.sweep.comparison import comparison as comparison_of
-from nanogpt_bench.sweep.comparison import read_given
+from nanogpt_bench.sweep.comparison import read_overrides
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
@@ -112,7 +112,7 @@ def compared(**asked):
 
 def planned_of(corpus, **settings):
     return plan_sweep(
-        comparison_of(**ROWS, data_dir=corpus, given=read_given(words(SMALL | settings)))
+        comparison_of(**ROWS, data_dir=corpus, settings=read_overrides(words(SMALL | settings)))
     )
 
 

@@ -309,7 +309,7 @@ def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path, kind, again):
     record.add(run)
     record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
     assert summary_of(tmp_path / run.name)["failure"]["kind"] == kind
-    assert record.left() == ([run] if again else [])
+    assert record.unfinished() == ([run] if again else [])
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
