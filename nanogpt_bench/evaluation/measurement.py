@@ -273,7 +273,7 @@ class Measurement:
         yield memory_of(tensors) + narrow_bytes
 
 
-FILE = "sensitivity.json"
+GAPS_FILE = "sensitivity.json"
 
 
 def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:

@@ -37,7 +37,7 @@ from nanogpt_bench.data.tokenizers import check_tokens, model_tokenizer
 from nanogpt_bench.evaluation.budget import Choice, best_mixture, bytes_within
 from nanogpt_bench.evaluation.measurement import (
     EMBEDDINGS,
-    FILE,
+    GAPS_FILE,
     Evaluation,
     Measurement,
     StoredAs,
@@ -124,7 +124,7 @@ class LayerGroups(StrEnum):
     LAYERS = "layers"
 
 
-class Cell(NamedTuple):
+class MapCell(NamedTuple):
     """A cell of a map of gaps: a group of layers quantised alone, and its format."""
 
     pattern: str
@@ -527,7 +527,7 @@ class _GapMap:
         self._layer_formats = layer_formats
         #: the row that gaps are to
         self._reference = floats
-        self._cells: dict[Cell, Evaluation] = {}
+        self._cells: dict[MapCell, Evaluation] = {}
 
     def measure(self, tick: Callable[[str], None]) -> None:
         """Measure all cells."""
@@ -547,7 +547,7 @@ class _GapMap:
                     saves=False,
                     against=losses,
                 )
-                self._cells[Cell(pattern, name)] = evaluation
+                self._cells[MapCell(pattern, name)] = evaluation
                 tick(f"{pattern} in {name}: {evaluation.gap:+.4f}")
 
     def measure_mixture(self, budget: float) -> Evaluation | None:
@@ -585,7 +585,7 @@ class _GapMap:
         gaps = []
         spreads = []
         for pattern in self._groups:
-            evaluations = [self._cells[Cell(pattern, name)] for name in self._names]
+            evaluations = [self._cells[MapCell(pattern, name)] for name in self._names]
             gaps.append([evaluation.gap for evaluation in evaluations])
             spreads.append([evaluation.gap_se for evaluation in evaluations])
         weights = "in the formats given" if self._reference.formats else "as floats"
@@ -641,9 +641,9 @@ def _write(
     out: Path, measurement: Measurement, results: _Results, facts: Mapping[str, Any]
 ) -> Path:
     """Write the files of a report; return the page's path."""
-    (out / FILE).unlink(missing_ok=True)
+    (out / GAPS_FILE).unlink(missing_ok=True)
     if results.gaps is not None:
-        write_json(out / FILE, results.gaps)
+        write_json(out / GAPS_FILE, results.gaps)
     rows = [row.facts(FILE_FIELDS) for row in results.rows]
     write_json(out / ROWS, {"model": measurement.name, "environment": facts, "rows": rows})
     block = measurement.windows.shape[1] - 1

@@ -23,8 +23,8 @@ RANGE_KEYS = ("min", "max", "scale", "points")
 #: significant digits of a number between two bounds, so that it is easily read
 SIGNIFICANT_DIGITS = 4
 #: stands for the format of all layers; its mapping has one for each pattern of layers
-FORMAT = "model.format"
-FORMATS = "model.formats"
+FORMAT_KEY = "model.format"
+FORMATS_KEY = "model.formats"
 
 Point = dict[str, Any]
 
@@ -245,21 +245,21 @@ def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
             entries[key.removeprefix(f"{mapping}.")] = settings.pop(key)
             settings[mapping] = entries
     if formats:
-        settings[FORMATS] = formats
+        settings[FORMATS_KEY] = formats
     return settings
 
 
 def _take_formats(settings: dict[str, Any]) -> dict[str, Any]:
     """Remove `model.format` and all of `model.formats`; return them as one mapping."""
-    formats = dict(entries_of(settings, FORMATS))
-    settings.pop(FORMATS, None)
+    formats = dict(entries_of(settings, FORMATS_KEY))
+    settings.pop(FORMATS_KEY, None)
     weights: list[tuple[_LayersName, Any]] = []
     options: list[tuple[_LayersName, Any]] = []
     for key in list(settings):
-        if key != FORMAT and not key.startswith(f"{FORMATS}."):
+        if key != FORMAT_KEY and not key.startswith(f"{FORMATS_KEY}."):
             continue
         value = settings.pop(key)
-        if key == FORMAT and value is None:
+        if key == FORMAT_KEY and value is None:
             continue
         name = _layers_named(key)
         if name.option is None:
@@ -284,9 +284,9 @@ class _LayersName(NamedTuple):
 def _layers_named(key: str) -> _LayersName:
     import fp8manifold as fm
 
-    if key == FORMAT:
+    if key == FORMAT_KEY:
         return _LayersName("*")
-    name = key.removeprefix(f"{FORMATS}.")
+    name = key.removeprefix(f"{FORMATS_KEY}.")
     pattern, dot, last_word = name.rpartition(".")
     if dot and last_word in inspect.signature(fm.LayerSpec).parameters:
         return _LayersName(pattern, last_word)

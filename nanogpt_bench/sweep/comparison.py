@@ -17,9 +17,9 @@ from nanogpt_bench.config.schema import FP8_FORMATS, WITHOUT_FORMATS
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
-from nanogpt_bench.sweep.axes import FORMAT, Axis, Point
+from nanogpt_bench.sweep.axes import FORMAT_KEY, Axis, Point
 from nanogpt_bench.sweep.file import FOLDER, SweepFile, read_sweep
-from nanogpt_bench.sweep.plan import applies, check_count
+from nanogpt_bench.sweep.plan import STEPS_KEY, applies, check_count
 from nanogpt_bench.system.errors import BenchError, counted
 
 SHIPPED = "compare.yaml"
@@ -34,7 +34,6 @@ DEFAULT_RULES = (
     "muon-residual8",
 )
 DEFAULT_FORMATS = ("E4M3",)
-STEPS = "train.max_steps"
 # Settings that change in proportion to the number of steps.
 INTERVALS = ("eval.interval", "monitor.interval", "shadow.interval")
 WARM_UP = "optimizer.warmup_steps"
@@ -64,7 +63,7 @@ def comparison(
     """
     sweep = shipped()
     shared = dict(settings or {})
-    steps = _take_steps(shared, max_steps) or sweep.base[STEPS]
+    steps = _take_steps(shared, max_steps) or sweep.base[STEPS_KEY]
     first_seed = shared.pop("seed", sweep.axes[0].grid()[0])
     base = of_length(sweep.base, steps)
     if data_dir is not None:
@@ -81,7 +80,7 @@ def comparison(
             raise BenchError(f"--{key} {value}: means nothing in any row ({labels}); leave it out")
     rows = []
     for row in chosen_rows:
-        rows.append(of_length(row, steps, sweep.base[STEPS]) | applicable(shared, row))
+        rows.append(of_length(row, steps, sweep.base[STEPS_KEY]) | applicable(shared, row))
     axes = (Axis("seed", tuple(range(first_seed, first_seed + seeds))),)
     return replace(
         sweep,
@@ -151,8 +150,8 @@ def row_of(rule: str, fmt: str) -> Point:
     """
     if fmt == "none":
         return {"rule": rule}
-    packaged_row = next(row for row in shipped().rows if FORMAT in row)
-    return {**packaged_row, "rule": rule, FORMAT: fmt}
+    packaged_row = next(row for row in shipped().rows if FORMAT_KEY in row)
+    return {**packaged_row, "rule": rule, FORMAT_KEY: fmt}
 
 
 def row_settings(
@@ -168,7 +167,7 @@ def row_settings(
 
 def label(row: Mapping[str, Any]) -> str:
     """Return the name of a row in the table."""
-    return row_label(row["rule"], row.get(FORMAT, "none"))
+    return row_label(row["rule"], row.get(FORMAT_KEY, "none"))
 
 
 def of_length(settings: Mapping[str, Any], steps: int, old_steps: int | None = None) -> Point:
@@ -179,15 +178,15 @@ def of_length(settings: Mapping[str, Any], steps: int, old_steps: int | None = N
     >>> of_length({"train.max_steps": 300, "eval.interval": 30, "optimizer.warmup_steps": 30}, 2000)
     {'train.max_steps': 2000, 'eval.interval': 200, 'optimizer.warmup_steps': 100}
     """
-    old_steps = settings[STEPS] if old_steps is None else old_steps
+    old_steps = settings[STEPS_KEY] if old_steps is None else old_steps
     changed = dict(settings)
     for key in INTERVALS:
         if key in settings:
             changed[key] = max(1, settings[key] * steps // old_steps)
     if WARM_UP in settings:
         changed[WARM_UP] = min(MOST_WARM_UP, settings[WARM_UP] * steps // old_steps)
-    if STEPS in settings:
-        changed[STEPS] = steps
+    if STEPS_KEY in settings:
+        changed[STEPS_KEY] = steps
     return changed
 
 
@@ -239,9 +238,9 @@ def partly_used(settings: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
 
 def _take_steps(settings: dict[str, Any], max_steps: int | None) -> int | None:
     """Remove the number of steps from `settings`; return it or --max-steps, if any."""
-    steps: int | None = settings.pop(STEPS, None)
+    steps: int | None = settings.pop(STEPS_KEY, None)
     if None not in (steps, max_steps) and steps != max_steps:
         raise BenchError(
-            f"--{STEPS} {steps} and --max-steps {max_steps} are two numbers of steps; give one"
+            f"--{STEPS_KEY} {steps} and --max-steps {max_steps} are two numbers of steps; give one"
         )
     return max_steps if steps is None else steps

@@ -41,7 +41,8 @@ from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable, unknown
 
 LONGEST_NAME = 120
-FLOAT_LR = "optimizer.float_lr"
+FLOAT_LR_KEY = "optimizer.float_lr"
+STEPS_KEY = "train.max_steps"
 #: settings that a label does not repeat: rule and format are its first words, and the
 #: seed is in the folder's name
 UNREPEATED = ("rule", "model.format", "seed")
@@ -77,7 +78,7 @@ class PlannedRun:
     @property
     def cost(self) -> int:
         """The length of the run, in sequences."""
-        steps = self.settings.get("train.max_steps") or 1
+        steps = self.settings.get(STEPS_KEY) or 1
         batch_size = self.settings.get("train.batch_size") or 1
         accumulation = self.settings.get("train.accumulation") or 1
         return math.prod((steps, batch_size, accumulation))
@@ -272,7 +273,7 @@ def _idle_keys(base: Mapping[str, Any], point: Mapping[str, Any]) -> set[str]:
     if peer is not None and (peer == rule.peer or not applies("model.peer", peer, rule)):
         keys.add("model.peer")
     if rule.float_lr is None:
-        keys.add(FLOAT_LR)
+        keys.add(FLOAT_LR_KEY)
     return keys
 
 

@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 from nanogpt_bench.config.rules import reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.evaluation.measurement import FILE
+from nanogpt_bench.evaluation.measurement import GAPS_FILE
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.axes import FORMAT, FORMATS, Axis, Point, grid_points
+from nanogpt_bench.sweep.axes import FORMAT_KEY, FORMATS_KEY, Axis, Point, grid_points
 from nanogpt_bench.sweep.file import SensitivityOptions, SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, check_count, check_seeds, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 
-AXES = (FORMAT, "seed")
+AXES = (FORMAT_KEY, "seed")
 
 
-class Cell(NamedTuple):
+class StudyCell(NamedTuple):
     """A cell of a sensitivity table: the quantised layers and their format."""
 
     pattern: str
@@ -48,7 +48,7 @@ class Study:
     #: runs of the reference, one per seed
     reference: tuple[PlannedRun, ...]
     #: runs of every cell, one per seed
-    cells: Mapping[Cell, tuple[PlannedRun, ...]]
+    cells: Mapping[StudyCell, tuple[PlannedRun, ...]]
 
     @property
     def planned(self) -> list[PlannedRun]:
@@ -67,8 +67,8 @@ def plan_study(sweep: SweepFile) -> Study:
     check_count(format_axis.size * (1 if seed_axis is None else seed_axis.size), source)
     formats = _format_names(format_axis)
     points = list(grid_points(() if seed_axis is None else (seed_axis,)))
-    base = {key: value for key, value in sweep.base.items() if key not in (FORMAT, FORMATS)}
-    config = resolve(build_config({**base, FORMAT: formats[0]}))
+    base = {key: value for key, value in sweep.base.items() if key not in (FORMAT_KEY, FORMATS_KEY)}
+    config = resolve(build_config({**base, FORMAT_KEY: formats[0]}))
     options = sweep.sensitivity
     patterns = list(options.patterns)
     if options.blocks:
@@ -76,7 +76,7 @@ def plan_study(sweep: SweepFile) -> Study:
     patterns = list(dict.fromkeys(patterns))
     check_count(len(patterns) * len(formats) * len(points), source)
     cells = {}
-    for cell in itertools.starmap(Cell, itertools.product(patterns, formats)):
+    for cell in itertools.starmap(StudyCell, itertools.product(patterns, formats)):
         cells[cell] = tuple(_cell_run(base, options, cell, point) for point in points)
     references = _references(sweep, base, config, points)
     check_seeds(references, itertools.chain.from_iterable(cells.values()))
@@ -90,7 +90,7 @@ def _format_axis(sweep: SweepFile) -> Axis:
                 f"--sensitivity takes the axes {' and '.join(AXES)}; "
                 f"give {axis.key} in the settings of {sweep.path.name}"
             )
-    format_axis = sweep.axis(FORMAT)
+    format_axis = sweep.axis(FORMAT_KEY)
     if format_axis is None:
         raise BenchError(
             f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]"
@@ -129,13 +129,13 @@ def _references(
 
 
 def _cell_run(
-    base: Mapping[str, Any], options: SensitivityOptions, cell: Cell, point: Point
+    base: Mapping[str, Any], options: SensitivityOptions, cell: StudyCell, point: Point
 ) -> PlannedRun:
     is_weight = options.operand == "weight"
     layer_format = cell.format if is_weight else {options.operand: cell.format}
-    settings = {**base, FORMATS: {cell.pattern: layer_format}}
+    settings = {**base, FORMATS_KEY: {cell.pattern: layer_format}}
     run = plan_point(settings, point, f"{cell.format} {cell.pattern}")
-    axes = {"pattern": cell.pattern, FORMAT: cell.format, **run.axes}
+    axes = {"pattern": cell.pattern, FORMAT_KEY: cell.format, **run.axes}
     return replace(run, format=cell.format, axes=axes)
 
 
@@ -148,12 +148,12 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     """
     reference_losses = {run.seed: record.final_loss(run) for run in study.reference}
     known_losses = [loss for loss in reference_losses.values() if loss is not None]
-    first_cell_run = study.cells[Cell(study.patterns[0], study.formats[0])][0]
+    first_cell_run = study.cells[StudyCell(study.patterns[0], study.formats[0])][0]
     gap_rows = []
     spread_rows = []
     status_rows = []
     for pattern in study.patterns:
-        runs_by_format = [study.cells[Cell(pattern, name)] for name in study.formats]
+        runs_by_format = [study.cells[StudyCell(pattern, name)] for name in study.formats]
         gaps = [_gaps(record, runs, reference_losses) for runs in runs_by_format]
         gap_rows.append([_mean(cell_gaps) for cell_gaps in gaps])
         spread_rows.append([_deviation(cell_gaps) for cell_gaps in gaps])
@@ -213,4 +213,4 @@ def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
 def write_gaps(study: Study, record: SweepRecord) -> Path:
     """Write sensitivity.json as of now."""
     content = json.dumps(measure_gaps(study, record), indent=1)
-    return write_text(record.folder / FILE, content + "\n")
+    return write_text(record.folder / GAPS_FILE, content + "\n")

@@ -32,6 +32,7 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.plan import (
+    STEPS_KEY,
     PlannedRun,
     baseline_of,
     check_count,
@@ -44,8 +45,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import write_text
 
-FILE = "tuning.json"
-STEPS = "train.max_steps"
+TUNING_FILE = "tuning.json"
 #: a point of the search: for every key, the number of half steps from its first value
 Place = tuple[int, ...]
 #: half steps of a full step
@@ -218,7 +218,7 @@ class Tuning:
             return
         trial_settings = dict(self.tune.settings)
         if self.tune.steps is not None:
-            trial_settings[STEPS] = self.tune.steps
+            trial_settings[STEPS_KEY] = self.tune.steps
         rest = {key: value for key, value in point.items() if key not in trial_settings}
         start = plan_point(base, rest | trial_settings)
         self._search_from(base, start).confirmed.append(confirmed)
@@ -227,7 +227,7 @@ class Tuning:
         """Return the run that counts at a point, under the point's own label."""
         confirmed_point = dict(point)
         if self.confirm.steps is not None:
-            confirmed_point[STEPS] = self.confirm.steps
+            confirmed_point[STEPS_KEY] = self.confirm.steps
         confirmed = plan_point(base, confirmed_point)
         return replace(confirmed, label=plan_point(base, point).label)
 
@@ -320,7 +320,7 @@ class Tuning:
             "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},
             "rows": self.rows(),
         }
-        return write_text(self._record.folder / FILE, json.dumps(content, indent=1) + "\n")
+        return write_text(self._record.folder / TUNING_FILE, json.dumps(content, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return an entry per search: best values, all trials with losses, the cost."""
@@ -424,13 +424,13 @@ def _check_given_once(sweep: SweepFile, tune: Tune) -> None:
     sources |= dict.fromkeys(tune.choices, "tune.choices")
     trial_sources = dict(sources)
     if tune.steps:
-        trial_sources[STEPS] = "tune.steps"
+        trial_sources[STEPS_KEY] = "tune.steps"
     for key in tune.settings:
         if key in trial_sources:
             source = trial_sources[key]
             raise BenchError(f"tune.settings: {source} says {key}; leave one of them out")
     if sweep.confirm and sweep.confirm.steps:
-        sources[STEPS] = "confirm.steps"
+        sources[STEPS_KEY] = "confirm.steps"
     for axis in sweep.axes:
         if axis.key in sources:
             raise BenchError(
