@@ -1,6 +1,4 @@
-"""Cases of one-byte weights: formats, granularities, the definition to compare with, a
-small network.
-"""
+"""Cases of one-byte weights: formats, granularities, their definition, a small network."""
 
 import pytest
 import torch
@@ -35,9 +33,7 @@ def parameter(name="E4M3", shape=(4, 64), seed=0, **options):
 
 
 def decoded(p):
-    """The definition: the code's value times its scale, one for each element, in
-    float64.
-    """
+    """Decode by definition: the value of each code times its scale, in float64."""
     scale = p.scale.double()
     if p.block_size:
         scale = scale.repeat_interleave(p.block_size, -1)
@@ -45,12 +41,10 @@ def decoded(p):
 
 
 def same_store(a, b):
-    parts = ((a.codes, b.codes), (a.scale, b.scale), (a.counter, b.counter))
-    return (
-        a.format == b.format
-        and a.block_size == b.block_size
-        and all(torch.equal(x, y) for x, y in parts)
-    )
+    if (a.format, a.block_size) != (b.format, b.block_size):
+        return False
+    parts = ("codes", "scale", "counter")
+    return all(torch.equal(getattr(a, part), getattr(b, part)) for part in parts)
 
 
 class Net(nn.Module):
@@ -58,11 +52,9 @@ class Net(nn.Module):
 
     def __init__(self, name="E4M3", dtype=None, **options):
         super().__init__()
-        self.first, self.second, self.head = (
-            nn.Linear(32, 64),
-            nn.Linear(64, 32, bias=False),
-            nn.Linear(32, 1),
-        )
+        self.first = nn.Linear(32, 64)
+        self.second = nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 1)
         for i, p in enumerate(self.parameters()):
             p.data = normal(*p.shape, seed=i, std=0.15)
         if dtype is not None:
@@ -88,10 +80,13 @@ def loss_of(net, dtype=torch.float32):
 
 
 def train(net, optimizer, steps=40, *, dtype=torch.float32):
+    """Take steps, and return the mean of the last five losses."""
+
     def closure():
         optimizer.zero_grad()
         loss = loss_of(net, dtype)
         loss.backward()
         return loss.item()
 
-    return sum([float(optimizer.step(closure)) for _ in range(steps)][-5:]) / 5
+    losses = [float(optimizer.step(closure)) for _ in range(steps)]
+    return sum(losses[-5:]) / 5

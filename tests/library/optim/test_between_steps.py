@@ -1,5 +1,9 @@
-"""Nothing is remembered from one step to the next but what the state shows: plans, and
-the table of a steady step.
+"""Nothing is remembered from one step to the next but what the state shows.
+
+An optimizer plans its first steps. Then it keeps a steady plan, by which later steps go without
+being planned. Whatever a user edits between two steps either drops that plan or is read in
+every step, so that an optimizer with such a plan and one that forgets everything agree bit for
+bit.
 """
 
 import copy
@@ -40,11 +44,13 @@ KINDS = {
 }
 
 
-def made(
+def make(
     kind="adamw", granularity="channel", *, path="native", factors=False, keeps=True, **options
 ):
-    """Two groups: of two weights of one byte, one of which soon reaches its end, and a
-    vector; and of a matrix.
+    """Make an optimizer of two groups.
+
+    The first has two weights of one byte, one of which soon reaches the end of its range,
+    and a vector, the second a matrix. Without `keeps` all steps are planned.
     """
     parameters = [nn.Parameter(normal(33, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
     for i, fmt in ((1, "E5M2"), (0, "E4M3")):
@@ -52,25 +58,25 @@ def made(
             normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0
         )
         parameters.insert(0, with_factors(p, factors))
-    cls, given = KINDS[kind]
-    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": given["lr"] / 2}]
-    optimizer = by(path, cls(groups, **{"refresh_every": 1000, **given, **options}))
+    cls, defaults = KINDS[kind]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": defaults["lr"] / 2}]
+    optimizer = by(path, cls(groups, **{"refresh_every": 1000, **defaults, **options}))
     optimizer.keeps_plan = keeps
     return optimizer
 
 
-def put(optimizer, t, bad=None):
+def put_gradients(optimizer, t, bad=None):
+    """Give every parameter a gradient; `bad` becomes an entry of the second one's."""
     for i, p in enumerate(everyone(optimizer)):
         p.grad = normal(*p.shape, seed=100 * t + i)
         if bad is not None and i == 1:
             p.grad[0, 0] = bad
 
 
-def stepped(optimizer, steps):
+def take_steps(optimizer, steps):
     for t in range(steps):
-        put(optimizer, t)
+        put_gradients(optimizer, t)
         optimizer.step()
-    return optimizer
 
 
 def bits(optimizer):
@@ -81,70 +87,59 @@ def bits(optimizer):
     return frozen([parts, optimizer.state_dict()])
 
 
+#: By which path an optimizer steps, and a method that an edit may replace.
+PATH_AND_EDIT = {"_run", "_numbers"}
+COUNTS = {"_skipped_steps", "_skipped_in_row", "_widened_scales"}
+
+
 def forget(optimizer):
-    """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is
-    no part of any result.
-    """
-    known = {
-        "_run",
-        "_numbers",
-        *torch.optim.SGD([torch.zeros(1)]).__dict__,
-    }  # by which path it steps, and an edit
-    counts = [f"_{name}" for name in ("skipped_steps", "skipped_in_row", "widened_scales")]
-    for name in [
-        name
-        for name in vars(optimizer)
-        if name.startswith("_") and not name.startswith("_optimizer_")
-    ]:
-        if name not in known and name not in counts:
-            del optimizer.__dict__[name]
+    """Delete all private attributes but torch's and the counts that `state_dict` has."""
+    known = PATH_AND_EDIT | COUNTS | vars(torch.optim.SGD([torch.zeros(1)])).keys()
+    for name in list(vars(optimizer)):
+        if name.startswith("_") and not name.startswith("_optimizer_") and name not in known:
+            del vars(optimizer)[name]
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """For each table that was looked up, True where it could be used."""
-    own, found = SteadyPlan.serves, list[bool]()
+    """Return a list with a bool for each look-up of a steady plan: whether it could be used."""
+    serves, answers = SteadyPlan.serves, list[bool]()
 
-    def serves(table, optimizer):
-        found.append(own(table, optimizer))
-        return found[-1]
+    def recorded(plan, optimizer):
+        answers.append(serves(plan, optimizer))
+        return answers[-1]
 
-    monkeypatch.setattr(SteadyPlan, "serves", serves)
-    return found
+    monkeypatch.setattr(SteadyPlan, "serves", recorded)
+    return answers
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block", "square"])
 @pytest.mark.parametrize("factors", [False, True])
 def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factors, served):
-    """With steps that are left out, a schedule of the learning rate, and scales that
-    double.
-    """
-    served.clear()
-    ours, planned = (
-        made(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False)
+    """With steps that are left out, a schedule of the lr, and scales that double."""
+    steady, planned = (
+        make(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False)
     )
+    bad_entries = {4: torch.inf, 5: torch.inf, 7: 2.0**70}
     for t in range(STEPS):
-        for optimizer in (ours, planned):
-            put(optimizer, t, torch.inf if t in (4, 5) else 2.0**70 if t == 7 else None)
+        for optimizer in (steady, planned):
+            put_gradients(optimizer, t, bad_entries.get(t))
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
             optimizer.step()
-        assert bits(ours) == bits(planned)
-        assert [p.filled is None for p in everyone(ours)[:2]] == [
+        assert bits(steady) == bits(planned)
+        assert [p.filled is None for p in everyone(steady)[:2]] == [
             p.filled is None for p in everyone(planned)[:2]
         ]
-    assert ours.skipped_steps == planned.skipped_steps == 3
-    read_in_place = (
-        "channel",
-        "tensor",
-        "block" if factors else "",
-    )  # of others native code reads copies
-    assert any(served) == (granularity in read_in_place)
-    if kind == "adamw" and granularity in read_in_place:
+    assert steady.skipped_steps == planned.skipped_steps == len(bad_entries)
+    # Of other scales native code reads copies, and a steady plan can't.
+    is_read_in_place = granularity in ("channel", "tensor") or (granularity == "block" and factors)
+    assert any(served) == is_read_in_place
+    if kind == "adamw" and is_read_in_place:
         assert served == [True] * (STEPS - 2)
     if kind == "adamw-8bit":
-        assert ours.widened_scales > 0
+        assert steady.widened_scales > 0
 
 
 def average_of(state):
@@ -158,7 +153,7 @@ def away_and_back(x):
     return away.to(x.dtype, copy=True)
 
 
-def own_method(optimizer):
+def replaced_method(optimizer):
     numbers = type(optimizer)._numbers
     return lambda slot: numbers(optimizer, slot) | {"rate": 0.0}
 
@@ -187,9 +182,8 @@ OPTIONS = {
     "refresh_every": 3,
 }
 OPTIONS |= {"writeback": "nearest", "draws": "dither"}
-#: what is done between steps to the parameters p, the optimizer o, its groups and the
-#: states s of the parameters, and drops the table; of the first moment, where it is
-#: called so
+#: Statements between two steps after which the steady plan can't be used. They name the
+#: parameters p, the optimizer o, its groups and the states s of the parameters.
 EDITS = {
     "a moment written": f"{A}.copy_({A} * 2)",
     "a moment replaced": "name = average_of(s[2]); s[2][name] = torch.zeros_like(s[2][name])",
@@ -203,7 +197,7 @@ EDITS = {
     "states popped": "o.state.pop(p[0]); o.state.pop(p[3])",
     "states replaced": "o.state[p[2]] = "
     "{k: 2 * x if 'exp' in k else copy.copy(x) for k, x in s[2].items()}",
-    # what is missing is made anew, S_ref and random bits included
+    # What is missing is made anew, S_ref and random bits included.
     "only a count": "for i in (0, 2): o.state[p[i]] = {'step': torch.tensor(3.0)}",
     "away and back": "for d in s: "
     "d.update({k: away_and_back(x) for k, x in d.items() if getattr(x, 'ndim', 0)})",
@@ -239,9 +233,9 @@ EDITS = {
     "a gradient of another class": "p[3].grad = p[3].grad.as_subclass(Labelled)",
     "a remainder": "p[0].remainder = torch.zeros(4, 64, dtype=torch.int8)",
     "an observer": "o.observer = lambda view: None",
-    "a method of its own": "o._numbers = own_method(o)",
+    "a method of its own": "o._numbers = replaced_method(o)",
 }
-#: of StiffnessAdamW with float32 moments
+#: Statements as in EDITS that need StiffnessAdamW with float32 moments.
 OF_ADAMW = {
     "strides in the same memory": "s[0]['exp_avg'].data = s[0]['exp_avg'].data.view(64, 4).t()",
     "moments under other names": "old = dict(s[0]); s[0].clear(); other = "
@@ -252,8 +246,8 @@ OF_ADAMW = {
     "the option betas": "groups[0]['betas'] = (0.8, 0.9)",
     "the option stiffness": "groups[0]['stiffness'] = 1.0",
 }
-#: what does not drop it, as it is read in every step
-KEPT = {
+#: Statements after which the steady plan can be used: what they change is read in every step.
+READ = {
     "lr": "for group in groups: group['lr'] *= 0.7",
     "lr, a tensor": "groups[0]['lr'] = torch.tensor(1e-4)",
     "gradients elsewhere": "for q in p: q.grad = q.grad.clone()",
@@ -263,7 +257,7 @@ KEPT = {
     "a step hook": "o.register_step_pre_hook(three_times)",
     "read": "o.state_dict(); [q.detach().clone() for q in p]",
 }
-#: what drops it, and is refused by the step that is planned then
+#: Statements after which the next step is planned and refused, with its message.
 FORGED = {
     "a moment of fewer elements": ("s[0]['exp_avg'].data = s[0]['exp_avg'].data[:2]", "of shape"),
     "a moment of another dtype": (
@@ -281,77 +275,91 @@ FORGED = {
 }
 
 
-def happens(edit, optimizer):
+def apply_edit(edit, optimizer):
     parameters = everyone(optimizer)
-    named = {"copy": copy, "p": parameters, "o": optimizer, "groups": optimizer.param_groups}
-    exec(edit, {**globals(), **named, "s": [optimizer.state[p] for p in parameters]})
+    names = {"copy": copy, "p": parameters, "o": optimizer, "groups": optimizer.param_groups}
+    exec(edit, {**globals(), **names, "s": [optimizer.state[p] for p in parameters]})
+
+
+def edits_and_kinds():
+    """Yield every edit with AdamW, and most of them with one more of KINDS, in turn."""
+    for edit in [*EDITS, *OF_ADAMW, *READ]:
+        yield edit, "adamw"
+    for i, edit in enumerate(EDITS | READ):
+        kind = [*KINDS][i % len(KINDS)]
+        if kind != "adamw":
+            yield edit, kind
+
+
+def assert_equal_steps(optimizer, forgetful, steps, *, edit="", at=-1, bad_at=-1):
+    """Step both and compare them after every step; one forgets everything in between."""
+    for t in range(steps):
+        for stepping in (optimizer, forgetful):
+            put_gradients(stepping, t, torch.nan if t == bad_at else None)
+            if t == at:
+                apply_edit(edit, stepping)
+            if stepping is forgetful:
+                forget(forgetful)
+            stepping.step()
+        assert bits(optimizer) == bits(forgetful), t
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", ["adamw", "others"])
-@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *KEPT])
-def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path, served):
-    """Its bits are of plain PyTorch in an optimizer that forgets everything; an edit
-    drops the table, or is read.
-    """
-    if kind == "others":
-        if edit in OF_ADAMW:
-            return
-        kind = [*KINDS][list(EDITS | KEPT).index(edit) % len(KINDS)]
-    served.clear()
-    plain = (
-        path if edit == "moments under other names" else "eager"
-    )  # roots of numbers below 0 have no definition
-    ours, forgetful = made(kind, path=path), made(kind, path=plain, keeps=False)
-    for t in range(8):
-        for optimizer in (ours, forgetful):
-            put(optimizer, t)
-            if t == 4:
-                happens((EDITS | OF_ADAMW | KEPT)[edit], optimizer)
-            if optimizer is forgetful:
-                forget(optimizer)
-            optimizer.step()
-        assert bits(ours) == bits(forgetful), t
-        if t == 4 and path == "native" and kind == "adamw":
-            assert served in ([True, True, edit in KEPT], [True, True] * (edit not in KEPT))
-    assert ours.skipped_steps == (edit in ("a gradient that is not finite", "a gradient too large"))
+@pytest.mark.parametrize(("edit", "kind"), edits_and_kinds())
+def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path):
+    """The bits are those of plain PyTorch in an optimizer that forgets everything."""
+    # Roots of numbers below 0 have no definition: there both go by one path.
+    plain = path if edit == "moments under other names" else "eager"
+    optimizer, forgetful = make(kind, path=path), make(kind, path=plain, keeps=False)
+    assert_equal_steps(optimizer, forgetful, 8, edit=(EDITS | OF_ADAMW | READ)[edit], at=4)
+    skips = edit in ("a gradient that is not finite", "a gradient too large")
+    assert optimizer.skipped_steps == skips
+
+
+@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *READ])
+def test_an_edit_drops_the_steady_plan_or_is_read(edit, served):
+    optimizer = make()
+    take_steps(optimizer, 4)
+    put_gradients(optimizer, 4)
+    apply_edit((EDITS | OF_ADAMW | READ)[edit], optimizer)
+    optimizer.step()
+    # A dropped plan is refused when it is looked up, or is not there to be looked up.
+    assert served in ([[True, True, True]] if edit in READ else [[True, True, False], [True, True]])
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("edit", FORGED)
-def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit, path, served):
-    optimizer = stepped(made(path=path), 4)
-    put(optimizer, 4)
-    happens(FORGED[edit][0], optimizer)
+def test_what_cannot_be_stepped_is_refused_as_without_a_steady_plan(edit, path):
+    statement, message = FORGED[edit]
+    optimizer = make(path=path)
+    take_steps(optimizer, 4)
+    put_gradients(optimizer, 4)
+    apply_edit(statement, optimizer)
     before = frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)])
-    with pytest.raises(ValueError, match=FORGED[edit][1]):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == before
 
 
+PERIODS = {
+    "stabilize and reset": {"stabilize_every": 3, "reset_every": 4},
+    "schedule and refresh": {"stiffness": lambda t: 1 / (1 + t), "refresh_every": 5},
+}
+
+
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stabilize_every": 3, "reset_every": 4},
-        {"stiffness": lambda t: 1 / (1 + t), "refresh_every": 5},
-    ],
-)
+@pytest.mark.parametrize("options", PERIODS.values(), ids=PERIODS)
 def test_what_is_due_is_done(options, path):
-    ours, forgetful = made(path=path, **options), made(path="eager", keeps=False, **options)
-    for t in range(12):
-        for optimizer in (ours, forgetful):
-            put(optimizer, t, torch.nan if t == 2 else None)
-            if optimizer is forgetful:
-                forget(optimizer)
-            optimizer.step()
-        assert bits(ours) == bits(forgetful)
+    optimizer = make(path=path, **options)
+    forgetful = make(path="eager", keeps=False, **options)
+    assert_equal_steps(optimizer, forgetful, 12, bad_at=2)
 
 
-def test_it_raises_where_it_is_asked_to():
-    optimizer = stepped(made(on_nonfinite="raise"), 3)
+def test_a_steady_step_raises_under_on_nonfinite_raise():
+    optimizer = make(on_nonfinite="raise")
+    take_steps(optimizer, 3)
     before = bits(optimizer)
-    put(optimizer, 3, torch.nan)
+    put_gradients(optimizer, 3, torch.nan)
     with pytest.raises(FloatingPointError, match="is not finite"):
         optimizer.step()
     assert bits(optimizer) == before
@@ -359,13 +367,12 @@ def test_it_raises_where_it_is_asked_to():
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
-    ours, planned = (
-        made(weight_decay=1.0, stiffness=0.0),
-        made(weight_decay=1.0, stiffness=0.0, keeps=False),
+    steady, planned = (
+        make(weight_decay=1.0, stiffness=0.0, keeps=keeps) for keeps in (True, False)
     )
     for t in range(7):
-        for optimizer in (ours, planned):
-            put(optimizer, t)
+        for optimizer in (steady, planned):
+            put_gradients(optimizer, t)
             if t < 5 or not moves:
                 everyone(optimizer)[0].grad[1] = 0.0
             for group in optimizer.param_groups:
@@ -373,16 +380,16 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
             optimizer.step()
             if t == 3:
                 assert not everyone(optimizer)[0][1].any()
-        assert bits(ours) == bits(planned)
-    assert (ours.fitted_scales > 0) == moves
+        assert bits(steady) == bits(planned)
+    assert (steady.fitted_scales > 0) == moves
     assert served == [True, True, False]
 
 
 def test_steps_of_several_processes_are_planned(served, monkeypatch):
-    optimizer = made()
+    optimizer = make()
     for t in range(4):
         monkeypatch.setattr(_steady, "is_distributed", lambda t=t: t == 3)
-        put(optimizer, t)
+        put_gradients(optimizer, t)
         optimizer.step()
     assert served == [True, False]
 
@@ -390,17 +397,18 @@ def test_steps_of_several_processes_are_planned(served, monkeypatch):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("i", [0, 2])
 def test_a_parameter_taken_out_is_let_go(i, path):
-    optimizer = stepped(made("adamw-8bit", path=path), 4)
-    p, table = everyone(optimizer)[i], optimizer._steady_plan
+    optimizer = make("adamw-8bit", path=path)
+    take_steps(optimizer, 4)
+    p, plan = everyone(optimizer)[i], optimizer._steady_plan
     parts = [p, p.grad, *optimizer.state[p].values(), *([p.codes, p.kept_scale] if i == 0 else [])]
-    dead = [weakref.ref(x) for x in parts if isinstance(x, Tensor)]
+    references = [weakref.ref(x) for x in parts if isinstance(x, Tensor)]
     optimizer.param_groups[0]["params"].pop(i)
     optimizer.state.pop(p)
     del p, parts
     gc.collect()
-    assert [ref() for ref in dead] == [None] * len(dead)
-    assert (table is None) == (path == "eager")
-    assert table is None or not table.serves(optimizer)
+    assert [reference() for reference in references] == [None] * len(references)
+    assert (plan is None) == (path == "eager")
+    assert plan is None or not plan.serves(optimizer)
 
 
 def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
@@ -408,9 +416,9 @@ def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
     idle = type("Idle", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})
     monkeypatch.setattr(launch, "_kernels", lambda: (idle(),) * 3)
     monkeypatch.setattr(launch, "options", dict)
-    optimizer = made()
+    optimizer = make()
     for t in range(5):
-        put(optimizer, t)
+        put_gradients(optimizer, t)
         if t == 4:
             p = everyone(optimizer)[0]
             p.grad = torch.cat([torch.zeros(1), p.grad.flatten()])[1:].view(p.shape)
@@ -431,16 +439,15 @@ OF_USERS = {
 @pytest.mark.parametrize("entry", OF_USERS)
 def test_a_group_may_have_entries_that_are_not_compared(kind, entry):
     """Two tensors or arrays have no one truth value; a step used to raise."""
-    ours, plain = made(kind), made(kind)
+    with_entry, plain = make(kind), make(kind)
     for t in range(6):
-        ours.param_groups[0]["mine"] = OF_USERS[entry]()
-        for optimizer in (ours, plain):
-            put(optimizer, t)
+        with_entry.param_groups[0]["mine"] = OF_USERS[entry]()
+        for optimizer in (with_entry, plain):
+            put_gradients(optimizer, t)
             optimizer.step()
-    saved = copy.deepcopy(ours.state_dict())
-    ours.defaults["mine"] = None
-    ours.load_state_dict(saved)
-    for optimizer in (ours, plain):
-        for group in optimizer.param_groups:
-            group.pop("mine", None)
-    assert bits(ours) == bits(plain)
+    saved = copy.deepcopy(with_entry.state_dict())
+    with_entry.defaults["mine"] = None
+    with_entry.load_state_dict(saved)
+    for group in with_entry.param_groups:
+        group.pop("mine", None)
+    assert bits(with_entry) == bits(plain)

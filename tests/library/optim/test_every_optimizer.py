@@ -1,5 +1,7 @@
-"""The steps that every optimizer of the registry takes: its options, its noise, its
-state, and what leaves it alone.
+"""Steps of every optimizer of the registry, over parameters of every kind.
+
+What the options do, whose noise is whose, what the state holds, when a step is left out
+as a whole, and that steps over ordinary parameters are torch's.
 """
 
 import copy
@@ -39,50 +41,50 @@ sampled = pytest.mark.covering(2)
 
 @by_name
 def test_an_observer_sees_the_step_and_changes_nothing(name):
-    """Weights before it, asked for and after it, of each that is quantised; the grid's
-    are rounded once.
+    """It sees weights before the step, its targets, and weights after it.
+
+    There is a view for every quantised parameter; targets of a grid are rounded once.
     """
-    parameters, others = (
+    parameters, twins = (
         [p for kind, p in zoo().items() if kind != "fp8 bfloat16, any scale"] for _ in "ab"
     )
-    seen, unseen = (make(name, p, writeback="stochastic", seed=5) for p in (parameters, others))
-    views = cases.record(seen)
+    observed, plain = (make(name, p, writeback="stochastic", seed=5) for p in (parameters, twins))
+    views = cases.record(observed)
+    quantised = {id(p): i for i, p in enumerate(parameters) if hasattr(p, "manifold") and p.numel()}
     for t in range(1, 4):
-        start, count = values(parameters), len(views)
-        take_steps((seen, unseen), (parameters, others), range(t, t + 1), 0.1)
-        now = views[count:]
-        stepped = {
-            id(p): i for i, p in enumerate(parameters) if hasattr(p, "manifold") and p.numel()
-        }
-        assert sorted(id(view.parameter) for view in now) == sorted(stepped)
-        for view in now:
-            i = stepped[id(view.parameter)]
-            p, manifold = parameters[i], parameters[i].manifold
-            assert not any(
-                x.requires_grad for x in (view.before, view.target, view.after, view.stiffness)
-            )
-            assert torch.equal(view.before, start[i].to(view.before.dtype))
-            assert torch.equal(view.after.to(p.dtype), cases.value_of(p))
-            assert not torch.equal(view.target, view.before)
-            if not isinstance(manifold, fm.FP8Manifold):
-                continue
-            scale = manifold.scale.to(view.target.dtype)
-            draw = {"seed": 5, "step": t, "stream": seen.state[p]["stream"]}
-            rounded = (
-                fm.round_to_grid(view.target / scale, manifold.format, "stochastic", **draw) * scale
-            )
-            assert torch.equal(view.after, rounded)
-    assert same_bits(values(parameters), values(others))
-    assert unseen.observer is None
+        start = values(parameters)
+        views.clear()
+        take_steps((observed, plain), (parameters, twins), range(t, t + 1), 0.1)
+        assert sorted(id(view.parameter) for view in views) == sorted(quantised)
+        for view in views:
+            p = view.parameter
+            check_view(view, start[quantised[id(p)]])
+            if isinstance(p.manifold, fm.FP8Manifold):
+                scale = p.manifold.scale.to(view.target.dtype)
+                draw = {"seed": 5, "step": t, "stream": observed.state[p]["stream"]}
+                units = view.target / scale
+                rounded = fm.round_to_grid(units, p.manifold.format, "stochastic", **draw) * scale
+                assert torch.equal(view.after, rounded)
+    assert same_bits(values(parameters), values(twins))
+    assert plain.observer is None
+
+
+def check_view(view, start):
+    tensors = (view.before, view.target, view.after, view.stiffness)
+    assert not any(x.requires_grad for x in tensors)
+    assert torch.equal(view.before, start.to(view.before.dtype))
+    assert torch.equal(view.after.to(view.parameter.dtype), cases.value_of(view.parameter))
+    assert not torch.equal(view.target, view.before)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
 def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
-    """Nor of scales and residuals, whatever the scales are, of all granularities; both
-    zeros among them.
+    """Nor of scales and residuals: in all granularities, with scales of any kind.
+
+    Both zeros and the smallest code are among the codes.
     """
-    weights, before, kept = [], [], []
+    weights, before, residuals_before = [], [], []
     for granularity, factors in itertools.product(STORED_GRANULARITIES, (False, True)):
         p = stored_weight(
             "E4M3", (130, 160), granularity=granularity, factors=factors, keep_remainder=False
@@ -95,19 +97,20 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
         for p in weights:
             p.grad = torch.zeros(p.shape)
         optimizer.step()
-        left = [optimizer.state[p]["residual"] for p in weights if writeback == "residual8"]
-        if not step:
-            kept = [
-                bits_of(x.copy_(normal(*x.shape, seed=1, std=40.0).clamp(-128, 127))) for x in left
-            ]
-    assert [bits_of(x) for x in left] == kept
+        residuals = [optimizer.state[p]["residual"] for p in weights if writeback == "residual8"]
+        if step == 0:
+            for x in residuals:
+                x.copy_(normal(*x.shape, seed=1, std=40.0).clamp(-128, 127))
+            residuals_before = [bits_of(x) for x in residuals]
+    assert [bits_of(x) for x in residuals] == residuals_before
     assert [bits_of(x) for p in weights for x in (p.codes, p.kept_scale)] == before
 
 
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
 def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name):
-    """A point divided by its scale may miss the format's value by a rounding error; no
-    draw may move it even then.
+    """A point divided by its scale may miss the format's value by a rounding error.
+
+    No draw may move it even then.
     """
     grid = fm.FP8Manifold("E1M6", 0.3).projx(torch.arange(1, 128) / 32 * 0.3)
     off = (grid / torch.tensor(0.3) - fm.round_to_grid(grid / torch.tensor(0.3), "E1M6")).abs()
@@ -144,8 +147,9 @@ def step_equally(optimizer, weights, steps):
 
 @cases.every_class
 def test_a_parameter_keeps_its_stream(kind):
-    """Its noise belongs to its place among its like: no neighbour frozen, missing or
-    new changes it, nor loading.
+    """Its noise belongs to its place among parameters of its kind.
+
+    No neighbour that is frozen, missing or new changes it, nor does loading.
     """
     options = {"lr": 0.4 if kind in cases.RIEMANNIAN else 0.02, "writeback": "stochastic"}
     alone = equal_weights(2)
@@ -168,13 +172,13 @@ def test_a_parameter_keeps_its_stream(kind):
 @sampled
 @combined
 def test_global_settings_do_not_enter(name, writeback, moments):
+    """Neither the generator nor the default dtype changes a step, and no step draws."""
     results = []
-    other = (
-        torch.float32 if name == "FisherNaturalGradient" else torch.float64
-    )  # nngeometry has float32 only
-    for seed, dtype in ((0, torch.float32), (1, other)):
+    # nngeometry has float32 only.
+    second_dtype = torch.float32 if name == "FisherNaturalGradient" else torch.float64
+    for seed, dtype in ((0, torch.float32), (1, second_dtype)):
         torch.manual_seed(seed)
-        expected, kinds = torch.get_rng_state(), zoo()
+        generator_state, kinds = torch.get_rng_state(), zoo()
         steps = [
             [normal(*p.shape, seed=100 * t + i).to(p.dtype) for i, p in enumerate(kinds.values())]
             for t in (0, 1)
@@ -188,7 +192,7 @@ def test_global_settings_do_not_enter(name, writeback, moments):
                 optimizer.step()
         finally:
             torch.set_default_dtype(torch.float32)
-        assert torch.equal(torch.get_rng_state(), expected)
+        assert torch.equal(torch.get_rng_state(), generator_state)
         results.append(snapshot(optimizer))
     assert results[0] == results[1]
 
@@ -196,12 +200,8 @@ def test_global_settings_do_not_enter(name, writeback, moments):
 @by_name
 def test_stabilize_projects_when_due(name):
     weight = cases.grid_weight("E4M3", (3, 7), cases.ROWS)
-    optimizer = make(
-        name,
-        [weight],
-        lr=0.0,
-        **{"stabilize" if name in RIEMANNIAN_NAMES else "stabilize_every": 3},
-    )
+    option = "stabilize" if name in RIEMANNIAN_NAMES else "stabilize_every"
+    optimizer = make(name, [weight], lr=0.0, **{option: 3})
     views = cases.record(optimizer)
     off = values([weight])[0] * 1.001
     for t in range(4):
@@ -224,9 +224,7 @@ def test_geoopts_stabilize_is_taken_in_groups_too(kind):
 
 @pytest.mark.parametrize("kind", [StiffnessAdamW, RiemannianAdam])
 def test_a_reset_starts_the_averages_anew(kind):
-    """After it the step is that of a fresh optimizer at the same point (float64, no
-    rounding).
-    """
+    """Then the step is that of a fresh optimizer at the same point (in float64, unrounded)."""
     weight = cases.free_weight(normal(30, dtype=torch.float64))
     optimizer = kind([weight], reset_every=4, refresh_every=1)
     take_steps([optimizer], [[weight]], range(4))
@@ -239,27 +237,26 @@ def test_a_reset_starts_the_averages_anew(kind):
 
 @by_name
 def test_ascending_is_descending_on_the_negated_gradient(name):
-    kinds, others = zoo(), zoo()
-    up, down = make(name, kinds.values(), maximize=True), make(name, others.values())
+    parameters, twins = list(zoo().values()), list(zoo().values())
+    up, down = make(name, parameters, maximize=True), make(name, twins)
     for t in range(4):
-        put_gradients(kinds.values(), t, 0.1)
-        put_gradients(others.values(), t, -0.1)
-        given = {p: bits_of(p.grad) for p in kinds.values() if p.grad is not None}
+        put_gradients(parameters, t, 0.1)
+        put_gradients(twins, t, -0.1)
+        gradients = {p: bits_of(p.grad) for p in parameters if p.grad is not None}
         up.step()
         down.step()
-        assert same_bits(values(kinds.values()), values(others.values()))
-        assert all(bits_of(p.grad) == bits for p, bits in given.items()), (
-            "the gradient was written to"
-        )
+        assert same_bits(values(parameters), values(twins))
+        assert {p: bits_of(p.grad) for p in gradients} == gradients
 
 
 @by_name
 def test_groups_of_different_options_step_as_optimizers_of_their_own(name):
-    """Position in the whole list keys the noise, so the others are there too, held
-    still by having no gradient.
+    """The noise is keyed by the position in the whole list.
+
+    So the optimizer of one group has the other parameters too, without gradients.
     """
     lr = OPTIONS[name]["lr"]
-    chosen = [
+    options_of_groups = [
         {"lr": 0.5 * lr, "writeback": "residual8", "moments": "8bit"},
         {"weight_decay": 0.1, "maximize": True, "seed": 4},
         {"writeback": "nearest", "moments": "bfloat16", "refresh_every": 2},
@@ -268,25 +265,23 @@ def test_groups_of_different_options_step_as_optimizers_of_their_own(name):
         [stored_weight(shape=s, seed=i) for i, s in enumerate([(3, 7), (2, 9), (4, 5)])]
         for _ in "abcd"
     )
-    grouped = make(
-        name, [{"params": [w], **options} for w, options in zip(weights, chosen, strict=True)]
-    )
+    groups = zip(weights, options_of_groups, strict=True)
+    grouped = make(name, [{"params": [w], **options} for w, options in groups])
     take_steps([grouped], [weights], range(5), 0.1)
-    for i, (options, alone) in enumerate(zip(chosen, copies, strict=True)):
-        single = make(name, alone, **options)
+    for i, (options, twins) in enumerate(zip(options_of_groups, copies, strict=True)):
+        single = make(name, twins, **options)
         for t in range(5):
-            put_gradients(alone, t, 0.1)
-            for p in {*alone} - {alone[i]}:
+            put_gradients(twins, t, 0.1)
+            for p in {*twins} - {twins[i]}:
                 p.grad = None
             single.step()
-        assert bits_of(alone[i]) == bits_of(weights[i]), options
+        assert bits_of(twins[i]) == bits_of(weights[i]), options
 
 
 def distances(parameters, targets):
-    pairs = zip(parameters, targets, strict=True)
     return [
         (cases.value_of(p).double() - target.double()).square().sum().item()
-        for p, target in pairs
+        for p, target in zip(parameters, targets, strict=True)
         if moves(p)
     ]
 
@@ -294,8 +289,9 @@ def distances(parameters, targets):
 @sampled
 @combined
 def test_a_valid_combination_learns(name, writeback, moments):
-    """20 steps towards a target: every kind comes nearer, stays on its grid, and no
-    gradient is touched.
+    """In 20 steps towards a target every kind of parameter comes nearer to it.
+
+    All stay on their grids, and no gradient is written to.
     """
     kinds = zoo()
     parameters = list(kinds.values())
@@ -311,22 +307,21 @@ def test_a_valid_combination_learns(name, writeback, moments):
         gradients = [(p.grad, bits_of(p.grad)) for p in parameters if p.grad is not None]
         optimizer.step()
         assert all(bits_of(gradient) == before for gradient, before in gradients)
-    left = [b / a for a, b in zip(start, distances(parameters, targets), strict=True)]
-    share = dict(zip([kind for kind, p in kinds.items() if moves(p)], left, strict=True))
-    # to nearest it may stall, where steps are shorter than half an ULP, which is what
-    # the others are for
-    assert max(share.values()) <= 1.0 if writeback == "nearest" else max(share.values()) < 0.9, (
-        share
-    )
-    assert sum(share.values()) < 0.8 * len(share)
+    shares = [b / a for a, b in zip(start, distances(parameters, targets), strict=True)]
+    share_of = dict(zip([kind for kind, p in kinds.items() if moves(p)], shares, strict=True))
+    # To nearest a weight may stall, where steps are shorter than half an ULP: the other
+    # write-backs are for that.
+    largest = max(shares)
+    assert largest <= 1.0 if writeback == "nearest" else largest < 0.9, share_of
+    assert sum(shares) < 0.8 * len(shares)
     assert all(cases.value_of(p).isfinite().all() for p in parameters)
-    assert all(
-        cases.on_grid(p)
-        for p in parameters
-        if isinstance(getattr(p, "manifold", None), fm.FP8Manifold)
-    )
+    assert all(cases.on_grid(p) for p in parameters if is_on_grid(p))
     assert same_bits(fixed, values(still))
     assert optimizer.skipped_steps == 0
+
+
+def is_on_grid(p):
+    return isinstance(getattr(p, "manifold", None), fm.FP8Manifold)
 
 
 AVERAGES = {
@@ -356,57 +351,58 @@ def test_the_state_is_what_moments_and_write_back_say(name, writeback, moments):
             assert not optimizer.state.get(p), kind
             continue
         state = dict(optimizer.state[p])
-        large = {
-            k: v for k, v in state.items() if isinstance(v, Tensor) and k not in ("step", "grid")
-        }
-        bounds = [large.pop(k) for k in ("avg_bound", "sq_bound", "avg_largest") if k in large]
-        metric = [large.pop(k) for k in list(large) if k.startswith(("inverse_", "fisher_"))]
-        stored = "float32" if name in RIEMANNIAN_NAMES and not hasattr(p, "manifold") else moments
-        wide = torch.float64 if p.dtype == torch.float64 and stored == "float32" else WIDTH[stored]
-        on_a_grid = isinstance(getattr(p, "manifold", None), fm.FP8Manifold)
-        residual = (
-            {"residual": torch.int8}
-            if optim.WRITEBACKS[writeback].residual_bits and on_a_grid
-            else {}
-        )
-        assert {k: v.dtype for k, v in large.items()} == dict.fromkeys(
-            averages_of(name, p), wide
-        ) | residual, kind
-        assert {v.numel() for v in large.values()} == {p.numel()}, kind
+        tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        numbers = {k: v for k, v in state.items() if not isinstance(v, Tensor)}
+        elementwise = {k: v for k, v in tensors.items() if k not in ("step", "grid")}
+        bounds = [
+            elementwise.pop(k) for k in ("avg_bound", "sq_bound", "avg_largest") if k in elementwise
+        ]
+        metric = [elementwise.pop(k) for k in tensors if k.startswith(("inverse_", "fisher_"))]
+        is_ordinary = not hasattr(p, "manifold")
+        stored = "float32" if name in RIEMANNIAN_NAMES and is_ordinary else moments
+        is_wide = p.dtype == torch.float64 and stored == "float32"
+        averages = averages_of(name, p)
+        expected = dict.fromkeys(averages, torch.float64 if is_wide else WIDTH[stored])
+        if optim.WRITEBACKS[writeback].residual_bits and is_on_grid(p):
+            expected["residual"] = torch.int8
+        assert {k: v.dtype for k, v in elementwise.items()} == expected, kind
+        assert {v.numel() for v in elementwise.values()} == {p.numel()}, kind
         most = max(p.numel() // 32, p.shape[0] if p.dim() else 1)
         assert all(v.dtype == torch.float32 and v.numel() <= most for v in bounds)
-        assert len(bounds) == (len(averages_of(name, p)) if stored == "8bit" else 0), kind
+        assert len(bounds) == (len(averages) if stored == "8bit" else 0), kind
         assert bool(metric) == (name == "FisherNaturalGradient" and is_layer(p)), kind
-        assert len(repr({k: v for k, v in state.items() if not isinstance(v, Tensor)})) < 400, kind
+        assert len(repr(numbers)) < 400, kind
 
 
-def memory(x, seen):
-    """The sizes of what an object holds, by address, but not through types, modules and
-    functions.
+def memory(x, visited):
+    """Return the bytes of storage that an object refers to, by address.
+
+    References of types, modules and functions are not followed.
     """
-    if id(x) in seen or isinstance(x, type | nn.Module | ModuleType | FunctionType | MethodType):
+    if id(x) in visited or isinstance(x, type | nn.Module | ModuleType | FunctionType | MethodType):
         return {}
-    seen[id(x)] = x
+    visited[id(x)] = x
     if isinstance(x, Tensor) and not isinstance(x, fm.FP8Tensor):
         storage = x.detach().as_subclass(Tensor).untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
-    inner = [x.codes, x.scale, x.counter] if isinstance(x, fm.FP8Tensor) else gc.get_referents(x)
-    return {address: size for y in inner for address, size in memory(y, seen).items()}
+    parts = [x.codes, x.scale, x.counter] if isinstance(x, fm.FP8Tensor) else gc.get_referents(x)
+    sizes = {}
+    for part in parts:
+        sizes |= memory(part, visited)
+    return sizes
 
 
 @combined
-def test_nothing_else_is_held(name, writeback, moments):
-    """An optimizer keeps its parameters and their state, a few bytes a row besides, and
-    no gradient.
-    """
+def test_an_optimizer_holds_its_parameters_and_their_state_alone(name, writeback, moments):
+    """But for a few bytes a row; and it holds no gradient."""
     parameters = [stored_weight("E4M3", (16, 256), seed=1), nn.Parameter(normal(64, 32, seed=2))]
     optimizer = make(name, parameters, writeback=writeback, moments=moments)
     take_steps([optimizer], [parameters], range(2), 0.1)
     gradients = [weakref.ref(p.grad) for p in parameters]
     optimizer.zero_grad()
     assert [gradient() for gradient in gradients] == [None, None]
-    held, known = memory(optimizer, {}), memory([parameters, dict(optimizer.state)], {})
-    extra = sum(size for address, size in held.items() if address not in known)
+    sizes, known = memory(optimizer, {}), memory([parameters, dict(optimizer.state)], {})
+    extra = sum(size for address, size in sizes.items() if address not in known)
     layer = parameters[0].shape[0] ** 2 + parameters[0].shape[1] ** 2
     assert extra <= 16 * 24 + 256 + (16 * layer if name == "FisherNaturalGradient" else 0)
 
@@ -414,9 +410,10 @@ def test_nothing_else_is_held(name, writeback, moments):
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
-def trained(name, what):
-    """Codes and values after three steps, with ``what`` of ``nothing``, ``step`` or
-    ``all`` compiled.
+def trained(name, compiled):
+    """Return codes and values after three steps.
+
+    `compiled` is "nothing", "step", or "all" for a whole training step.
     """
     torch.manual_seed(0)
     model = fm.quantize_model(
@@ -429,44 +426,40 @@ def trained(name, what):
         else None
     )
     optimizer = optimizer or make(name, model.parameters())
-    take = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
+    take = torch.compile(optimizer.step, backend="eager") if compiled == "step" else optimizer.step
 
     def train_step(x):
         optimizer.zero_grad()
         model(x).square().sum().backward()
         take()
 
-    whole = torch.compile(train_step, backend="eager") if what == "all" else train_step
+    whole = torch.compile(train_step, backend="eager") if compiled == "all" else train_step
     for _ in range(3):
         whole(X)
     return [p.codes if isinstance(p, fm.FP8Parameter) else p.detach() for p in model.parameters()]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # a loss after the break
+# Of the loss, after the graph break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", ["step", "all"])
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
-def test_a_compiled_step_is_the_step(name):
-    """A step or a whole training step that a user compiles: the optimizer runs eager
-    there, to the same bits.
-    """
-    expected = trained(name, "nothing")
-    for what in ("step", "all"):
-        torch._dynamo.reset()
-        assert all(torch.equal(a, b) for a, b in zip(trained(name, what), expected, strict=True)), (
-            what
-        )
+def test_a_compiled_step_is_the_step(name, compiled):
+    """In code that a user compiles the optimizer runs eager, to the same bits."""
+    torch._dynamo.reset()
+    assert same_bits(trained(name, compiled), trained(name, "nothing"))
 
 
 @sampled
 @combined
 def test_a_step_is_left_out_as_a_whole(name, writeback, moments):
-    kinds, others = zoo(), zoo()
+    """One bad gradient leaves all parameters and their state as they were."""
+    kinds, twins = zoo(), zoo()
     optimizer, untroubled = (
-        make(name, z.values(), writeback=writeback, moments=moments) for z in (kinds, others)
+        make(name, z.values(), writeback=writeback, moments=moments) for z in (kinds, twins)
     )
-    for o in (optimizer, untroubled):
-        o.step()  # without gradients: takes what the parameters kept of their first rounding
+    # A step without gradients takes what the parameters kept of their first rounding.
+    optimizer.step()
+    untroubled.step()
     bad = {
         "fp8 channel": math.nan,
         "bfloat16": math.inf,
@@ -480,109 +473,104 @@ def test_a_step_is_left_out_as_a_whole(name, writeback, moments):
             kinds[kind].grad.view(-1)[0] = value
             before = snapshot(optimizer)
             optimizer.step()
-            assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (
-                count + t * len(bad),
-                count,
-            )
+            assert optimizer.skipped_steps == count + t * len(bad)
+            assert optimizer.skipped_in_row == count
             before["state"] |= {"skipped_steps": optimizer.skipped_steps, "skipped_in_row": count}
             assert snapshot(optimizer) == before, kind
-        take_steps((optimizer, untroubled), (kinds.values(), others.values()), range(t, t + 1), 0.1)
-        assert same_bits(values(kinds.values()), values(others.values()))
+        take_steps((optimizer, untroubled), (kinds.values(), twins.values()), range(t, t + 1), 0.1)
+        assert same_bits(values(kinds.values()), values(twins.values()))
 
 
 @by_name
 def test_what_the_first_rounding_left_survives_a_step_left_out(name):
-    """The rest moves from the parameter into the state, which is saved; no code
-    changes.
-    """
-    kept = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
-    remainder, codes = kept.remainder.clone(), kept.codes.clone()
-    optimizer = make(name, [kept], writeback="residual8")
-    cases.step_from(optimizer, kept, torch.full((3, 7), math.nan))
-    assert torch.equal(kept.codes, codes)
+    """It moves from the parameter into the state, which is saved; no code changes."""
+    weight = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
+    remainder, codes = weight.remainder.clone(), weight.codes.clone()
+    optimizer = make(name, [weight], writeback="residual8")
+    cases.step_from(optimizer, weight, torch.full((3, 7), math.nan))
+    assert torch.equal(weight.codes, codes)
     assert optimizer.skipped_steps == 1
     state = optimizer.state_dict()["state"].get(0, {})
     assert "step" not in state
-    assert torch.equal(
-        kept.remainder if kept.remainder is not None else state["residual"], remainder
-    )
+    survivor = state["residual"] if weight.remainder is None else weight.remainder
+    assert torch.equal(survivor, remainder)
 
 
+@pytest.mark.parametrize("place", ["first", "last"])
 @by_name
-def test_one_group_that_raises_is_enough(name):
-    """FloatingPointError names the shape, and nothing changes; a bad gradient of a
-    group that skips never raises.
+def test_one_group_that_raises_is_enough(name, place):
+    """FloatingPointError names the shape, and nothing changes.
+
+    A bad gradient of a group that skips never raises.
     """
     kinds = zoo()
+    groups = [{"params": [p for kind, p in kinds.items() if kind != "fp8 channel"]}]
     raising = {"params": [kinds["fp8 channel"]], "on_nonfinite": "raise"}
-    for first in (True, False):
-        groups = [{"params": [p for k, p in kinds.items() if k != "fp8 channel"]}, dict(raising)]
-        optimizer = make(name, groups[:: 1 if first else -1])
-        put_gradients(kinds.values(), 0, 0.1)
-        kinds["fp8 tensor"].grad[0, 0] = math.nan
+    groups.insert(0 if place == "first" else 1, raising)
+    optimizer = make(name, groups)
+    put_gradients(kinds.values(), 0, 0.1)
+    kinds["fp8 tensor"].grad[0, 0] = math.nan
+    optimizer.step()
+    kinds["fp8 channel"].grad[4, 32] = math.nan
+    before = snapshot(optimizer)
+    with pytest.raises(FloatingPointError, match=r"\(5, 33\)"):
         optimizer.step()
-        kinds["fp8 channel"].grad[4, 32] = math.nan
-        before = snapshot(optimizer)
-        with pytest.raises(FloatingPointError, match=r"\(5, 33\)"):
-            optimizer.step()
-        assert snapshot(optimizer) == before
-        assert optimizer.skipped_steps == 1
+    assert snapshot(optimizer) == before
+    assert optimizer.skipped_steps == 1
 
 
+@pytest.mark.parametrize("make_weight", [cases.grid_weight, stored_weight])
 @by_name
-def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name):
-    """Each square is finite, their sum is not; in steady steps too."""
-    weight, plain = cases.grid_weight("E4M3", (3, 7)), nn.Parameter(torch.zeros(100))
-    for parameters in ([weight, plain], [stored_weight("E4M3", (3, 7)), plain]):
-        optimizer = make(name, parameters)
-        for _ in range(4):
-            parameters[0].grad, plain.grad = torch.ones(3, 7), torch.full((100,), 1.5e19)
-            assert not torch.dot(plain.grad, plain.grad).isfinite()
-            optimizer.step()
-        assert (optimizer.skipped_steps, optimizer.state[plain]["step"]) == (0, 4)
-        assert (plain.isfinite() & (plain != 0)).all()
+def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name, make_weight):
+    """The squares are finite, their sum is not; in steady steps too."""
+    weight, plain = make_weight("E4M3", (3, 7)), nn.Parameter(torch.zeros(100))
+    optimizer = make(name, [weight, plain])
+    for _ in range(4):
+        weight.grad, plain.grad = torch.ones(3, 7), torch.full((100,), 1.5e19)
+        assert not torch.dot(plain.grad, plain.grad).isfinite()
+        optimizer.step()
+    assert (optimizer.skipped_steps, optimizer.state[plain]["step"]) == (0, 4)
+    assert (plain.isfinite() & (plain != 0)).all()
 
 
 @pytest.mark.parametrize("name", RIEMANNIAN_NAMES)
 def test_a_code_gradient_whose_square_overflows_does_not_stick(name):
-    """E5M2 near its end, where S = 8192: S g overflows in its square though g does not;
-    the weight moves again.
+    """Near the end of E5M2, where S = 8192, the square of S g overflows and g's does not.
+
+    The weight moves again afterwards.
     """
     p = cases.on(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
     optimizer = make(name, [p], lr=0.5, **({"momentum": 0.0} if name == "RiemannianSGD" else {}))
     for t in range(60):
         cases.step_from(optimizer, p, torch.full((4,), 3e17 if t == 3 else 1e-4))
-    assert all(
-        x.isfinite().all() for x in (p, *optimizer.state[p].values()) if isinstance(x, Tensor)
-    )
+    assert p.isfinite().all()
+    assert_finite_state(optimizer)
     assert optimizer.skipped_steps <= 1
 
 
+def assert_finite_state(optimizer):
+    for entry in optimizer.state.values():
+        for name, x in entry.items():
+            assert not isinstance(x, Tensor) or x.isfinite().all(), name
+
+
+@pytest.mark.parametrize("fmt", ["E7M0", "E4M3", "E5M2", "E1M6", "E4M3FNUZ", "P3109_8P3", "E2M1"])
 @by_name
-def test_a_run_that_diverges_stays_finite(name):
-    """Steps far too long in formats of few and of many binades: codes of numbers, at
-    scales that hold them.
-    """
-    for fmt in ("E7M0", "E4M3", "E5M2", "E1M6", "E4M3FNUZ", "P3109_8P3", "E2M1"):
-        p = fm.FP8Parameter(normal(6, 7, std=0.1), fmt, headroom=1.0)
-        q = cases.on(fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1))
-        optimizer = make(name, [p, q], lr=1e5 * OPTIONS[name]["lr"], refresh_every=2)
-        for t in range(6):
-            put_gradients([p, q], t, 10.0 ** (3 * t - 3))
-            optimizer.step()
-            assert all(x.isfinite().all() for x in values([p, q])), (fmt, t)
-            assert not (p.codes > 2 * p.format.sign_bit - 1).any()
-        assert all(
-            x.isfinite().all()
-            for w in (p, q)
-            for x in optimizer.state[w].values()
-            if isinstance(x, Tensor)
-        )
+def test_a_run_that_diverges_stays_finite(name, fmt):
+    """Far too long steps end in codes of numbers, in formats of few and of many binades."""
+    p = fm.FP8Parameter(normal(6, 7, std=0.1), fmt, headroom=1.0)
+    q = cases.on(fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1))
+    optimizer = make(name, [p, q], lr=1e5 * OPTIONS[name]["lr"], refresh_every=2)
+    for t in range(6):
+        put_gradients([p, q], t, 10.0 ** (3 * t - 3))
+        optimizer.step()
+        assert all(x.isfinite().all() for x in values([p, q])), t
+        assert not (p.codes > 2 * p.format.sign_bit - 1).any()
+    assert_finite_state(optimizer)
 
 
-torch.backends.__allow_nonbracketed_mutation_flag = (
-    True  # the harness takes that from every test of the process
-)
+# torch's harness takes this permission from every test of the process.
+torch.backends.__allow_nonbracketed_mutation_flag = True
 double = torch.float64
 
 
@@ -590,68 +578,80 @@ def plain(p):
     return p.detach().as_subclass(Tensor).clone()
 
 
-#: ours, on ordinary parameters alone, and the one of torch's that it then is
-SAME = {
+#: Over ordinary parameters these optimizers take the steps of torch's.
+TORCHS = {
     "StiffnessAdamW": "AdamW",
     "StiffnessSGD": "SGD",
     "RiemannianAdam": "Adam",
     "RiemannianSGD": "SGD",
 }
-THEIRS = {info.name: info for info in optim_db}
+INFO_OF_TORCH = {info.name: info for info in optim_db}
+
+
+def has_another_meaning(name, kwargs):
+    """Return whether torch means another thing by its options than `name` does."""
+    is_decoupled = name == "StiffnessSGD" and kwargs.get("weight_decay")
+    return is_decoupled or (kwargs.get("amsgrad") and name != "RiemannianAdam")
 
 
 def translated(name, kwargs):
-    """torch's options in our words; None where ours means another thing by them."""
-    decoupled = name == "StiffnessSGD" and kwargs.get("weight_decay")
-    if decoupled or (kwargs.get("amsgrad") and name != "RiemannianAdam"):
-        return None
-    options = {
-        "lr": 1e-3,
-        **({"momentum": 0.0} if name == "StiffnessSGD" else {}),
-        **copy.deepcopy(kwargs),
-    }
-    if SAME[name] == "AdamW":
-        options = {"weight_decay": 1e-2, "betas": (0.9, 0.999), **options}
-    return options
+    """Return options with which `name` does what torch's does with `kwargs`."""
+    defaults = {"lr": 1e-3}
+    if name == "StiffnessSGD":
+        defaults["momentum"] = 0.0
+    if TORCHS[name] == "AdamW":
+        defaults |= {"weight_decay": 1e-2, "betas": (0.9, 0.999)}
+    return defaults | copy.deepcopy(kwargs)
 
 
-@pytest.mark.parametrize("name", [*SAME, "StiffnessSGD, free", "StiffnessAdamW, free"])
-def test_where_nothing_is_rounded_steps_are_torchs(name):
-    """In float64, over every configuration that torch tests its own optimizer with:
-    ordinary and unrounded weights.
-    """
-    name, _, free = name.partition(", ")
-    theirs, compared = THEIRS[SAME[name]], 0
-    for given in theirs.optim_inputs_func("cpu", double):
-        if (options := translated(name, given.kwargs)) is None:
-            continue
-        start = [normal(3, 4, dtype=double), normal(5, seed=1, dtype=double)]
-        pair = [[nn.Parameter(x.clone()) for x in start] for _ in "ab"]
-        if free:
-            scales = (cases.ROWS.double() * 1.7, 0.3)
-            pair[1] = [
-                cases.free_weight(x.clone(), "E5M2", scale)
-                for x, scale in zip(start, scales, strict=True)
-            ]
-            pair[0] = [nn.Parameter(plain(p)) for p in pair[1]]
-        made = [
-            theirs.optim_cls(pair[0], **copy.deepcopy(given.kwargs)),
-            getattr(fm.optim, name)(pair[1], **options),
-        ]
-        for t in range(10):
-            for parameters, optimizer in zip(pair, made, strict=True):
-                for i, p in enumerate(parameters):
-                    p.grad = normal(*p.shape, seed=10 * t + i, dtype=double)
-                optimizer.step()
-        for p, q in zip(*pair, strict=True):
-            torch.testing.assert_close(
-                plain(q), plain(p), rtol=1e-9, atol=1e-12, msg=f"{name}, {given.desc}"
-            )
-        compared += 1
-    assert compared >= 4
+def configurations(name):
+    """Yield every configuration that torch tests its optimizer with, and a name for it."""
+    for i, inputs in enumerate(INFO_OF_TORCH[TORCHS[name]].optim_inputs_func("cpu", double)):
+        if not has_another_meaning(name, inputs.kwargs):
+            yield pytest.param(name, inputs.kwargs, id=f"{name}-{i} {inputs.desc}")
 
 
-#: with a decay of 0.005 a step
+def assert_takes_torchs_steps(name, kwargs, ordinary, weights):
+    optimizers = (
+        INFO_OF_TORCH[TORCHS[name]].optim_cls(ordinary, **copy.deepcopy(kwargs)),
+        getattr(fm.optim, name)(weights, **translated(name, kwargs)),
+    )
+    for t in range(10):
+        for parameters, optimizer in zip((ordinary, weights), optimizers, strict=True):
+            for i, p in enumerate(parameters):
+                p.grad = normal(*p.shape, seed=10 * t + i, dtype=double)
+            optimizer.step()
+    for p, q in zip(ordinary, weights, strict=True):
+        torch.testing.assert_close(plain(q), plain(p), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [case for name in TORCHS for case in configurations(name)]
+)
+def test_steps_of_ordinary_parameters_are_torchs(name, kwargs):
+    start = [normal(3, 4, dtype=double), normal(5, seed=1, dtype=double)]
+    ordinary, weights = ([nn.Parameter(x.clone()) for x in start] for _ in "ab")
+    assert_takes_torchs_steps(name, kwargs, ordinary, weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [*configurations("StiffnessSGD"), *configurations("StiffnessAdamW")]
+)
+def test_steps_of_weights_that_are_not_rounded_are_torchs(name, kwargs):
+    weights = [
+        cases.free_weight(normal(3, 4, dtype=double), "E5M2", cases.ROWS.double() * 1.7),
+        cases.free_weight(normal(5, seed=1, dtype=double), "E5M2", 0.3),
+    ]
+    ordinary = [nn.Parameter(plain(p)) for p in weights]
+    assert_takes_torchs_steps(name, kwargs, ordinary, weights)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_at_least_four_configurations_are_compared(name):
+    assert len(list(configurations(name))) >= 4
+
+
+#: Optimizers that decay weights by 0.005 a step.
 DECAYING = {
     "StiffnessAdamW": (optim.StiffnessAdamW, {}),
     "StiffnessSGD": (optim.StiffnessSGD, {"momentum": 0.9}),
@@ -672,8 +672,9 @@ DECAYING = {
 )
 @pytest.mark.parametrize("name", DECAYING)
 def test_decay_is_what_was_asked_for(fmt, factors, name):
-    """40,000 weights without gradients, 200 steps beside floats: the rate to four
-    standard errors, or to 0.2%.
+    """40,000 weights without gradients decay at the rate of floats over 200 steps.
+
+    To four standard errors, or to 0.2%.
     """
     kind, options = DECAYING[name]
     stored = cases.with_factors(fm.FP8Parameter(normal(200, 200, std=0.05), fmt, seed=0), factors)
@@ -685,18 +686,19 @@ def test_decay_is_what_was_asked_for(fmt, factors, name):
         for _ in range(200):
             optimizer.step()
     outward = start.sign() / start.abs().mean()
-    left = float((exact.detach() * outward).mean())
+    remaining = float((exact.detach() * outward).mean())
     error = (stored.dequantize() - exact.detach()).double() * outward
     deviation = float(error.std()) / 200
-    assert 0.3 < left < 0.7
-    rate = math.log1p(float(error.mean()) / left) / math.log(left)
-    assert abs(rate) <= max(4 * deviation / left / -math.log(left), 0.002)
+    assert 0.3 < remaining < 0.7
+    excess_rate = math.log1p(float(error.mean()) / remaining) / math.log(remaining)
+    assert abs(excess_rate) <= max(4 * deviation / remaining / -math.log(remaining), 0.002)
 
 
 @by_name
 def test_loss_scaling_over_stored_and_ordinary_weights(name):
-    """Unscaled and clipped gradients step as such; an overflow is left out by the
-    scaler, a NaN by the optimizer.
+    """Gradients that were unscaled and clipped step as those that never were scaled.
+
+    An overflow is left out by the scaler.
     """
     pair = [
         [stored_weight(seed=1, granularity="tensor"), nn.Parameter(normal(7, seed=2))] for _ in "ab"

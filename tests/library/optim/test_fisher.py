@@ -1,8 +1,11 @@
-"""FisherNaturalGradient: the step it documents, when it measures, what fails, resuming
-and learning.
+"""FisherNaturalGradient: its step, when it measures, what fails, resuming, learning.
+
+The measurement itself is compared with brute force: gradients one by one, and dense
+systems solved.
 """
 
 import copy
+import itertools
 import sys
 
 import pytest
@@ -17,14 +20,12 @@ from fp8manifold.optim._fisher import nngeometry
 from nanogpt_bench.model.gpt import GPTShape, build_model
 
 pytestmark = pytest.mark.extra("nngeometry")
-EVERY = pytest.mark.parametrize("representation", nngeometry.ENTRY_OF_METRIC)
+every_representation = pytest.mark.parametrize("representation", nngeometry.ENTRY_OF_METRIC)
 STORAGES = ("plain", "grid", "fp8")
 
 
 class Tagger(nn.Module):
-    """Tokens (B, T) to one of five tags each: an embedding, two linear layers on 3-D
-    activations, a norm.
-    """
+    """Tokens (B, T) to tags: an embedding, two linear layers on 3-D activations, a norm."""
 
     def __init__(self):
         super().__init__()
@@ -73,31 +74,31 @@ def train(model, optimizer, steps, start=0):
 
 
 def counting(loader):
-    """A loader that notes the steps at which it is asked for batches."""
-    asked = []
+    """Return a list of steps, and a loader that appends the steps at which it is called."""
+    steps = []
 
     def batches(step):
-        asked.append(step)
+        steps.append(step)
         return loader
 
-    return asked, batches
+    return steps, batches
 
 
 @pytest.mark.parametrize("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_step_is_the_damped_natural_one(storage, bounds):
-    """``(F + c T^-2)^-1 g`` with ``T = S / S_ref``, rounded once to the nearest point
-    of the grid.
-    """
+    """``(F + c T^-2)^-1 g`` with ``T = S / S_ref``, rounded once, to nearest."""
     model = tagger(storage)
     weight = model.hidden.weight
-    how = {
+    options = {
         "representation": "diagonal",
         "normalize": False,
         "momentum": 0.0,
         "writeback": "nearest",
+        "floor": bounds[0],
+        "clip": bounds[1],
     }
-    optimizer = optimizer_of(model, lr=0.5, damping=0.3, floor=bounds[0], clip=bounds[1], **how)
+    optimizer = optimizer_of(model, lr=0.5, damping=0.3, **options)
     put_gradients(model)
     start, gradient, t = value_of(weight).clone(), weight.grad.clone(), torch.ones_like(weight.grad)
     if storage != "plain":
@@ -136,44 +137,38 @@ def test_direction_averages_and_decays():
 @pytest.mark.parametrize("storage", STORAGES)
 def test_other_parameters_take_the_step_of_stiffness_adamw(storage):
     """Bias, norm, embedding, and a linear layer that is too wide for its group."""
-    ours, theirs = tagger(storage), tagger(storage)
+    model, twin = tagger(storage), tagger(storage)
     shared = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3, "stiffness": 0.5}
-    groups = [
-        {
-            "params": [p for n, p in ours.named_parameters() if n != "head.weight"],
-            "max_features": 11,
-        }
-    ]
-    optimizer = FisherNaturalGradient(
-        [*groups, {"params": [ours.head.weight]}], ours, [batch()], **shared
-    )
-    reference = StiffnessAdamW(theirs.parameters(), **shared)
+    rest = [p for name, p in model.named_parameters() if name != "head.weight"]
+    groups = [{"params": rest, "max_features": 11}, {"params": [model.head.weight]}]
+    optimizer = FisherNaturalGradient(groups, model, [batch()], **shared)
+    reference = StiffnessAdamW(twin.parameters(), **shared)
     for step in range(4):
-        put_gradients(ours, step)
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            b.grad = a.grad
+        put_gradients(model, step)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad
         optimizer.step()
         reference.step()
-        assert same_bits(values(ours.parameters())[:-1], values(theirs.parameters())[:-1])
-    assert "exp_avg" in optimizer.state[ours.hidden.weight]
-    assert "momentum_buffer" in optimizer.state[ours.head.weight]
+        assert same_bits(values(model.parameters())[:-1], values(twin.parameters())[:-1])
+    assert "exp_avg" in optimizer.state[model.hidden.weight]
+    assert "momentum_buffer" in optimizer.state[model.head.weight]
 
 
 def test_metric_is_measured_every_refresh_steps():
     model = tagger()
-    asked, loader = counting([batch()])
+    measured_at, loader = counting([batch()])
     train(model, optimizer_of(model, loader, refresh=3), 8)
-    assert asked == [0, 3, 6]
+    assert measured_at == [0, 3, 6]
 
 
 def test_labels_are_drawn_anew_at_every_refresh():
     model = tagger()
     optimizer = optimizer_of(model, lr=0.0, refresh=1, decay=0.0, representation="diagonal")
-    seen = []
+    diagonals = []
     for step in range(3):
         train(model, optimizer, 1, step)
-        seen.append(optimizer.state[model.head.weight]["fisher_diagonal"])
-    assert not any(map(torch.equal, seen, seen[1:]))
+        diagonals.append(optimizer.state[model.head.weight]["fisher_diagonal"])
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(diagonals))
 
 
 def test_each_group_has_a_representation_and_another_takes_the_place_of_the_first():
@@ -200,43 +195,44 @@ def test_each_group_has_a_representation_and_another_takes_the_place_of_the_firs
         assert entries(model.hidden.weight) == {"inverse_inputs", "inverse_outputs"}
 
 
-@EVERY
+@every_representation
 def test_reset_forgets_what_was_measured(representation):
     model = tagger("plain")
-    asked, loader = counting([batch()])
+    measured_at, loader = counting([batch()])
     optimizer = optimizer_of(
         model, loader, representation=representation, refresh=100, reset_every=4, decay=0.9
     )
     name = "fisher_diagonal" if representation == "diagonal" else "fisher_inputs"
     train(model, optimizer, 4)
-    kept = optimizer.state[model.head.weight][name].clone()
+    first = optimizer.state[model.head.weight][name].clone()
     fresh = copy.deepcopy(model)
     train(model, optimizer, 1, 4)
-    assert asked == [0, 4]
-    now = optimizer.state[model.head.weight][name]
-    assert not torch.allclose(now, kept, rtol=1e-3)
-    if representation != "diagonal":  # inputs do not depend on the labels, whose key is the step
-        again = optimizer_of(fresh, loader, representation=representation, decay=1e-9)
-        train(fresh, again, 1, 4)
-        torch.testing.assert_close(now, again.state[fresh.head.weight][name])
+    assert measured_at == [0, 4]
+    second = optimizer.state[model.head.weight][name]
+    assert not torch.allclose(second, first, rtol=1e-3)
+    # Inputs do not depend on the labels, whose key is the step.
+    if representation != "diagonal":
+        fresh_optimizer = optimizer_of(fresh, loader, representation=representation, decay=1e-9)
+        train(fresh, fresh_optimizer, 1, 4)
+        torch.testing.assert_close(second, fresh_optimizer.state[fresh.head.weight][name])
     buffer = optimizer.state[model.head.weight]["momentum_buffer"]
     assert buffer.square().mean().sqrt().item() == pytest.approx(0.1, rel=1e-4)
 
 
 def test_parameters_that_join_later_are_measured_when_they_do():
     model = tagger()
-    asked, loader = counting([batch()])
+    measured_at, loader = counting([batch()])
     optimizer = optimizer_of(model, loader, refresh=10)
     for step in range(3):
         put_gradients(model, step)
         if step < 2:
             model.head.weight.grad = None
         optimizer.step()
-    assert asked == [0, 0]
+    assert measured_at == [0, 0]
     assert int(optimizer.state[model.head.weight]["step"]) == 1
 
 
-@EVERY
+@every_representation
 def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
     """Two tokens span two directions of eight: nothing to invert without damping."""
     model = tagger()
@@ -267,7 +263,7 @@ def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
     assert snapshot(optimizer)["parameters"] != before["parameters"]
 
 
-@EVERY
+@every_representation
 @pytest.mark.parametrize("storage", STORAGES)
 def test_resume_is_bit_exact_for_every_representation(representation, storage):
     options = {"representation": representation, "refresh": 4, "weight_decay": 0.1}
@@ -286,15 +282,9 @@ def test_resume_is_bit_exact_for_every_representation(representation, storage):
             f"after step {step}"
         )
         assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
-    kept = [
-        x
-        for state in optimizer.state.values()
-        for x in state.values()
-        if isinstance(x, torch.Tensor)
-    ]
-    assert all(
-        x.is_contiguous() for x in kept
-    )  # safetensors keep no strides, which products' last bits depend on
+    # safetensors keep no strides, on which the last bits of products depend.
+    for state in optimizer.state.values():
+        assert all(x.is_contiguous() for x in state.values() if isinstance(x, Tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -342,18 +332,18 @@ def classifier(seed=0):
 
 
 def layers_of(model, stretches=None):
-    found = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    ]
-    stretches = stretches or [torch.ones_like(module.weight) for _, module in found]
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    stretches = stretches or [torch.ones_like(module.weight) for module in linear.values()]
     return [
-        nngeometry.Layer(name, module, t, {})
-        for (name, module), t in zip(found, stretches, strict=True)
+        nngeometry.Layer(name, module, stretch, {})
+        for (name, module), stretch in zip(linear.items(), stretches, strict=True)
     ]
 
 
 def stretches_of(model, *, product=False):
-    """Powers of two, as stiffness ratios are; ``product`` makes them an outer product."""
+    """Return powers of two, as stiffness ratios are, or outer products of such."""
     fields = []
     for i, layer in enumerate(layers_of(model)):
         exponents = (normal(*layer.module.weight.shape, seed=i) * 1.5).round()
@@ -376,21 +366,22 @@ def measured(
 
 
 def rows_of(model, layer, batch):
-    """Inputs and output gradients of a layer that is called once, with the labels that
-    the measurement draws.
+    """Return inputs and output gradients of a layer that is called once.
+
+    The loss has the labels that the measurement draws.
     """
-    seen = {}
+    rows = {}
 
-    def keep(_, inputs, output):
-        seen["x"] = inputs[0].detach().flatten(0, -2)
-        output.register_hook(lambda g: seen.update(y=g.flatten(0, -2)))
+    def record(_, inputs, output):
+        rows["x"] = inputs[0].detach().flatten(0, -2)
+        output.register_hook(lambda g: rows.update(y=g.flatten(0, -2)))
 
-    hook = layer.register_forward_hook(keep)
+    hook = layer.register_forward_hook(record)
     F.cross_entropy(
         model(batch).flatten(0, -2), labels_of(model, batch), reduction="sum"
     ).backward()
     hook.remove()
-    return seen["x"], seen["y"]
+    return rows["x"], rows["y"]
 
 
 def labels_of(model, batch, stream=0):
@@ -400,10 +391,11 @@ def labels_of(model, batch, stream=0):
 
 
 def gradients_by_token(model, weight, batch, labels):
-    """Brute force: one backward pass for every token's log-likelihood."""
-    chosen = F.log_softmax(model(batch).flatten(0, -2), -1).gather(1, labels[:, None])[:, 0]
+    """Take one backward pass for the log-likelihood of every token."""
+    scores = F.log_softmax(model(batch).flatten(0, -2), -1)
+    likelihoods = scores.gather(1, labels[:, None])[:, 0]
     return torch.stack(
-        [torch.autograd.grad(value, weight, retain_graph=True)[0] for value in chosen]
+        [torch.autograd.grad(value, weight, retain_graph=True)[0] for value in likelihoods]
     )
 
 
@@ -418,8 +410,9 @@ def mean_eigenvalue(matrix):
 
 
 def selected(model, parameters, widest=4096):
-    other = classifier()
-    optimizer = FisherNaturalGradient(other.parameters(), other, [None])
+    """Return the names of the layers whose metric is measured."""
+    small = classifier()
+    optimizer = FisherNaturalGradient(small.parameters(), small, [None])
     optimizer.model = model
     group = {"params": list(parameters), "representation": "kfac", "max_features": widest}
     return [name for name, _ in optimizer._layers(group).values()]
@@ -427,10 +420,10 @@ def selected(model, parameters, widest=4096):
 
 def test_selected_are_the_weights_that_belong_to_one_linear_layer_alone():
     model = build_model(GPTShape(2, 2, 16, 8, vocab_size=31, tie_weights=True), seed=1)
-    found = selected(model, model.parameters())
-    assert len(found) == 8
-    assert "lm_head" not in found
-    narrow = [name for name in found if max(model.get_submodule(name).weight.shape) <= 16]
+    names = selected(model, model.parameters())
+    assert len(names) == 8
+    assert "lm_head" not in names
+    narrow = [name for name in names if max(model.get_submodule(name).weight.shape) <= 16]
     assert selected(model, model.parameters(), 16) == narrow
     assert not selected(model, [model.final_norm.weight])
     shared = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
@@ -456,7 +449,7 @@ def test_factors_are_those_of_quantised_inputs_and_of_output_gradients(storage):
         torch.testing.assert_close(metric["fisher_outputs"], y.T @ y / len(y), rtol=1e-4, atol=1e-7)
 
 
-@EVERY
+@every_representation
 def test_every_call_of_a_layer_counts(representation):
     class Twice(nn.Module):
         def __init__(self):
@@ -488,28 +481,24 @@ def test_every_call_of_a_layer_counts(representation):
 
 def test_outputs_that_an_activation_overwrites_do_no_harm():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
-    other = nn.Sequential(model[0], nn.ReLU(), model[2])
-    ours, theirs = (measured("diagonal", m, layers_of(m), [normal(9, 6)]) for m in (model, other))
-    for a, b in zip(ours, theirs, strict=True):
+    expected = nn.Sequential(model[0], nn.ReLU(), model[2])
+    metrics = [measured("diagonal", m, layers_of(m), [normal(9, 6)]) for m in (model, expected)]
+    for a, b in zip(*metrics, strict=True):
         assert torch.equal(a["fisher_diagonal"], b["fisher_diagonal"])
 
 
-def test_measuring_leaves_no_trace():
+@every_representation
+def test_measuring_leaves_no_trace(representation):
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     model[2].eval()
     model[0].weight.grad = torch.ones(5, 6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()
     layers = layers_of(model)
-    for representation in nngeometry.ENTRY_OF_METRIC:
-        batches = nngeometry.first_batches([normal(20, 6)], 1, seed=0, step=0)
-        found = measured(representation, model, layers, batches, decay=0.5)
-        assert not any(
-            x.requires_grad for metric in found for x in metric.values() if isinstance(x, Tensor)
-        )
-        assert all(
-            name.startswith(nngeometry.METRIC_PREFIXES) for metric in found for name in metric
-        )
+    batches = nngeometry.first_batches([normal(20, 6)], 1, seed=0, step=0)
+    for metric in measured(representation, model, layers, batches, decay=0.5):
+        assert not any(x.requires_grad for x in metric.values() if isinstance(x, Tensor))
+        assert all(name.startswith(nngeometry.METRIC_PREFIXES) for name in metric)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -523,11 +512,8 @@ def test_batches_follow_the_key_and_not_the_global_generator():
 
     def order(step):
         loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
-        return (
-            torch.cat([b[0] for b in nngeometry.first_batches(loader, 3, seed=5, step=step)])
-            .flatten()
-            .tolist()
-        )
+        batches = nngeometry.first_batches(loader, 3, seed=5, step=step)
+        return torch.cat([x for (x,) in batches]).flatten().tolist()
 
     first = order(0)
     torch.manual_seed(99)
@@ -542,9 +528,9 @@ def test_labels_are_drawn_from_the_softmax_in_proportion():
     counts = torch.bincount(labels, minlength=6).double()
     expected = scores.double().softmax(0) * n
     assert counts[[2, 5]].tolist() == [0, 0]
-    assert (
-        ((counts - expected) ** 2)[expected > 0] / expected[expected > 0]
-    ).sum() < 16.3  # chi-square, 3 df, 0.1%
+    possible = expected > 0
+    chi_square = ((counts - expected) ** 2 / expected)[possible].sum()
+    assert chi_square < 16.3  # 3 degrees of freedom, 0.1%
 
 
 def test_labels_depend_on_their_key_alone():
@@ -552,10 +538,9 @@ def test_labels_depend_on_their_key_alone():
     first = nngeometry.sample_labels(scores, seed=3, step=1, stream=2)
     torch.manual_seed(1)
     assert torch.equal(nngeometry.sample_labels(scores, seed=3, step=1, stream=2), first)
-    for key in ({"seed": 4}, {"step": 2}, {"stream": 3}):
-        assert not torch.equal(
-            nngeometry.sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first
-        )
+    for change in ({"seed": 4}, {"step": 2}, {"stream": 3}):
+        key = {"seed": 3, "step": 1, "stream": 2} | change
+        assert not torch.equal(nngeometry.sample_labels(scores, **key), first)
 
 
 def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch):
@@ -574,9 +559,15 @@ def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch):
     assert len(whole.unique()) > 150
 
 
-@pytest.mark.parametrize(
-    "scores", [torch.zeros(5), torch.zeros(5, 1), torch.zeros(5, 3, dtype=torch.long), "text"]
-)
+NO_LOGITS = {
+    "a vector": torch.zeros(5),
+    "one class": torch.zeros(5, 1),
+    "integers": torch.zeros(5, 3, dtype=torch.long),
+    "text": "text",
+}
+
+
+@pytest.mark.parametrize("scores", NO_LOGITS.values(), ids=NO_LOGITS)
 def test_a_model_without_logits_is_refused(scores):
     model = classifier()
     with pytest.raises(ValueError, match=r"logits \(\.\.\., V\)"):
@@ -587,16 +578,14 @@ def test_a_model_without_logits_is_refused(scores):
 def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one():
     model, batches = classifier(), [normal(9, 6, seed=1), normal(14, 6, seed=2)]
     layers = layers_of(model)
-    found = measured("diagonal", model, layers, batches, samples=2)
-    for layer, metric in zip(layers, found, strict=True):
-        alone = [
-            gradients_by_token(
-                model, layer.module.weight, batch, labels_of(model, batch, 2 * i + sample)
-            )
-            for i, batch in enumerate(batches)
-            for sample in range(2)
-        ]
-        expected = torch.cat(alone).square().mean(0)
+    metrics = measured("diagonal", model, layers, batches, samples=2)
+    for layer, metric in zip(layers, metrics, strict=True):
+        gradients = []
+        for stream in range(4):
+            batch = batches[stream // 2]
+            labels = labels_of(model, batch, stream)
+            gradients.append(gradients_by_token(model, layer.module.weight, batch, labels))
+        expected = torch.cat(gradients).square().mean(0)
         torch.testing.assert_close(metric["fisher_diagonal"], expected)
         assert metric["fisher_damping"] == pytest.approx(0.1 * expected.mean().item())
 
@@ -604,14 +593,14 @@ def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one():
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("representation", ["kfac", "ekfac"])
 def test_kronecker_steps_solve_the_dense_system(representation, product):
-    """``T`` is the outer product nearest to the stretch; where the stretch is one,
-    nothing is approximated.
+    """``T`` is the outer product nearest to the stretch.
+
+    Where the stretch is an outer product nothing is approximated.
     """
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model, product=product))
-    for layer, metric in zip(
-        layers, measured(representation, model, layers, [batch], damping=0.2), strict=True
-    ):
+    metrics = measured(representation, model, layers, [batch], damping=0.2)
+    for layer, metric in zip(layers, metrics, strict=True):
         c, r = nngeometry.rank_one(layer.stretch)
         assert torch.allclose(torch.outer(r, c), layer.stretch) == product
         x, y = rows_of(model, layer.module, batch)
@@ -624,16 +613,16 @@ def test_kronecker_steps_solve_the_dense_system(representation, product):
             dense = torch.kron(*damped)
         else:
             basis = torch.kron(torch.linalg.eigh(outputs)[1], torch.linalg.eigh(inputs)[1])
-            each = (y[:, :, None] * x[:, None]).flatten(1) @ basis
-            values = each.square().mean(0)
+            gradients = (y[:, :, None] * x[:, None]).flatten(1) @ basis
+            values = gradients.square().mean(0)
             dense = basis @ torch.diag(values + 0.2 * values.mean()) @ basis.T
         gradient = normal(*layer.module.weight.shape, seed=9)
         expected = dense_solution(dense, torch.outer(r, c), gradient)
-        ours = nngeometry.natural_gradient(representation, metric, gradient)
+        natural = nngeometry.natural_gradient(representation, metric, gradient)
         torch.testing.assert_close(
-            ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()
+            natural.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()
         )
-        assert (gradient * ours).sum() > 0
+        assert (gradient * natural).sum() > 0
 
 
 def test_rank_one_is_the_least_squares_fit_of_the_logarithm():
@@ -647,26 +636,26 @@ def test_rank_one_is_the_least_squares_fit_of_the_logarithm():
     torch.testing.assert_close(torch.outer(r, c).log2().flatten(), fit[:, 0], atol=1e-4, rtol=1e-4)
 
 
-@EVERY
+@every_representation
 def test_earlier_measurements_count_with_their_decay(representation):
     model = classifier()
     layers = layers_of(model)
-    names = {"diagonal": ("fisher_diagonal",)}.get(
-        representation, ("fisher_inputs", "fisher_outputs")
-    )
+    names = ("fisher_inputs", "fisher_outputs")
+    if representation == "diagonal":
+        names = ("fisher_diagonal",)
 
-    def found(batch, earlier):
+    def metrics_of(seed, earlier):
         again = [x._replace(earlier=e) for x, e in zip(layers, earlier, strict=True)]
-        return measured(representation, model, again, [batch], decay=0.75)
+        return measured(representation, model, again, [normal(30, 6, seed=seed)], decay=0.75)
 
-    first, fresh = found(normal(30, 6, seed=1), [{}, {}]), found(normal(30, 6, seed=2), [{}, {}])
-    both = found(normal(30, 6, seed=2), first)
-    for a, b, mean in zip(first, fresh, both, strict=True):
+    first, second = metrics_of(1, [{}, {}]), metrics_of(2, [{}, {}])
+    averaged = metrics_of(2, first)
+    for a, b, mean in zip(first, second, averaged, strict=True):
         for name in names:
             torch.testing.assert_close(mean[name], 0.75 * a[name] + 0.25 * b[name])
 
 
-@EVERY
+@every_representation
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e30])
 def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representation, value):
     model = classifier()

@@ -1,5 +1,7 @@
-"""Scales fitted anew: in the step that moves weights that all are 0, and where they
-have become far too large.
+"""Scales that a step fits anew.
+
+Where all weights under a scale are 0 the step that moves them fits it, and where a scale
+has become far too large for its weights it is narrowed.
 """
 
 import logging
@@ -7,10 +9,9 @@ import logging
 import pytest
 import torch
 from family_cases import is_valid
-from optimizer_cases import normal, step_from
+from optimizer_cases import frozen, normal, step_from
 from paths import PATHS, by
 from test_step_oracle import OPTIONS, SCALES, follow, scaled, stored
-from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -29,8 +30,8 @@ MAKE = {
     "sgd": lambda p, **o: optim.StiffnessSGD([p], lr=0.3, momentum=0.9, **o),
     "lion": lambda p, **o: optim.StiffnessLion([p], lr=1e-3, weight_decay=0.0, **o),
 }
-#: what is left of the variance of the weights looked for: from zeros, and from the same
-#: steps of small random weights
+#: The share of the targets' variance that may be left after training, whether it began
+#: at zeros or at small random weights.
 LEFT = {"E4M3": 0.005, "E2M5": 0.001, "E1M6": 0.003, "E5M2": 0.02}
 GRANULARITIES = ("tensor", "channel", "block", "square")
 
@@ -39,19 +40,19 @@ def zeros(fmt="E2M5", shape=SHAPE, **options):
     return fm.FP8Parameter(torch.zeros(shape), fmt, seed=0, **options)
 
 
-def loss_left(p, optimizer, steps=300):
-    """A linear regression; what is left of the variance of its weights."""
+def variance_left(p, optimizer, steps=300):
+    """Train a linear regression, and return the share of its variance that is left."""
     generator = torch.Generator().manual_seed(0)
-    wanted = torch.randn(p.shape, generator=generator) * 0.1
+    targets = torch.randn(p.shape, generator=generator) * 0.1
     rates = [group["lr"] for group in optimizer.param_groups]
     for t in range(steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * (1 - t / steps)
         x = torch.randn(64, p.shape[1], generator=generator)
         optimizer.zero_grad()
-        (x @ (p - wanted).T).square().mean().backward()
+        (x @ (p - targets).T).square().mean().backward()
         optimizer.step()
-    return float((p.detach() - wanted).square().sum() / wanted.square().sum())
+    return float((p.detach() - targets).square().sum() / targets.square().sum())
 
 
 @pytest.mark.parametrize("fmt", LEFT)
@@ -60,7 +61,7 @@ def test_a_layer_of_zeros_learns(kind, fmt):
     p = zeros(fmt, (8, 32))
     optimizer = MAKE[kind](p)
     bound = {"lion": 0.2, "stiff": 5 * LEFT[fmt], "sgd": 2 * LEFT[fmt]}.get(kind, LEFT[fmt])
-    assert loss_left(p, optimizer) < bound
+    assert variance_left(p, optimizer) < bound
     assert optimizer.fitted_scales >= 8
 
 
@@ -70,24 +71,22 @@ def test_paths_have_the_same_bits(kind, granularity):
     w = normal(160, 160, seed=2) * 0.02
     w[:130, :130] = 0.0
     w[140] = 0.0
-    more = {} if kind in MAKE else {"writeback": kind}
-    found = []
+    options = {} if kind in MAKE else {"writeback": kind}
+    results = []
     for path in PATHS:
         p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=0)
-        optimizer = by(path, MAKE[kind if kind in MAKE else "adamw"](p, **more))
+        optimizer = by(path, MAKE[kind if kind in MAKE else "adamw"](p, **options))
         for t in range(5):
             p.grad = normal(160, 160, seed=t) * (0.001 if kind == "sgd" else 1.0)
             p.grad[:4] *= t > 1
             optimizer.step()
-        found.append((p, optimizer))
-    (a, ours), (b, its) = found
-    assert torch.equal(a.codes, b.codes)
-    assert torch.equal(a.scale, b.scale)
-    assert ours.fitted_scales == its.fitted_scales
-    assert (ours.fitted_scales == 0) == (granularity == "tensor")
-    for name, value in ours.state[a].items():
-        other = its.state[b][name]
-        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+        results.append((p, optimizer))
+    (p, native), (q, eager) = results
+    assert torch.equal(p.codes, q.codes)
+    assert torch.equal(p.scale, q.scale)
+    assert native.fitted_scales == eager.fitted_scales
+    assert (native.fitted_scales == 0) == (granularity == "tensor")
+    assert frozen(native.state[p]) == frozen(eager.state[q])
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion"])
@@ -97,20 +96,14 @@ def test_paths_have_the_same_bits(kind, granularity):
 def test_fitted_scales_are_those_of_the_definition(kind, writeback, scale, factor):
     if not is_valid(kind, writeback, "float32"):
         return
-    p = stored(
-        "E4M3",
-        scale=2.0**-4 * float(torch.as_tensor(factor).max()) if scale == "one" else SCALES * factor,
-    )
+    one_scale = 2.0**-4 * float(torch.as_tensor(factor).max())
+    p = stored("E4M3", scale=one_scale if scale == "one" else SCALES * factor)
     p.codes[1] = 0
     if scale == "one":
         p.codes.zero_()
     p.codes[1, 3] = 0x80
-    follow(
-        kind,
-        p,
-        OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "weight_decay": 0.05},
-        moved=0.02,
-    )
+    options = {"lr": 1e-4, "writeback": writeback, "weight_decay": 0.05}
+    follow(kind, p, OPTIONS[kind] | options, moved=0.02)
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessLion", "RiemannianAdam"])
@@ -155,8 +148,8 @@ def test_rows_without_a_gradient_stay_as_they_are():
 
 @pytest.mark.parametrize("kind", ["adamw8", "muon", "stiff"])
 def test_a_run_resumed_among_first_steps_has_the_same_bits(kind):
-    def steps(p, optimizer, some):
-        for t in some:
+    def train(p, optimizer, steps):
+        for t in steps:
             p.grad = normal(*SHAPE, seed=t)
             p.grad[2] *= t > 3
             if t == 5:
@@ -164,18 +157,18 @@ def test_a_run_resumed_among_first_steps_has_the_same_bits(kind):
             optimizer.step()
 
     whole, part = zeros(), zeros()
-    ours, first = MAKE[kind](whole), MAKE[kind](part)
-    steps(whole, ours, range(9))
-    steps(part, first, range(3))
+    uninterrupted, first = MAKE[kind](whole), MAKE[kind](part)
+    train(whole, uninterrupted, range(9))
+    train(part, first, range(3))
     resumed = fm.FP8Parameter.from_codes(
         part.codes.clone(), part.scale.clone(), "E2M5", seed=0, requires_grad=True
     )
     second = MAKE[kind](resumed)
     second.load_state_dict(first.state_dict())
-    steps(resumed, second, range(3, 9))
+    train(resumed, second, range(3, 9))
     assert torch.equal(whole.codes, resumed.codes)
     assert torch.equal(whole.scale, resumed.scale)
-    assert ours.fitted_scales == second.fitted_scales > 4
+    assert uninterrupted.fitted_scales == second.fitted_scales > 4
 
 
 @pytest.mark.parametrize("shape", [(64,), (4, 3, 5, 5), (2, 8, 32)])
@@ -197,31 +190,39 @@ def test_an_observer_sees_what_was_stored():
     assert torch.allclose(views[0].target, views[0].after, rtol=0.1)
 
 
-def test_no_step_that_moves_nothing_or_counts_in_spacings_fits():
+@pytest.mark.parametrize(
+    ("kind", "lr"),
+    [(optim.StiffnessAdamW, 0.0), (optim.RiemannianAdam, 0.5)],
+    ids=["moves nothing", "counts in spacings"],
+)
+def test_a_step_that_moves_nothing_or_counts_in_spacings_fits_no_scale(kind, lr):
     """The scale of zeros comes down later where a spacing is the measure of a step."""
-    for kind, lr in ((optim.StiffnessAdamW, 0.0), (optim.RiemannianAdam, 0.5)):
-        p = zeros()
-        optimizer = kind([p], lr=lr)
-        step_from(optimizer, p, normal(*SHAPE, seed=1))
-        assert optimizer.fitted_scales == 0
-        assert (p.scale == 1).all()
+    p = zeros()
+    optimizer = kind([p], lr=lr)
+    step_from(optimizer, p, normal(*SHAPE, seed=1))
+    assert optimizer.fitted_scales == 0
+    assert (p.scale == 1).all()
 
 
-def test_a_scale_that_doubles_is_logged_and_one_for_all_renews_the_reference(caplog):
-    """The spacing of all weights doubles, and S_ref with it; of rows it waits for the
-    next refresh.
+@pytest.mark.parametrize(("granularity", "is_renewed"), [("tensor", True), ("channel", False)])
+def test_a_scale_that_doubles_is_logged_and_one_for_all_renews_the_reference(
+    granularity, is_renewed, caplog
+):
+    """The spacing of all weights doubles, and S_ref with it.
+
+    Where rows have scales S_ref waits for the next refresh.
     """
-    for granularity, renewed in (("tensor", True), ("channel", False)):
-        p = fm.FP8Parameter(normal(6, 64), "E2M5", granularity=granularity, headroom=4.0, seed=0)
-        optimizer = StiffnessAdamW([p], lr=0.0, stiffness=1.0, weight_decay=0.0)
-        step_from(optimizer, p, torch.ones(6, 64))
-        first = optimizer.state[p]["reference"]
-        p.codes[1, 3] = p.format.max_code
-        with caplog.at_level(logging.INFO, logger="fp8manifold"):
-            optimizer.step()
-        assert optimizer.widened_scales == 1
-        assert (optimizer.state[p]["reference"] != first) == renewed
-    assert "1 of 6 scales changed, by 2^+0 to 2^+1" in caplog.text
+    p = fm.FP8Parameter(normal(6, 64), "E2M5", granularity=granularity, headroom=4.0, seed=0)
+    optimizer = StiffnessAdamW([p], lr=0.0, stiffness=1.0, weight_decay=0.0)
+    step_from(optimizer, p, torch.ones(6, 64))
+    first = optimizer.state[p]["reference"]
+    p.codes[1, 3] = p.format.max_code
+    with caplog.at_level(logging.INFO, logger="fp8manifold"):
+        optimizer.step()
+    assert optimizer.widened_scales == 1
+    assert (optimizer.state[p]["reference"] != first) == is_renewed
+    assert f"1 of {p.scale.numel()} scales changed, by 2^+" in caplog.text
+    assert "to 2^+1" in caplog.text
 
 
 def test_a_nan_code_is_not_an_end():
@@ -236,23 +237,21 @@ def test_a_nan_code_is_not_an_end():
 def test_words_at_positions_are_those_of_the_range():
     words = (3, 2**40 + 1, 7, 2)
     start = 2**32 - 5
-    positions = torch.arange(start, start + 11)[
-        torch.randperm(11, generator=torch.Generator().manual_seed(0))
-    ]
-    assert torch.equal(
-        words_at(positions, words), word_range(start, 11, words, "cpu")[positions - start]
-    )
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(start, start + 11)[order]
+    expected = word_range(start, 11, words, "cpu")[positions - start]
+    assert torch.equal(words_at(positions, words), expected)
     assert words_at(positions.view(1, 11)[:, :0], words).shape == (1, 0)
 
 
 def test_an_observer_sees_weights_at_their_new_scale():
-    weight, seen = fm.FP8Parameter(torch.zeros(4, 8), "E4M3", seed=0), []
+    weight, values = fm.FP8Parameter(torch.zeros(4, 8), "E4M3", seed=0), []
     optimizer = fm.optim.StiffnessAdamW([weight], 1e-3, weight_decay=0.0)
-    optimizer.observer = lambda view: seen.append(weight.dequantize().clone())
+    optimizer.observer = lambda view: values.append(weight.dequantize().clone())
     weight.grad = torch.ones(4, 8)
     optimizer.step()
-    assert torch.equal(seen[0], weight.dequantize())
-    assert seen[0][0, 0].item() == pytest.approx(-1e-3, rel=0.1)
+    assert torch.equal(values[0], weight.dequantize())
+    assert values[0][0, 0].item() == pytest.approx(-1e-3, rel=0.1)
 
 
 @pytest.mark.parametrize(

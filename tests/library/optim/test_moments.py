@@ -1,5 +1,7 @@
-"""Running averages in 16 and 8 bits: unbiased; and Muon's, in blocks that are fitted,
-against its definition.
+"""Running averages in 16 and 8 bits.
+
+Their rounding is unbiased, and Muon's momentum in fitted blocks is compared with its
+definition, one value at a time.
 """
 
 import copy
@@ -23,51 +25,45 @@ DRAWS = torch.arange(1 << 16, dtype=torch.int32)
 
 @pytest.mark.parametrize("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
 def test_bfloat16_is_unbiased_over_all_draws(x):
-    """Exactly: of the 2^16 draws, as many round away as there are parts beyond the
-    value below.
-    """
+    """Exactly: the mean over all 2^16 draws is the value."""
     value = torch.tensor(x)
-    kept = _to_bfloat16(value.expand(len(DRAWS)).contiguous(), DRAWS).double()
-    assert kept.mean().item() == value.double().item()
-    assert len(kept.unique()) == (1 if value.bfloat16() == value else 2)
+    rounded = _to_bfloat16(value.expand(len(DRAWS)).contiguous(), DRAWS).double()
+    assert rounded.mean().item() == value.double().item()
+    assert len(rounded.unique()) == (1 if value.bfloat16() == value else 2)
 
 
 @pytest.mark.parametrize(
     "root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0]
 )
 def test_roots_of_roots_are_unbiased(root):
-    """In units of their scale, over draws that lie evenly: the root of what is kept has
-    the mean.
+    """Over evenly spaced draws, the mean of the roots of the codes is the root's root.
 
-    To 2^-13 of what lies between its neighbours; among the fewer than eight spacings of
-    the lowest binade to 2^-10.
+    In units of the scale: to 2^-13 of the distance between its neighbours, and to 2^-10
+    in the lowest binade, which has fewer than eight spacings.
     """
     draws = (DRAWS << 8) + 128
     codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), draws)
-    kept = fm.decode(codes, MOMENT_FORMAT).double()
-    roots = kept.sqrt()
-    wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 0.5
-    near = 2.0**-13 if root >= MOMENT_FORMAT.min_normal else 2.0**-10
-    assert (
-        abs(roots.mean().item() - wanted)
-        <= near * (roots.max() - roots.min()).item() + 2.0**-22 * wanted
-    )
-    assert len(kept.unique()) == (1 if kept.max().item() == root or root > MOMENT_FORMAT.max else 2)
-    if kept.min() > 0:
-        assert kept.mean() >= min(root, MOMENT_FORMAT.max)
+    rounded = fm.decode(codes, MOMENT_FORMAT).double()
+    roots = rounded.sqrt()
+    expected = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 0.5
+    share = 2.0**-13 if root >= MOMENT_FORMAT.min_normal else 2.0**-10
+    tolerance = share * (roots.max() - roots.min()).item() + 2.0**-22 * expected
+    assert abs(roots.mean().item() - expected) <= tolerance
+    is_a_code = rounded.max().item() == root or root > MOMENT_FORMAT.max
+    assert len(rounded.unique()) == (1 if is_a_code else 2)
+    if rounded.min() > 0:
+        assert rounded.mean() >= min(root, MOMENT_FORMAT.max)
 
 
-def test_a_root_of_a_code_stays_and_none_but_0_becomes_0():
+@pytest.mark.parametrize("draw", [0, 1, 0xFFFFFF])
+def test_a_root_of_a_code_stays_and_none_but_0_becomes_0(draw):
     """Below the smallest code an average is overstated: steps are divided by it."""
-    every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
-    for draw in (0, 1, 0xFFFFFF):
-        draws = torch.full_like(every, draw)
-        codes = _root_codes(
-            fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws
-        )
-        assert torch.equal(codes.int(), every)
-        for tiny in (2.0**-10, 1e-30, 2.0**-149):
-            assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
+    codes = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
+    draws, scale = torch.full_like(codes, draw), torch.tensor(1.0)
+    values = fm.decode(codes.to(torch.uint8), MOMENT_FORMAT)
+    assert torch.equal(_root_codes(values, scale, draws).int(), codes)
+    for tiny in (2.0**-10, 1e-30, 2.0**-149):
+        assert (_root_codes(torch.full(codes.shape, tiny), scale, draws) == 1).all()
 
 
 E2M5 = Codes(MOMENTUM_FORMAT)
@@ -75,10 +71,10 @@ MU = 0.95
 
 
 class Slow:
-    """The momentum of one matrix, a value at a time: codes, and the largest magnitude
-    of each block.
+    """The momentum of one matrix, a value at a time.
 
-    Its draws are independent, whatever those of the weights are.
+    It consists of codes and the largest magnitude of each block. Its draws are
+    independent, whatever those of the weights are.
     """
 
     def __init__(self, count, block, momentum, words):
@@ -87,14 +83,12 @@ class Slow:
         self.decay, self.gain = f32(momentum), f32(1 - momentum)
 
     def scale(self, block):
-        """The smallest power of two, and no subnormal, with which the largest is within
-        7.875.
-        """
+        """Return the smallest normal power of two that puts the largest within 7.875."""
         largest = float(self.largest[block])
         exponent = exponent_of(largest) - 2 if largest >= 2.0**-126 else -126
-        return 2.0 ** max(
-            exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126
-        )
+        if Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent:
+            exponent += 1
+        return 2.0 ** max(exponent, -126)
 
     def step(self, gradient):
         self.steps += 1
@@ -115,9 +109,7 @@ class Slow:
 
 
 def gradient(shape, step):
-    """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny
-    and of huge values.
-    """
+    """Values over some binades, both zeros, and rows of zeros, tiny and huge values."""
     g = normal(*shape, seed=100 + step) * torch.exp2(normal(*shape, seed=200 + step).mul(3).round())
     g.view(-1)[step::7] = 0.0
     g.view(-1)[step::11] = -0.0

@@ -1,6 +1,9 @@
-"""Parameters of other people's models: Muon's, Adam's, and those that decay, by layer,
-name and shape.
+"""Which parameters of a model Muon steps, which Adam steps, and which decay.
+
+They are sorted by layer, name and shape, in models of transformers and in small ones.
 """
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,9 +13,8 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessMuon, muon_report
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # what other libraries announce is their own business
+# What other libraries announce is their own business.
+pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
 
@@ -53,97 +55,112 @@ def swin():
     return transformers.SwinModel(transformers.SwinConfig(**sizes))
 
 
-def found(model, **options):
+class Kind(NamedTuple):
+    """Which direction a parameter takes, and whether it decays."""
+
+    direction: str
+    decays: bool
+
+
+MUON, DECAYS, VECTOR = Kind("muon", True), Kind("adam", True), Kind("adam", False)
+
+
+def kinds_of(model, **options):
     groups = StiffnessMuon.for_model(model, 1e-2, **options).param_groups
-    return {
-        name: (g["direction"], g["weight_decay"] > 0) for g in groups for name in g["param_names"]
-    }
+    kinds = {}
+    for group in groups:
+        kind = Kind(group["direction"], group["weight_decay"] > 0)
+        kinds |= dict.fromkeys(group["param_names"], kind)
+    return kinds
 
 
-MUON, DECAYS, VECTOR = ("muon", True), ("adam", True), ("adam", False)
-#: model, and ends of names: of vectors, of Muon's matrices, and of what else decays
-MODELS = {
-    "vit": (
-        vit,
-        "cls_token position_embeddings",
-        "projection.weight q_proj.weight",
-        "classifier.weight",
-    ),
-    "gpt_oss": (
-        gpt_oss,
-        "sinks proj_bias",
-        "experts.gate_up_proj experts.down_proj",
-        "tokens.weight lm_head.weight",
-    ),
-    "mamba": (mamba, "A_log mixer.D", "in_proj.weight dt_proj.weight", "conv1d.weight"),
-    "swin": (swin, "relative_position_bias_table", "q_proj.weight", ""),
+#: Kinds of parameters by the ends of their names.
+ENDS = {
+    vit: {
+        "cls_token": VECTOR,
+        "position_embeddings": VECTOR,
+        "projection.weight": MUON,
+        "q_proj.weight": MUON,
+        "classifier.weight": DECAYS,
+    },
+    gpt_oss: {
+        "sinks": VECTOR,
+        "proj_bias": VECTOR,
+        "experts.gate_up_proj": MUON,
+        "experts.down_proj": MUON,
+        "tokens.weight": DECAYS,
+        "lm_head.weight": DECAYS,
+    },
+    mamba: {
+        "A_log": VECTOR,
+        "mixer.D": VECTOR,
+        "in_proj.weight": MUON,
+        "dt_proj.weight": MUON,
+        "conv1d.weight": DECAYS,
+    },
+    swin: {"relative_position_bias_table": VECTOR, "q_proj.weight": MUON},
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_no_hidden_matrix_is_adams(name):
-    make, *ends = MODELS[name]
+@pytest.mark.parametrize("make", ENDS)
+def test_what_is_no_hidden_matrix_is_adams(make):
     model = make()
-    sorted_here = found(model)
-    for kind, some in zip((VECTOR, MUON, DECAYS), ends, strict=True):
-        for end in some.split():
-            assert {sorted_here[each] for each in sorted_here if each.endswith(end)} == {kind}, end
-    assert sorted_here.keys() == dict(model.named_parameters()).keys()
-    assert {p.name: (p.direction, p.decays) for p in muon_report(model).parameters} == sorted_here
+    kinds = kinds_of(model)
+    for end, kind in ENDS[make].items():
+        assert {kinds[name] for name in kinds if name.endswith(end)} == {kind}, end
+    assert kinds.keys() == dict(model.named_parameters()).keys()
+    reported = {p.name: Kind(p.direction, p.decays) for p in muon_report(model).parameters}
+    assert reported == kinds
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_quantised_layers_are_sorted_as_their_floats_are(name):
-    model = MODELS[name][0]()
-    before = found(model)
+@pytest.mark.parametrize("make", ENDS)
+def test_quantised_layers_are_sorted_as_their_floats_are(make):
+    model = make()
+    before = kinds_of(model)
     fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")
-    assert found(model) == before
+    assert kinds_of(model) == before
 
 
 class Direct(nn.Module):
+    """A module that has parameters of given names and shapes itself."""
+
     def __init__(self, **shapes):
         super().__init__()
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.ones(shape)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        *(
-            (name, (4, 6), VECTOR)
-            for name in ("out_bias", "bias_table", "pos_embed", "rel_pos_h", "query_tokens", "D")
-        ),
-        *(
-            (name, (4, 6), VECTOR)
-            for name in ("positional_embedding", "A_logs", "log_dt", "latents", "time_decay")
-        ),
-        *(
-            (name, (4, 6), MUON)
-            for name in (
-                "weight",
-                "w1",
-                "positive",
-                "tokenizer",
-                "biased",
-                "D_proj",
-                "in_proj_weight",
-            )
-        ),
-        *((name, (4, 6), DECAYS) for name in ("embedding", "tok_embed", "word_embeddings")),
-        *(("gamma", shape, VECTOR) for shape in ((1, 1, 6), (6, 1, 1), (1, 6), (6,), (1, 1), ())),
-        ("w1", (2, 4, 6), MUON),
-        ("w1", (2, 2, 4, 6), DECAYS),
-    ],
-)
-def test_parameters_that_are_no_layers_go_by_name_and_shape(name, shape, expected):
-    assert found(Direct(**{name: shape})) == {name: expected}
+#: Kinds of matrices that are parameters of no layer, by their names.
+NAMES = {
+    **dict.fromkeys(
+        ("out_bias", "bias_table", "pos_embed", "rel_pos_h", "query_tokens", "D"), VECTOR
+    ),
+    **dict.fromkeys(("positional_embedding", "A_logs", "log_dt", "latents", "time_decay"), VECTOR),
+    **dict.fromkeys(("weight", "w1", "positive", "tokenizer", "biased"), MUON),
+    **dict.fromkeys(("D_proj", "in_proj_weight"), MUON),
+    **dict.fromkeys(("embedding", "tok_embed", "word_embeddings"), DECAYS),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES.items(), ids=NAMES)
+def test_matrices_that_are_no_layers_go_by_their_names(name, kind):
+    assert kinds_of(Direct(**{name: (4, 6)})) == {name: kind}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (6, 1, 1), (1, 6), (6,), (1, 1), ()], ids=str)
+def test_parameters_of_one_dimension_are_vectors(shape):
+    assert kinds_of(Direct(gamma=shape)) == {"gamma": VECTOR}
+
+
+def test_a_stack_of_matrices_is_muons_and_more_dimensions_are_not():
+    assert kinds_of(Direct(w1=(2, 4, 6))) == {"w1": MUON}
+    assert kinds_of(Direct(w1=(2, 2, 4, 6))) == {"w1": DECAYS}
 
 
 def test_layers_weights_are_matrices_whatever_they_are_called_and_channels_alone_are_none():
     layers = {"pos_embed": nn.Linear(4, 1, bias=False), "bias": nn.Conv1d(1, 4, 3, bias=False)}
     layers |= {f"groups{n}": nn.Conv1d(4, 4, 3, groups=n, bias=False) for n in (2, 4)}
-    kinds = found(nn.ModuleDict(layers))
+    kinds = kinds_of(nn.ModuleDict(layers))
     assert kinds.pop("groups4.weight") == DECAYS
     assert set(kinds.values()) == {MUON}
 
@@ -155,27 +172,20 @@ def test_what_a_model_leaves_out_of_decay_is_left_out():
 
     model = Timm(w1=(4, 6), w2=(4, 6), w3=(4, 6))
     model.w3._no_weight_decay = True
-    assert found(model) == {"w1": VECTOR, "w2": MUON, "w3": VECTOR}
-    assert found(model, others=["w2"])["w2"] == found(model, others="w2")["w2"] == DECAYS
+    assert kinds_of(model) == {"w1": VECTOR, "w2": MUON, "w3": VECTOR}
+    assert kinds_of(model, others=["w2"])["w2"] == kinds_of(model, others="w2")["w2"] == DECAYS
 
 
 def test_a_report_says_why():
     text = str(muon_report(mamba()))
-    rows = {tuple(line.split(maxsplit=5)) for line in text.splitlines()}
-    assert (
-        "backbone.layers.0.mixer.A_log",
-        "(32,",
-        "4)",
-        "adam",
-        "no",
-        "by its name, 'A_log'",
-    ) in rows
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "backbone.layers.0.mixer.A_log (32, 4) adam no by its name, 'A_log'" in rows
     assert "a depthwise convolution" in text
     assert text.endswith("Muon's: 4 of 12 parameters, the rest Adam's")
 
 
 def one_step(model, weight, gradient, **options):
-    """The weight after a step of the model's Muon along a gradient of that weight."""
+    """Return the weight after a step of the model's Muon along a gradient of it."""
     optimizer = StiffnessMuon.for_model(model, 1e-2, ns_dtype=torch.float32, **options)
     weight.grad = gradient
     optimizer.step()
@@ -185,7 +195,7 @@ def one_step(model, weight, gradient, **options):
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("adjust", ["original", "spectral_unclamped", "match_rms_adamw"])
 def test_a_transposed_layer_takes_the_step_of_the_layer(adjust, quantized):
-    """A float ``Conv1D`` used to have the rate of the transposed matrix."""
+    """A float `Conv1D` used to have the rate of the transposed matrix."""
     conv = transformers.pytorch_utils.Conv1D(12, 4)
     linear = nn.Linear(4, 12)
     linear.weight.data.copy_(conv.weight.detach().t())
@@ -193,17 +203,15 @@ def test_a_transposed_layer_takes_the_step_of_the_layer(adjust, quantized):
     if quantized:
         models = [fm.quantize_model(model, "E4M3", storage="grid") for model in models]
     gradient = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (
-        one_step(
-            model,
-            model[0].weight,
-            gradient if model[0].weight.shape == (12, 4) else gradient.t().contiguous(),
-            adjust_lr_fn=adjust,
-            weight_decay=0.0,
-        )
-        for model in models
-    )
-    torch.testing.assert_close(theirs if quantized else theirs.t(), ours, atol=1e-6, rtol=1e-4)
+    results = []
+    for model in models:
+        weight = model[0].weight
+        is_transposed = weight.shape != (12, 4)
+        weight_gradient = gradient.t().contiguous() if is_transposed else gradient
+        new = one_step(model, weight, weight_gradient, adjust_lr_fn=adjust, weight_decay=0.0)
+        results.append(new.t() if is_transposed else new)
+    of_linear, of_conv = results
+    torch.testing.assert_close(of_conv, of_linear, atol=1e-6, rtol=1e-4)
 
 
 def test_experts_that_a_model_has_transposed_have_a_row_for_each_output():
@@ -211,7 +219,6 @@ def test_experts_that_a_model_has_transposed_have_a_row_for_each_output():
     shapes = {name: g.get("matrix_shape") for g in groups for name in g["param_names"]}
     experts = [name for name in shapes if name.endswith(("gate_up_proj", "down_proj"))]
     assert {shapes[name] for name in experts} == {"transposed"}
-    others = {shape for name, shape in shapes.items() if name not in experts}
-    assert others == {"auto"}
+    assert {shape for name, shape in shapes.items() if name not in experts} == {"auto"}
     default = StiffnessMuon.for_model(gpt_oss(), 1e-2).param_groups
     assert "transposed" not in {group["matrix_shape"] for group in default}

@@ -3,12 +3,23 @@
 import copy
 import math
 from functools import partial
+from typing import NamedTuple
 
 import geoopt
 import pytest
 import torch
 from manifold_cases import ruler
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, on_grid, step_from, values
+from optimizer_cases import (
+    ROWS,
+    free_weight,
+    frozen,
+    grid_weight,
+    normal,
+    on,
+    on_grid,
+    step_from,
+    values,
+)
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -31,10 +42,8 @@ class Chart:
     """Codes, values and spacings by interpolation over a format's list of values."""
 
     def __init__(self, name, scale):
-        self.ruler, self.scale = (
-            ruler(fm.FloatFormat.from_string(name)),
-            torch.as_tensor(scale, dtype=double),
-        )
+        self.ruler = ruler(fm.FloatFormat.from_string(name))
+        self.scale = torch.as_tensor(scale, dtype=double)
 
     def code(self, w):
         return torch.from_numpy(self.ruler.chart((w / self.scale).numpy()))
@@ -47,24 +56,30 @@ class Chart:
 
 
 def start_and_targets(chart):
-    """Codes in the middle of the range, a few of them near zero, with targets on the
-    other side or beyond a binade.
+    """Return weights in the middle of the range, and targets.
+
+    A few weights are near zero; targets have the other sign or lie beyond a binade.
     """
     reach = min(chart.ruler.codes[-1] / 4, 20.0)
     codes = normal(3, 8, seed=11, dtype=double).clamp(-2, 2) * reach / 2
     return chart.value(codes), chart.value(codes.flip(1) * -0.7 + 0.3)
 
 
-def follow(name, scale, ours, theirs, steps=200):
-    """Largest distance in codes between ours on the manifold and torch's on codes with
-    gradient S g; crossings.
-    """
+class Distance(NamedTuple):
+    """Largest distance in codes, and how many weights went through zero on the way."""
+
+    codes: float
+    crossings: int
+
+
+def distance_from_torch(name, scale, make, make_torch, steps=200):
+    """Step ours on the manifold, and torch's on codes with the gradient S g."""
     chart = Chart(name, scale)
     start, targets = start_and_targets(chart)
     weight = free_weight(start, name, scale)
     codes = nn.Parameter(chart.code(start))
-    optimizer, reference = ours([weight]), theirs([codes])
-    worst, crossings = 0.0, 0
+    optimizer, reference = make([weight]), make_torch([codes])
+    largest, crossings = 0.0, 0
     for _ in range(steps):
         weight.grad = values([weight])[0] - targets
         w = chart.value(codes)
@@ -73,8 +88,8 @@ def follow(name, scale, ours, theirs, steps=200):
         optimizer.step()
         reference.step()
         crossings += int((weight.detach().sign() != sign).sum())
-        worst = max(worst, (chart.code(weight.detach()) - codes).abs().max().item())
-    return worst, crossings
+        largest = max(largest, (chart.code(weight.detach()) - codes).abs().max().item())
+    return Distance(largest, crossings)
 
 
 @pytest.mark.covering(1)
@@ -82,65 +97,93 @@ def follow(name, scale, ours, theirs, steps=200):
 @pytest.mark.parametrize("name", FORMATS)
 def test_adam_is_adam_on_codes(name, scale):
     """The theorem: 200 steps, 1e-10 codes."""
-    ours, theirs = (
-        partial(RiemannianAdam, lr=0.5, eps=0.0, **UNBOUNDED),
-        partial(torch.optim.Adam, lr=0.5, eps=0.0),
-    )
-    worst, crossings = follow(name, SCALES[scale], ours, theirs)
-    assert worst < 1e-10
-    assert crossings >= 5
+    riemannian = partial(RiemannianAdam, lr=0.5, eps=0.0, **UNBOUNDED)
+    adam = partial(torch.optim.Adam, lr=0.5, eps=0.0)
+    distance = distance_from_torch(name, SCALES[scale], riemannian, adam)
+    assert distance.codes < 1e-10
+    assert distance.crossings >= 5
+
+
+SGD_OPTIONS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "dampening": {"momentum": 0.7, "dampening": 0.4},
+}
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.7, "dampening": 0.4},
-    ],
-)
+@pytest.mark.parametrize("options", SGD_OPTIONS.values(), ids=SGD_OPTIONS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_sgd_is_sgd_on_codes(name, options):
-    """Momentum starts from the first gradient in codes, as torch's does. The step is
-    kept below the curvature, S^2.
+    """Momentum starts from the first gradient in codes, as torch's does.
+
+    The step stays below what the curvature, S^2, allows.
     """
     chart = Chart(name, SCALES["0.3"])
     lr = 0.1 / max(chart.stiffness(x).max().item() for x in start_and_targets(chart)) ** 2
-    ours, theirs = (
-        partial(RiemannianSGD, lr=lr, **options, **UNBOUNDED),
-        partial(torch.optim.SGD, lr=lr, **options),
-    )
-    worst, crossings = follow(name, SCALES["0.3"], ours, theirs)
-    assert worst < 1e-10
-    assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
+    riemannian = partial(RiemannianSGD, lr=lr, **options, **UNBOUNDED)
+    sgd = partial(torch.optim.SGD, lr=lr, **options)
+    distance = distance_from_torch(name, SCALES["0.3"], riemannian, sgd)
+    assert distance.codes < 1e-10
+    # Near zero the steps of E7M0 are all but nothing.
+    assert distance.crossings >= 1 or name == "E7M0"
 
 
-def test_default_learning_rates():
-    for kind in (RiemannianAdam, RiemannianSGD):
-        assert kind([grid_weight()]).param_groups[0]["lr"] == 0.5
-        assert kind([nn.Parameter(torch.ones(2))]).param_groups[0]["lr"] == 1e-3
-        assert kind([on(geoopt.Sphere(), normal(4))]).param_groups[0]["lr"] == 1e-3
-        groups = kind(
-            [{"params": [nn.Parameter(torch.ones(2))]}, {"params": grid_weight()}]
-        ).param_groups
-        assert [g["lr"] for g in groups] == [1e-3, 0.5]
+by_kind = pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 
 
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_a_mixed_list_needs_float_lr(kind):
+@by_kind
+def test_default_learning_rates(kind):
+    assert kind([grid_weight()]).param_groups[0]["lr"] == 0.5
+    assert kind([nn.Parameter(torch.ones(2))]).param_groups[0]["lr"] == 1e-3
+    assert kind([on(geoopt.Sphere(), normal(4))]).param_groups[0]["lr"] == 1e-3
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": grid_weight()}]
+    assert [group["lr"] for group in kind(groups).param_groups] == [1e-3, 0.5]
+
+
+def grid_group(**options):
+    return {"params": [grid_weight()], **options}
+
+
+def plain_group(**options):
+    return {"params": [nn.Parameter(torch.ones(2))], **options}
+
+
+def mixed_group(**options):
+    return {"params": [grid_weight(), nn.Parameter(torch.ones(2))], **options}
+
+
+#: name: (functions that make parameters or groups, the lr) of mixed lists
+MIXED = {
+    "list, default lr": (lambda: mixed_group()["params"], None),
+    "list, lr": (lambda: mixed_group()["params"], 0.5),
+    "group, default lr": (lambda: [mixed_group()], None),
+    "group, lr": (lambda: [mixed_group()], 0.5),
+    "two groups of one lr": (lambda: [grid_group(), plain_group()], 0.5),
+    "two groups of one lr, plain first": (lambda: [plain_group(), grid_group()], 0.5),
+}
+
+
+@by_kind
+@pytest.mark.parametrize(("make", "lr"), MIXED.values(), ids=MIXED)
+def test_a_mixed_list_needs_float_lr(kind, make, lr):
     """Groups that share an lr in ULPs are one, too."""
-    grid, plain = {"params": [grid_weight()]}, {"params": [nn.Parameter(torch.ones(2))]}
-    mixed = [*grid["params"], *plain["params"]]
-    refused = [(given, lr) for given in (mixed, [{"params": mixed}]) for lr in (None, 0.5)]
-    for given, lr in [*refused, ([grid, plain], 0.5), ([plain, grid], 0.5)]:
-        with pytest.raises(ValueError, match="float_lr"):
-            kind([dict(g) if isinstance(g, dict) else g for g in given], lr)
-    for lr in (None, 0.5):
-        kind(mixed, lr, float_lr=1e-3)
-        kind([{"params": mixed, "float_lr": 1e-3}], lr)
-    kind([dict(grid), {**plain, "lr": 1e-3}], 0.5)
+    with pytest.raises(ValueError, match="float_lr"):
+        kind(make(), lr)
+
+
+@by_kind
+@pytest.mark.parametrize("lr", [None, 0.5])
+def test_a_mixed_list_with_float_lr_is_accepted(kind, lr):
+    kind(mixed_group()["params"], lr, float_lr=1e-3)
+    kind([mixed_group(float_lr=1e-3)], lr)
+    kind([grid_group(), plain_group(lr=1e-3)], 0.5)
+
+
+@by_kind
+def test_a_plain_group_that_is_added_needs_float_lr(kind):
+    grid, plain = grid_group(), plain_group()
     optimizer = kind([dict(grid)], 0.5)
     with pytest.raises(ValueError, match="float_lr"):
         optimizer.add_param_group(dict(plain))
@@ -161,11 +204,11 @@ def test_float_lr_follows_the_schedule_of_lr(tensor, kind):
     plain = nn.Parameter(torch.zeros(3, dtype=double))
     optimizer = kind([grid_weight(), plain], torch.tensor(0.5) if tensor else 0.5, float_lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (t + 1))
-    seen = []
+    steps = []
     for _ in range(4):
-        seen.append(float_step(optimizer, plain))
+        steps.append(float_step(optimizer, plain))
         scheduler.step()
-    assert seen == pytest.approx([0.01, 0.005, 0.01 / 3, 0.0025], rel=1e-6)
+    assert steps == pytest.approx([0.01, 0.005, 0.01 / 3, 0.0025], rel=1e-6)
     optimizer = kind([grid_weight(), plain], 0.5, float_lr=0.01)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
     assert float_step(optimizer, plain) == pytest.approx(0.01 / 25, rel=1e-6)
@@ -193,10 +236,8 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind, tensor):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_weights_of_any_size_take_the_same_steps(amsgrad, path):
-    """Weights times a power of two have the same codes and so the same steps, to the
-    last bit; draws follow values.
-    """
-    taken = []
+    """Weights times a power of two have the same codes, and so the same steps, to the bit."""
+    results = []
     for exponent in (0, -40, -64, -80, -100, 60, 90):
         p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
         optimizer = by(
@@ -206,10 +247,8 @@ def test_weights_of_any_size_take_the_same_steps(amsgrad, path):
             step_from(optimizer, p, normal(8, 32, seed=t))
         state = optimizer.state[p]
         assert optimizer.skipped_steps == 0
-        taken.append([p.codes, state["exp_avg"], state["exp_avg_sq"]])
-    assert all(
-        torch.equal(x, y) for other in taken[1:] for x, y in zip(taken[0], other, strict=True)
-    )
+        results.append(frozen([p.codes, state["exp_avg"], state["exp_avg_sq"]]))
+    assert all(result == results[0] for result in results)
 
 
 FOREIGN = {
@@ -221,45 +260,48 @@ FOREIGN = {
 }
 
 
-def assert_follows_geoopt(manifold, shape, ours, theirs, **options):
+def assert_follows_geoopt(manifold, shape, kind, **options):
+    """Compare 100 steps of our and geoopt's optimizer called `kind`, to 1e-12."""
     x, target = normal(*shape, seed=1, dtype=double, std=0.3), normal(*shape, seed=2, dtype=double)
-    mine, peer = (
+    point, peer = (
         nn.Parameter(x.clone()) if manifold is None else on(copy.deepcopy(manifold), x)
         for _ in "ab"
     )
-    begin = values([mine])[0]
-    optimizer, reference = ours([mine], 0.02, **options), theirs([peer], 0.02, **options)
+    start = values([point])[0]
+    optimizer = getattr(fm.optim, kind)([point], 0.02, **options)
+    reference = getattr(geoopt.optim, kind)([peer], 0.02, **options)
     for t in range(100):
         noise = normal(*shape, seed=50 + t, dtype=double, std=0.1)
-        for p in (mine, peer):
+        for p in (point, peer):
             p.grad = p.detach().as_subclass(Tensor) - target + noise
         optimizer.step()
         reference.step()
-        assert (mine - peer).abs().max() < 1e-12
-    assert (mine.detach().as_subclass(Tensor) - begin).abs().max() > 0.01
+        assert (point - peer).abs().max() < 1e-12
+    assert (point.detach().as_subclass(Tensor) - start).abs().max() > 0.01
 
 
-#: the optimizer of both and its options
-RULES = [
-    *(
-        ("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": amsgrad})
-        for amsgrad in (False, True)
-    ),
-    ("RiemannianAdam", {"weight_decay": 0.3}),
-    *(("RiemannianSGD", {"weight_decay": weight_decay}) for weight_decay in (0, 0.3)),
-]
+#: name: (the optimizer of both, its options)
+RULES = {
+    "adam": ("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": False}),
+    "amsgrad": ("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": True}),
+    "adam, decay": ("RiemannianAdam", {"weight_decay": 0.3}),
+    "sgd": ("RiemannianSGD", {"weight_decay": 0}),
+    "sgd, decay": ("RiemannianSGD", {"weight_decay": 0.3}),
+}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("kind", "options"), RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_steps_elsewhere_are_geoopts(name, rule):
-    ours, theirs = (getattr(house, rule[0]) for house in (fm.optim, geoopt.optim))
-    assert_follows_geoopt(*FOREIGN[name], ours, theirs, **rule[1])
+def test_steps_elsewhere_are_geoopts(name, kind, options):
+    """On manifolds of geoopt and on ordinary parameters."""
+    assert_follows_geoopt(*FOREIGN[name], kind, **options)
 
 
-class Projecting(type(geoopt.Stiefel())):  # the class of the canonical one
-    """Stiefel with a projection of vectors; geoopt's ``x (x^T u - u^T x) + ...``
-    doubles a part of what is tangent.
+# geoopt.Stiefel is a factory; this is the class of the canonical one.
+class Projecting(type(geoopt.Stiefel())):
+    """Stiefel with a projection of vectors.
+
+    geoopt's ``x (x^T u - u^T x) + ...`` doubles a part of what is tangent.
     """
 
     def proju(self, x, u):
@@ -274,112 +316,109 @@ STABLE = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("kind", ["RiemannianAdam", "RiemannianSGD"])
+@pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("name", STABLE)
-def test_stabilising_elsewhere_is_geoopts(name, every):
-    for kind in (RiemannianAdam, RiemannianSGD):
-        assert_follows_geoopt(
-            *STABLE[name], kind, getattr(geoopt.optim, kind.__name__), stabilize=every
-        )
+def test_stabilising_elsewhere_is_geoopts(name, period, kind):
+    assert_follows_geoopt(*STABLE[name], kind, stabilize=period)
 
 
-@pytest.mark.parametrize(
-    "options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str
-)
-def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options):
-    """On a sphere the first step is along the projected gradient; geoopt's starts from
-    the raw one.
-    """
+@pytest.mark.parametrize("nesterov", [False, True], ids=["momentum", "nesterov"])
+def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(nesterov):
+    """On a sphere the first step is along the projected gradient; geoopt's takes the raw one."""
     sphere = geoopt.Sphere()
     x = sphere.projx(normal(4, seed=1, dtype=double))
     point = geoopt.ManifoldParameter(x.clone(), manifold=sphere)
     point.grad = normal(4, seed=2, dtype=double)
     tangent = sphere.egrad2rgrad(x, point.grad)
-    RiemannianSGD([point], 0.1, **options).step()
-    factor = 1.9 if "nesterov" in options else 1.0
+    RiemannianSGD([point], 0.1, momentum=0.9, nesterov=nesterov).step()
+    factor = 1.9 if nesterov else 1.0
     assert (point.detach() - sphere.retr(x, -0.1 * factor * tangent)).abs().max() < 1e-15
 
 
 @pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])
 def test_the_manifolds_own_retraction_is_taken(make):
-    """One code inwards from a power of two is half as far as one ULP: the two
-    retractions differ there.
-    """
-    landed = {}
+    """Inwards from a power of two one code is half of an ULP: there retractions differ."""
+    ends = {}
     for retraction in ("exponential", "euclidean"):
         manifold = fm.FP8Manifold("E4M3", retraction=retraction)
         weight = geoopt.ManifoldParameter(torch.tensor([2.0]), manifold=manifold)
         weight.grad = torch.tensor([4.0])  # S g = 1: Adam's first direction and SGD's alike
         make([weight], lr=1.0).step()
-        landed[retraction] = weight.item()
-    assert landed == {"exponential": 1.875, "euclidean": 1.75}
+        ends[retraction] = weight.item()
+    assert ends == {"exponential": 1.875, "euclidean": 1.75}
 
 
-HOLDERS = {
-    "codes": lambda how: fm.FP8Parameter(torch.tensor([2.0]), "E4M3", rounding="nearest", **how),
-    "grid": lambda how: geoopt.ManifoldParameter(
-        torch.tensor([2.0]), manifold=fm.FP8Manifold("E4M3", **how)
-    ),
-    "quantize_model, fp8": lambda how: _one_weight("fp8", how),
-    "quantize_model, grid": lambda how: _one_weight("grid", how),
-    "quantize_model, parameters": lambda how: _one_weight("fp8", how, parameters="*"),
-}
+def in_codes(**options):
+    return fm.FP8Parameter(torch.tensor([2.0]), "E4M3", rounding="nearest", **options)
 
 
-def _one_weight(storage, how, **more):
+def on_a_grid(**options):
+    manifold = fm.FP8Manifold("E4M3", **options)
+    return geoopt.ManifoldParameter(torch.tensor([2.0]), manifold=manifold)
+
+
+def of_a_layer(storage, **options):
     layer = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         layer.weight.fill_(2.0)
-    formats = None if more else "E4M3"
-    more = {"parameters": {"*": "E4M3"}} if more else {}
-    model = fm.quantize_model(
-        nn.Sequential(layer), formats, storage, rounding="nearest", **how, **more
-    )
-    return model[0].weight
+    options = {"formats": "E4M3", "storage": storage, "rounding": "nearest", **options}
+    return fm.quantize_model(nn.Sequential(layer), **options)[0].weight
 
 
-def _landed(weight, make, **options):
+#: Functions that make a weight of 2 with a retraction, or with none.
+WEIGHTS = {
+    "codes": in_codes,
+    "grid": on_a_grid,
+    "quantize_model, fp8": partial(of_a_layer, "fp8"),
+    "quantize_model, grid": partial(of_a_layer, "grid"),
+    "quantize_model, parameters": partial(
+        of_a_layer, "fp8", formats=None, parameters={"*": "E4M3"}
+    ),
+}
+
+
+def after_a_step(weight, kind, **options):
+    """Return the weight after a step by one ULP."""
     weight.grad = torch.full_like(weight, 4.0)
-    make([weight], lr=1.0, **options).step()
+    kind([weight], lr=1.0, **options).step()
     return weight.detach().reshape(()).item()
 
 
-@pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_the_weights_retraction_is_taken_unless_the_optimizer_has_another(holder, make):
-    euclidean, exponential = ({"retraction": name} for name in ("euclidean", "exponential"))
-    assert _landed(holder({}), make) == 1.875
-    assert _landed(holder(euclidean), make) == 1.75
-    assert _landed(holder({}), make, **euclidean) == 1.75
-    assert _landed(holder(euclidean), make, **exponential) == 1.875
+@by_kind
+@pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
+def test_the_weights_retraction_is_taken_unless_the_optimizer_has_another(make, kind):
+    assert after_a_step(make(), kind) == 1.875
+    assert after_a_step(make(retraction="euclidean"), kind) == 1.75
+    assert after_a_step(make(), kind, retraction="euclidean") == 1.75
+    euclidean = make(retraction="euclidean")
+    assert after_a_step(euclidean, kind, retraction="exponential") == 1.875
 
 
 def test_geoopts_optimizer_takes_a_code_weights_retraction():
     """``S^2 g`` is one ULP here, too."""
-    made = HOLDERS["codes"]({"retraction": "euclidean"})
-    assert _landed_by_geoopt(made) == 1.75
-    assert _landed_by_geoopt(HOLDERS["codes"]({})) == 1.875
+    assert after_a_step(in_codes(retraction="euclidean"), geoopt.optim.RiemannianSGD) == 1.75
+    assert after_a_step(in_codes(), geoopt.optim.RiemannianSGD) == 1.875
 
 
-def _landed_by_geoopt(weight):
-    weight.grad = torch.tensor([4.0])
-    geoopt.optim.RiemannianSGD([weight], lr=1.0).step()
-    return weight.item()
-
-
-def test_an_unknown_retraction_is_refused():
-    for made in (HOLDERS["codes"], HOLDERS["grid"], HOLDERS["quantize_model, fp8"]):
-        with pytest.raises(ValueError, match=r"retraction='exp'.*exponential"):
-            made({"retraction": "exp"})
+@pytest.mark.parametrize("name", ["codes", "grid", "quantize_model, fp8"])
+def test_an_unknown_retraction_is_refused(name):
     with pytest.raises(ValueError, match=r"retraction='exp'.*exponential"):
-        RiemannianAdam([HOLDERS["codes"]({})], retraction="exp")
+        WEIGHTS[name](retraction="exp")
+
+
+def test_an_optimizer_refuses_an_unknown_retraction():
+    with pytest.raises(ValueError, match=r"retraction='exp'.*exponential"):
+        RiemannianAdam([in_codes()], retraction="exp")
+
+
+def test_master_weights_have_no_retraction():
     with pytest.raises(ValueError, match="retraction='euclidean' needs storage='fp8' or 'grid'"):
-        _one_weight("master", {"retraction": "euclidean"})
+        of_a_layer("master", retraction="euclidean")
 
 
-@pytest.mark.filterwarnings(
-    "ignore::geoopt.optim.rlinesearch.LineSearchWarning"
-)  # of the last steps, on a grid
+# It warns of its last steps, on a grid.
+@pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding):
     """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
@@ -402,31 +441,23 @@ def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding):
 
 
 def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel():
-    """Its ``proju`` is no projection there, and geoopt's own steps with ``stabilize``
-    end elsewhere.
-    """
-    x, target = (
-        geoopt.Stiefel().projx(normal(5, 3, seed=1, dtype=double)),
-        normal(5, 3, seed=2, dtype=double),
-    )
-    mine, peer = (on(geoopt.Stiefel(), x.clone()) for _ in range(2))
-    optimizer = RiemannianAdam([mine], 0.02, stabilize=1)
-    theirs = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
+    """There `proju` is no projection, and geoopt's steps with `stabilize` end elsewhere."""
+    x = geoopt.Stiefel().projx(normal(5, 3, seed=1, dtype=double))
+    target = normal(5, 3, seed=2, dtype=double)
+    point, peer = (on(geoopt.Stiefel(), x.clone()) for _ in range(2))
+    optimizer = RiemannianAdam([point], 0.02, stabilize=1)
+    reference = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
     for t in range(20):
-        for p in (mine, peer):
-            p.grad = (
-                p.detach().as_subclass(Tensor)
-                - target
-                + normal(5, 3, seed=t, dtype=double, std=0.1)
-            )
+        noise = normal(5, 3, seed=t, dtype=double, std=0.1)
+        for p in (point, peer):
+            p.grad = p.detach().as_subclass(Tensor) - target + noise
         optimizer.step()
-        theirs.step()
-    momentum, point = optimizer.state[mine]["exp_avg"], mine.detach().as_subclass(Tensor)
-    assert (point.mT @ momentum + momentum.mT @ point).abs().max() < 1e-12
-    assert (
-        mine.manifold.proju(point, momentum) - momentum
-    ).abs().max() > 0.1 * momentum.abs().max()
-    assert (mine - peer).abs().max() > 0.01
+        reference.step()
+    momentum, x = optimizer.state[point]["exp_avg"], point.detach().as_subclass(Tensor)
+    assert (x.mT @ momentum + momentum.mT @ x).abs().max() < 1e-12
+    change = point.manifold.proju(x, momentum) - momentum
+    assert change.abs().max() > 0.1 * momentum.abs().max()
+    assert (point - peer).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", [RiemannianSGD, fm.optim.StiffnessSGD])

@@ -1,5 +1,7 @@
-"""Stepping in the backward pass: the numbers of an ordinary step, no gradient kept, and
-what cannot work refused.
+"""Stepping in the backward pass.
+
+It has the numbers of an ordinary step and keeps no gradient; sums of several passes and
+clipping are compared with readable definitions; what cannot work is refused.
 """
 
 import copy
@@ -7,6 +9,7 @@ import gc
 import math
 import warnings
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -49,13 +52,12 @@ def network(storage):
     return model if storage is None else fm.quantize_model(model, "E4M3", storage=storage)
 
 
-SMALL = 1e-3  # what every gradient of the network is clipped by
+#: A norm by which every gradient of the network is clipped.
+SMALL = 1e-3
 
 
 def stepping(name="adamw", storage="fp8", *, measured=False, **options):
-    """A network, its optimizer, and the handle of steps in the backward pass, whose
-    norm is measured on request.
-    """
+    """Return a network, its optimizer, and the handle of steps in the backward pass."""
     model, optimizer = ordinary(name, storage)
     handle = optim.step_in_backward(optimizer, **options)
     if measured:
@@ -91,15 +93,16 @@ def everything(model, optimizer):
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_an_ordinary_step(name, storage):
-    ends = []
+    """Every optimizer and storage: weights and state are the same after four steps."""
+    results = []
     for model, optimizer in (ordinary(name, storage), stepping(name, storage)[:2]):
         train(model, optimizer, 4)
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
+        results.append(everything(model, optimizer))
+    assert results[0] == results[1]
 
 
 def test_tied_weights_and_recomputation_are_the_same():
-    ends = []
+    results = []
     for in_backward in (False, True):
         torch.manual_seed(0)
         embedding, head = nn.Embedding(64, 512), nn.Linear(512, 64, bias=False)
@@ -114,8 +117,8 @@ def test_tied_weights_and_recomputation_are_the_same():
             hidden = torch.utils.checkpoint.checkpoint(body, embedding(TOKENS), use_reentrant=False)
             head(hidden).logsumexp(1).mean().backward()
             optimizer.step()
-        ends.append(everything(model, optimizer))
-    assert ends[0] == ends[1]
+        results.append(everything(model, optimizer))
+    assert results[0] == results[1]
 
 
 def test_a_state_saved_under_either_goes_on_under_the_other():
@@ -129,9 +132,9 @@ def test_a_state_saved_under_either_goes_on_under_the_other():
         loss(model).backward()
     optimizer.zero_grad()
     train(model, optimizer, 1)
-    plain, other = ordinary("muon")
-    train(plain, other, 6)
-    assert everything(plain, other) == everything(model, optimizer)
+    plain, whole = ordinary("muon")
+    train(plain, whole, 6)
+    assert everything(plain, whole) == everything(model, optimizer)
 
 
 def test_no_gradient_outlives_its_step():
@@ -139,8 +142,8 @@ def test_no_gradient_outlives_its_step():
     alive = []
 
     def count(_):
-        kept = [p.grad for p in model.parameters() if p.grad is not None]
-        alive.append(sum(type(g) is Tensor for g in kept))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        alive.append(sum(type(g) is Tensor for g in gradients))
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)  # after the step's own
@@ -151,7 +154,8 @@ def test_no_gradient_outlives_its_step():
 SPENT = "this gradient has been used and freed"
 TO_CLIP = "clip='previous' and max_norm to clip, or accumulate='bfloat16'"
 ZEROS = r"^zero_grad\(set_to_none=False\) .*call zero_grad\(set_to_none=True\)"
-#: what needs gradients that are gone, of a model and its optimizer, and what is said
+#: name: (a function of a model and its optimizer that needs gradients which are gone, the
+#: message of its error)
 GONE = {
     "another pass": (lambda m, _: loss(m).backward(), SPENT),
     "clipping": (lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), TO_CLIP),
@@ -183,20 +187,18 @@ def test_what_needs_gradients_that_are_gone_is_refused(use):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_is_loaded_is_stepped_on(name):
-    """Loading gives an optimizer other groups; saved before, loaded after
-    ``step_in_backward`` or before it.
-    """
+    """Loading gives an optimizer other groups, and it steps on in the backward pass."""
     whole, uninterrupted = ordinary(name)
     train(whole, uninterrupted, 5)
     model, optimizer, _ = stepping(name)
     train(model, optimizer, 2)
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    resumed, other, _ = stepping(name)
-    train(resumed, other, 1)  # gradients that are spent are there while it is loaded
+    resumed, resumed_optimizer, _ = stepping(name)
+    train(resumed, resumed_optimizer, 1)  # leaves spent gradients
     resumed.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    train(resumed, other, 3)
-    assert everything(resumed, other) == everything(whole, uninterrupted)
+    resumed_optimizer.load_state_dict(saved[1])
+    train(resumed, resumed_optimizer, 3)
+    assert everything(resumed, resumed_optimizer) == everything(whole, uninterrupted)
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 3)
     assert everything(model, optimizer) == everything(whole, uninterrupted)
@@ -252,9 +254,7 @@ def test_a_parameter_that_was_frozen_is_not_forgotten(name, ends_steps):
 
 
 def test_a_parameter_that_was_moved_is_not_forgotten():
-    """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they
-    had.
-    """
+    """`Module.to` swaps encoded weights, and torch no longer calls their hooks."""
     model, optimizer, handle = stepping("muon")
     model.to("cpu")
     loss(model).backward()
@@ -291,9 +291,7 @@ def test_what_it_cannot_be_over_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("keeps_handle", [False, True])
 def test_steps_end_with_their_optimizer(keeps_handle):
-    """A deleted optimizer used to go on stepping, and the next over its parameters
-    never did.
-    """
+    """A deleted optimizer used to go on, and the next over its parameters never began."""
     gc.disable()
     try:
         model, first, handle = stepping("muon")
@@ -301,9 +299,9 @@ def test_steps_end_with_their_optimizer(keeps_handle):
             del handle
         train(model, first, 1)
         first.zero_grad()
-        gone = weakref.ref(first)
+        reference = weakref.ref(first)
         del first
-        assert gone() is None
+        assert reference() is None
         loss(model).backward()
         assert all(type(p.grad) is Tensor for p in model.parameters())  # the user's again
         model.zero_grad()
@@ -320,7 +318,7 @@ def test_steps_end_with_their_optimizer(keeps_handle):
         gc.enable()
 
 
-def test_an_optimizer_that_nobody_has_kept_is_told_of_in_the_first_pass():
+def test_an_optimizer_without_a_variable_is_refused_in_the_first_pass():
     model = network("fp8")
     handle = optim.step_in_backward(OPTIMIZERS["muon"](model))
     with pytest.raises(RuntimeError, match="has been deleted: keep it in a variable"):
@@ -333,11 +331,10 @@ def test_an_optimizer_that_nobody_has_kept_is_told_of_in_the_first_pass():
 def test_a_parameter_that_steps_with_another_is_refused():
     model, first, handle = stepping("muon")
     second = optim.StiffnessAdamW([nn.Parameter(torch.ones(2)), model[3].weight], 1e-2)
-    line = r"parameter 1 of group 0 \(shape \(16, 16\)\) steps in backward already, with another StiffnessMuon, .*: "
-    with pytest.raises(
-        RuntimeError,
-        match=line + r"call remove\(\) of that optimizer's handle, or delete the optim",
-    ):
+    parameter = r"parameter 1 of group 0 \(shape \(16, 16\)\)"
+    problem = "steps in backward already, with another StiffnessMuon, .*"
+    advice = r"call remove\(\) of that optimizer's handle, or delete the optim"
+    with pytest.raises(RuntimeError, match=f"{parameter} {problem}: {advice}"):
         optim.step_in_backward(second)
     third = optim.StiffnessAdamW([nn.Parameter(torch.ones(2))], 1e-2)
     optim.step_in_backward(third)
@@ -351,10 +348,8 @@ def test_a_parameter_that_steps_with_another_is_refused():
     handle.remove()
     optim.step_in_backward(second)
     loss(model).backward()
-    assert [int(optimizer.state[model[3].weight]["step"]) for optimizer in (first, second)] == [
-        1,
-        1,
-    ]
+    assert first.state[model[3].weight]["step"] == 1
+    assert second.state[model[3].weight]["step"] == 1
 
 
 BATCHES = [torch.arange(10), torch.arange(5, 10), torch.arange(3)]
@@ -372,20 +367,20 @@ def pass_all(model, optimizer):
 
 
 def rounded_sums(model, optimizer):
-    """The readable definition: each gradient added to the sum before, which is rounded
-    with draws of its own.
+    """Return sums of gradients by their definition.
+
+    Each gradient is added to the sum of those before it, and the new sum is rounded to
+    bfloat16 with its own draws.
     """
     sums = {}
     streams = {p: state["stream"] for p, state in optimizer.state.items()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
     for count, tokens in enumerate(BATCHES):
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        for p, gradient in zip(
-            parameters, torch.autograd.grad(part_of_loss(model, tokens), parameters), strict=True
-        ):
+        gradients = torch.autograd.grad(part_of_loss(model, tokens), parameters)
+        for p, gradient in zip(parameters, gradients, strict=True):
             step = int(optimizer.state[p]["step"]) + 1
-            draws = draw_range(
-                0, p.numel(), DrawKey((0, step, streams[p], FOR_SUMS, count)), p.device
-            ).view(p.shape)
+            key = DrawKey((0, step, streams[p], FOR_SUMS, count))
+            draws = draw_range(0, p.numel(), key, p.device).view(p.shape)
             wide = gradient.float() + sums.get(p, torch.zeros(())).float()
             sums[p] = to_half(wide, torch.bfloat16, draws)
     return sums
@@ -402,20 +397,17 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
     optim.step_in_backward(optimizer, accumulate="bfloat16")
     for _ in range(2):
         sums = rounded_sums(plain, whole)
-        for p, held in sums.items():
-            p.grad = held.to(p.dtype)
+        for p, rounded in sums.items():
+            p.grad = rounded.to(p.dtype)
         optimizer.zero_grad()
         for tokens in BATCHES:
             part_of_loss(model, tokens).backward()
-        gradients = [p.grad for p in model.parameters()]
-        assert all(isinstance(g, GradientSum) and g.held.dtype is torch.bfloat16 for g in gradients)
-        assert all(
-            map(
-                torch.equal,
-                [g.float() for g in gradients if g is not None],
-                map(Tensor.float, sums.values()),
-            )
-        )
+        for gradient, rounded in zip(
+            [p.grad for p in model.parameters()], sums.values(), strict=True
+        ):
+            assert isinstance(gradient, GradientSum)
+            assert gradient.held.dtype is torch.bfloat16
+            assert torch.equal(gradient.float(), rounded.float())
         if clips:
             norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in (plain, model)]
             assert torch.equal(*norms)
@@ -436,14 +428,15 @@ def test_draws_before_the_first_step_are_those_of_the_stream_to_come():
 
 
 def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it():
-    (model, optimizer, _), (other, its, _) = (stepping(accumulate="bfloat16") for _ in "ab")
+    (model, optimizer, _), (twin, twin_optimizer, _) = (
+        stepping(accumulate="bfloat16") for _ in "ab"
+    )
     part_of_loss(model, BATCHES[1]).backward()
-    assert not optimizer.state_dict()[
-        "state"
-    ]  # as without step_in_backward: gradients are no part of it
+    # Gradients are no part of a state without step_in_backward, either.
+    assert not optimizer.state_dict()["state"]
     pass_all(model, optimizer)
-    pass_all(other, its)
-    assert everything(model, optimizer) == everything(other, its)
+    pass_all(twin, twin_optimizer)
+    assert everything(model, optimizer) == everything(twin, twin_optimizer)
     optimizer.zero_grad()
     part_of_loss(model, BATCHES[1]).backward()
     optimizer.zero_grad(set_to_none=False)
@@ -495,30 +488,30 @@ def test_what_a_sum_cannot_do_is_refused():
 
 
 def test_accelerate_and_its_resume_step_in_backward(tmp_path):
-    """``prepare`` and ``load_state`` load the state that the optimizer has, or another."""
+    """`prepare` and `load_state` load the state that the optimizer has, or another."""
     import accelerate
 
-    (whole, uninterrupted), (model, own, _) = ordinary("muon"), stepping("muon")
+    (whole, uninterrupted), (model, inner, _) = ordinary("muon"), stepping("muon")
     train(whole, uninterrupted, 4)
     accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, own)
+    model, optimizer = accelerator.prepare(model, inner)
 
-    def go(steps):
+    def train_prepared(steps):
         for _ in range(steps):
             optimizer.zero_grad()
             accelerator.backward(loss(model))
             optimizer.step()
 
-    go(2)
+    train_prepared(2)
     accelerator.save_state(tmp_path / "half")
-    go(1)
+    train_prepared(1)
     accelerator.load_state(tmp_path / "half")
-    go(2)
-    assert everything(model, own) == everything(whole, uninterrupted)
+    train_prepared(2)
+    assert everything(model, inner) == everything(whole, uninterrupted)
 
 
 def without_norms(model, optimizer):
-    """:func:`everything` but for the norm that an ordinary optimizer's groups don't have."""
+    """Return `everything` but for the norm, which groups of an ordinary optimizer lack."""
     saved = everything(model, optimizer)
     for group in saved[1]["param_groups"]:
         group.pop("previous_norm", None)
@@ -526,8 +519,10 @@ def without_norms(model, optimizer):
 
 
 def clipped_by_hand(model, optimizer, steps, previous, max_norm, spike=1.0):
-    """The readable definition: by the larger of the previous norm and the norm so far,
-    in the order of the backward pass; ``spike`` multiplies the loss of the first step.
+    """Take steps that are clipped by the definition of clip="previous".
+
+    By the larger of the previous norm and the norm so far, in the order of the backward
+    pass. `spike` multiplies the loss of the first step.
     """
     order = []
     handles = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters()]
@@ -553,6 +548,7 @@ def clipped_by_hand(model, optimizer, steps, previous, max_norm, spike=1.0):
 @pytest.mark.parametrize("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
+    """With clip="exact" the first pass measures the norm and the second steps."""
     plain, whole = ordinary(name, storage)
     norms = []
     for _ in range(3):
@@ -566,9 +562,7 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
         measure(model, handle)
         assert all(p.grad is None for p in model.parameters())
         loss(model).backward()
-        assert torch.equal(
-            nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i]
-        )  # for its result
+        assert torch.equal(nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i])
         optimizer.step()
     assert everything(model, optimizer) == everything(plain, whole)
     assert float(norms[0]) > 10 * SMALL
@@ -605,21 +599,21 @@ def losses_around_a_spike(name, clip):
     losses = []
     for step in range(24):
         optimizer.zero_grad()
-        found = nn.functional.cross_entropy(model(tokens), targets)
-        (found * 1000 if step == 16 else found).backward()
+        value = nn.functional.cross_entropy(model(tokens), targets)
+        (value * 1000 if step == 16 else value).backward()
         if clip == "by hand":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(found.item())
+        losses.append(value.item())
     return losses
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_spike_does_not_come_through(name):
     """It used to, whole: by the norm of the step before, it was hardly clipped."""
-    plain, ours = (losses_around_a_spike(name, clip) for clip in ("by hand", "previous"))
-    assert max(ours[17:]) < max(plain[17:]) + 0.15
-    assert max(ours[17:]) < ours[16] + 0.05
+    by_hand, in_backward = (losses_around_a_spike(name, clip) for clip in ("by hand", "previous"))
+    assert max(in_backward[17:]) < max(by_hand[17:]) + 0.15
+    assert max(in_backward[17:]) < in_backward[16] + 0.05
 
 
 def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one():
@@ -654,16 +648,14 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured():
     assert not optimizer.state
     norm = optimizer.param_groups[0]["previous_norm"]
     train(model, optimizer, 1)
-    other, whole = ordinary()
-    clipped_by_hand(other, whole, 1, torch.tensor(norm), SMALL)
-    assert without_norms(model, optimizer) == everything(other, whole)
+    plain, whole = ordinary()
+    clipped_by_hand(plain, whole, 1, torch.tensor(norm), SMALL)
+    assert without_norms(model, optimizer) == everything(plain, whole)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad):
-    """The step of the parameter at fault is left out, and the next clips by the last
-    norm that was one.
-    """
+    """The step of the parameter at fault is left out; the next clips by the norm before."""
     model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     train(model, optimizer, 1)
     norm = optimizer.param_groups[0]["previous_norm"]
@@ -688,7 +680,7 @@ def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad):
 
 
 def bad_pass(model, optimizer, *, ends_step=True):
-    """A backward pass of a loss that is NaN; what it and the end of the step warn of."""
+    """Take a backward pass of a loss that is NaN, and return the messages of its warnings."""
     optimizer.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -703,10 +695,10 @@ def test_a_pass_of_nan_is_warned_of_and_counted_once(ends_step):
     """It used to be once for each parameter, and never in a row."""
     model, optimizer, _ = stepping()
     before = everything(model, optimizer)[0]
-    found = [bad_pass(model, optimizer, ends_step=ends_step) for _ in range(11)]
-    assert [len(messages) for messages in found] == [1] * 11
-    assert "its step was skipped, and so was that of every parameter with such" in found[0][0]
-    assert "has skipped steps in 10 backward passes in a row" in found[9][0]
+    warned = [bad_pass(model, optimizer, ends_step=ends_step) for _ in range(11)]
+    assert [len(messages) for messages in warned] == [1] * 11
+    assert "its step was skipped, and so was that of every parameter with such" in warned[0][0]
+    assert "has skipped steps in 10 backward passes in a row" in warned[9][0]
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (11, 11)
     assert everything(model, optimizer)[0] == before
     optimizer.zero_grad()
@@ -718,10 +710,10 @@ def test_passes_of_nan_in_a_row_are_counted_over_a_resume_and_without_steps_in_b
     model, optimizer, handle = stepping(clip="previous", max_norm=SMALL, measured=True)
     for _ in range(3):
         bad_pass(model, optimizer)
-    resumed, other, _ = stepping(clip="previous", max_norm=SMALL)
-    other.load_state_dict(optimizer.state_dict())
-    bad_pass(resumed, other)
-    assert (other.skipped_steps, other.skipped_in_row) == (4, 4)
+    twin, resumed, _ = stepping(clip="previous", max_norm=SMALL)
+    resumed.load_state_dict(optimizer.state_dict())
+    bad_pass(twin, resumed)
+    assert (resumed.skipped_steps, resumed.skipped_in_row) == (4, 4)
     handle.remove()
     bad_pass(model, optimizer)
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (4, 4)
@@ -757,11 +749,11 @@ def test_recomputation_in_a_pass_belongs_to_it():
 def test_a_first_norm_that_is_not_finite_is_told_of():
     """README's lines used to measure again for ever, without a word."""
     model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, first="measure")
-    found = [bad_pass(model, optimizer) for _ in range(10)]
-    assert [len(messages) for messages in found] == [1] * 10
+    warned = [bad_pass(model, optimizer) for _ in range(10)]
+    assert [len(messages) for messages in warned] == [1] * 10
     line = "the norm of the whole gradient is not finite: no step was taken, and the next pass"
-    assert line in found[0][0]
-    assert "has skipped steps in 10 backward passes in a row" in found[9][0]
+    assert line in warned[0][0]
+    assert "has skipped steps in 10 backward passes in a row" in warned[9][0]
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (10, 10)
     train(model, optimizer, 2)
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (10, 0)
@@ -864,17 +856,18 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
 
 
 def test_infinity_takes_norms_and_clips_nothing():
-    """A trainer wants the norm for its log: no first pass, and the numbers of steps
-    that are not clipped.
+    """A trainer wants the norm for its log.
+
+    No first pass is needed, and steps have the numbers of steps that are not clipped.
     """
     (plain, whole), (model, optimizer, _) = ordinary(), stepping(clip="previous", max_norm=math.inf)
     for _ in range(3):
-        for net, by in ((plain, whole), (model, optimizer)):
-            by.zero_grad()
+        norms = []
+        for net, stepper in ((plain, whole), (model, optimizer)):
+            stepper.zero_grad()
             loss(net).backward()
-        assert torch.equal(
-            *(nn.utils.clip_grad_norm_(net.parameters(), math.inf) for net in (plain, model))
-        )
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), math.inf))
+        assert torch.equal(*norms)
         whole.step()
         optimizer.step()
     assert without_norms(model, optimizer) == everything(plain, whole)
@@ -952,64 +945,66 @@ def test_norms_of_bfloat16_gradients_are_float32():
     optimizer = OPTIMIZERS["adamw"](model)
     optim.step_in_backward(optimizer, clip="previous", max_norm=math.inf)
     loss(model).backward()
-    kept = network("fp8").to(torch.bfloat16)
-    loss(kept).backward()
-    whole = torch.cat([p.grad.float().flatten() for p in kept.parameters() if p.grad is not None])
+    plain = network("fp8").to(torch.bfloat16)
+    loss(plain).backward()
+    whole = torch.cat([p.grad.float().flatten() for p in plain.parameters() if p.grad is not None])
     torch.testing.assert_close(
         nn.utils.get_total_norm([p.grad for p in model.parameters()]), whole.norm()
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        (
-            {"max_norm": 1.0},
-            ValueError,
-            r"max_norm=1.0 needs clip='previous' \(one backward .* or clip='exact' \(two",
-        ),
-        ({"clip": "exact"}, ValueError, "clip='exact' needs max_norm"),
-        (
-            {"clip": "previus", "max_norm": 1.0},
-            ValueError,
-            "clip='previus' is unknown: .* did you mean 'previous'",
-        ),
-        (
-            {"clip": "exact", "max_norm": 0.0},
-            ValueError,
-            r"max_norm=0.0 is out of range: \(0, inf\]",
-        ),
-        ({"clip": "exact", "max_norm": math.nan}, ValueError, "max_norm=nan is out of range"),
-        ({"clip": "exact", "max_norm": "1"}, TypeError, "max_norm='1' must be a number"),
-        (
-            {"clip": "exact", "max_norm": 1.0, "first": "measure"},
-            ValueError,
-            "first='measure' is for clip='previous'",
-        ),
-        (
-            {"first": "measure"},
-            ValueError,
-            "first='measure' is for clip='previous', and nothing is clipped",
-        ),
-        (
-            {"clip": "previous", "max_norm": 1.0, "first": "mesure"},
-            ValueError,
-            "did you mean 'measure'",
-        ),
-        (
-            {"clip": "exact", "max_norm": 1.0, "accumulate": "bfloat16"},
-            ValueError,
-            "can be clipped by clip_grad_norm_",
-        ),
-        (
-            {"accumulate": "momentum"},
-            ValueError,
-            "accumulate='momentum' is unknown: one of bfloat16; did you mean",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options, error, match):
+class BadOptions(NamedTuple):
+    """Options that do not go together, and the message of their error."""
+
+    options: dict
+    message: str
+    error: type[Exception] = ValueError
+
+
+BAD_OPTIONS = {
+    "max_norm alone": BadOptions(
+        {"max_norm": 1.0},
+        r"max_norm=1.0 needs clip='previous' \(one backward .* or clip='exact' \(two",
+    ),
+    "clip alone": BadOptions({"clip": "exact"}, "clip='exact' needs max_norm"),
+    "unknown clip": BadOptions(
+        {"clip": "previus", "max_norm": 1.0},
+        "clip='previus' is unknown: .* did you mean 'previous'",
+    ),
+    "max_norm 0": BadOptions(
+        {"clip": "exact", "max_norm": 0.0}, r"max_norm=0.0 is out of range: \(0, inf\]"
+    ),
+    "max_norm nan": BadOptions(
+        {"clip": "exact", "max_norm": math.nan}, "max_norm=nan is out of range"
+    ),
+    "max_norm str": BadOptions(
+        {"clip": "exact", "max_norm": "1"}, "max_norm='1' must be a number", TypeError
+    ),
+    "first with exact": BadOptions(
+        {"clip": "exact", "max_norm": 1.0, "first": "measure"},
+        "first='measure' is for clip='previous'",
+    ),
+    "first alone": BadOptions(
+        {"first": "measure"}, "first='measure' is for clip='previous', and nothing is clipped"
+    ),
+    "unknown first": BadOptions(
+        {"clip": "previous", "max_norm": 1.0, "first": "mesure"}, "did you mean 'measure'"
+    ),
+    "accumulate with clip": BadOptions(
+        {"clip": "exact", "max_norm": 1.0, "accumulate": "bfloat16"},
+        "can be clipped by clip_grad_norm_",
+    ),
+    "unknown accumulate": BadOptions(
+        {"accumulate": "momentum"},
+        "accumulate='momentum' is unknown: one of bfloat16; did you mean",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_options_that_do_not_go_together_are_refused(case):
+    options, message, error = BAD_OPTIONS[case]
     optimizer = OPTIMIZERS["adamw"](network("fp8"))
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=message):
         optim.step_in_backward(optimizer, **options)
     optim.step_in_backward(optimizer)

@@ -1,5 +1,6 @@
-"""StiffnessAdamW: torch's AdamW where k = 0; its metrics, bounds and schedules. The
-step oracle has its bits.
+"""StiffnessAdamW: its metrics, bounds, reference and schedules.
+
+The step oracle compares its bits.
 """
 
 import math
@@ -38,12 +39,12 @@ def log_of(w, fmt):
 
 
 def fancy(x, fmt):
-    """A metric of the user's: a constant with a slope."""
+    """Return a metric of the user's: a constant with a slope."""
     return 0.01 + x.abs() / 3
 
 
 def fancy_of(w, fmt):
-    """Its value in the middle of the gap between neighbours that holds w."""
+    """Return `fancy` in the middle between the neighbours of w on the grid."""
     positive = [v for v in fmt.values if v >= 0 and not (v == 0 and math.copysign(1, v) < 0)]
     below = max(v for v in positive if v <= abs(w))
     above = min((v for v in positive if v > abs(w)), default=below)
@@ -58,60 +59,55 @@ FIELDS = {
 }
 
 
+@pytest.mark.parametrize("k", [0.5, 1.0, 2.0, 0.37, -1.0])
 @pytest.mark.parametrize("metric", FIELDS)
 @pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
-def test_every_metric_is_the_definition(metric, scale):
-    """float64, no rounding: a first step is ``lr (S / S_ref)^k``, and the spacing is
-    that of each weight.
-    """
-    given, field_of = FIELDS[metric]
-    for k in (0.5, 1.0, 2.0, 0.37, -1.0):
-        weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
-        before, scales = (
-            values([weight])[0],
-            torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist(),
-        )
-        fmt = fm.FloatFormat(4, 3)
-        fields = [
-            s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)
-        ]
-        mean = float(sum(Fraction(f) for f in fields) / 15)
-        expected = torch.tensor(
-            [min(max(f / mean, 0.25), 2.0) ** k for f in fields], dtype=double
-        ).view(3, 5)
-        options = {
-            "eps": 0.0,
-            "weight_decay": 0.0,
-            "stiffness": k,
-            "metric": given,
-            "damping": 0.25,
-            "clip": 2.0,
-        }
-        optimizer = StiffnessAdamW([weight], LR, **options)
-        step_from(optimizer, weight, torch.ones(3, 5, dtype=double))
-        assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11, k
+def test_every_metric_is_the_definition(metric, scale, k):
+    """In float64, unrounded, the first step is ``lr (S / S_ref)^k``, weight by weight."""
+    field, field_of = FIELDS[metric]
+    weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
+    before = values([weight])[0]
+    scales = torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist()
+    fmt = fm.FloatFormat(4, 3)
+    fields = [
+        s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)
+    ]
+    mean = float(sum(Fraction(f) for f in fields) / 15)
+    factors = [min(max(f / mean, 0.25), 2.0) ** k for f in fields]
+    options = {
+        "eps": 0.0,
+        "weight_decay": 0.0,
+        "stiffness": k,
+        "metric": field,
+        "damping": 0.25,
+        "clip": 2.0,
+    }
+    optimizer = StiffnessAdamW([weight], LR, **options)
+    step_from(optimizer, weight, torch.ones(3, 5, dtype=double))
+    expected = torch.tensor(factors, dtype=double).view(3, 5)
+    assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11
 
 
-def constructed():
-    """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios
-    from 0.0015 to 6.
-    """
-    return torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double) * 2.0**-20
+#: S of these is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0. The mean is 4106/6 of that,
+#: the ratios are from 0.0015 to 6.
+WEIGHTS = torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double) * 2.0**-20
 
 
-def test_the_bounded_share_is_weighted_by_size():
+@pytest.mark.parametrize(
+    ("damping", "clip", "bounded"), [(0.002, math.inf, 2), (0.0, 5.9, 1), (0.004, 5.0, 5)]
+)
+def test_the_bounded_share_is_weighted_by_size(damping, clip, bounded):
     weights = [
-        free_weight(constructed(), "E7M0"),
+        free_weight(WEIGHTS.clone(), "E7M0"),
         free_weight(torch.ones(18, dtype=double), "E7M0"),
     ]
-    for damping, clip, bounded in ((0.002, math.inf, 2), (0.0, 5.9, 1), (0.004, 5.0, 5)):
-        optimizer = StiffnessAdamW(
-            [*weights, nn.Parameter(torch.ones(100))], lr=0.0, damping=damping, clip=clip
-        )
-        assert optimizer.bounded_share == 0.0
-        put_gradients(weights, 1)
-        optimizer.step()
-        assert optimizer.bounded_share == bounded / 24
+    optimizer = StiffnessAdamW(
+        [*weights, nn.Parameter(torch.ones(100))], lr=0.0, damping=damping, clip=clip
+    )
+    assert optimizer.bounded_share == 0.0
+    put_gradients(weights, 1)
+    optimizer.step()
+    assert optimizer.bounded_share == bounded / 24
 
 
 @pytest.mark.parametrize("metric", ["ulp", "log", fancy])
@@ -153,10 +149,10 @@ def test_a_schedule_that_leaves_its_range_changes_nothing():
 
 
 def test_a_metric_function_is_tabulated_once():
-    asked = []
+    sizes = []
 
     def metric(x, fmt):
-        asked.append(x.numel())
+        sizes.append(x.numel())
         return x.abs() + 1.0
 
     weight = grid_weight()
@@ -164,11 +160,11 @@ def test_a_metric_function_is_tabulated_once():
     for t in range(5):
         put_gradients([weight], t)
         optimizer.step()
-    assert len(asked) == 1
+    assert len(sizes) == 1
 
 
 def test_rates_from_a_table_of_numpy_are_taken_as_numbers():
-    found = []
+    results = []
     for cast in (float, np.float32):
         p = fm.FP8Parameter(normal(8, 8), "E4M3", seed=0)
         optimizer = StiffnessAdamW([p], lr=cast(0.25), stiffness=lambda step, cast=cast: cast(0.5))
@@ -178,5 +174,5 @@ def test_rates_from_a_table_of_numpy_are_taken_as_numbers():
         for _ in range(3):
             step_from(optimizer, p, normal(8, 8, seed=1))
             schedule.step()
-        found.append(p.detach().dequantize())
-    assert torch.equal(*found)
+        results.append(p.detach().dequantize())
+    assert torch.equal(*results)

@@ -1,6 +1,4 @@
-"""StiffnessMuon against torch's Muon, against a step written out, and as the rest of
-the family behaves.
-"""
+"""StiffnessMuon against torch's Muon, against its definition, and over all paths."""
 
 import copy
 
@@ -25,37 +23,37 @@ torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this t
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 def test_float_parameters_take_torchs_steps(nesterov, adjust):
-    """100 steps with decay: equal to 1e-6; without it the first averages are equal bit
-    for bit.
-    """
-    theirs, ours = (
+    """Over 100 steps weights are equal to 1e-6, and momenta bit for bit."""
+    parameters, twins = (
         [nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab"
     )
     options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
-    muon, own = (
-        torch.optim.Muon(theirs, **options),
-        StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16),
-    )
-    cases.take_steps((muon, own), (theirs, ours), range(100))
-    for a, b in zip(theirs, ours, strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-6)
-        assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
+    muon = torch.optim.Muon(parameters, **options)
+    stiffness_muon = StiffnessMuon(twins, **options, ns_dtype=torch.bfloat16)
+    cases.take_steps((muon, stiffness_muon), (parameters, twins), range(100))
+    for p, q in zip(parameters, twins, strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+        momentum = stiffness_muon.state[q]["momentum_buffer"]
+        assert torch.equal(muon.state[p]["momentum_buffer"], momentum)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("OneCycleLR", {"total_steps": 10}), ("CyclicLR", {"base_lr": 0.01, "step_size_up": 6})],
-)
+CYCLES = {
+    "OneCycleLR": {"total_steps": 10},
+    "CyclicLR": {"base_lr": 0.01, "step_size_up": 6},
+}
+
+
+@pytest.mark.parametrize("kind", CYCLES)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, options, in_backward):
+def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, in_backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     optimizer = StiffnessMuon.for_model(model, 1e-2)
     if in_backward:
         fm.optim.step_in_backward(optimizer)
     before = [p.detach().clone() for p in model.parameters()]
 
-    def step(**more):
-        getattr(torch.optim.lr_scheduler, kind)(optimizer, max_lr=0.1, **options, **more)
+    def step():
+        getattr(torch.optim.lr_scheduler, kind)(optimizer, max_lr=0.1, **CYCLES[kind])
         optimizer.zero_grad()
         model(torch.ones(1, 4)).square().sum().backward()
         optimizer.step()
@@ -73,43 +71,40 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, option
 def test_the_size_of_a_matrix_is_not_in_its_factor(shape, size, dtype):
     x = normal(*shape)
     exact = orthogonal_factor(x.double(), COEFFICIENTS, 5, 1e-12, torch.float64)
-    found = orthogonal_factor(x * size, COEFFICIENTS, 5, 1e-12, dtype)
-    assert found.dtype is dtype
-    error = (found.double() - exact).norm() / exact.norm()
+    factor = orthogonal_factor(x * size, COEFFICIENTS, 5, 1e-12, dtype)
+    assert factor.dtype is dtype
+    error = (factor.double() - exact).norm() / exact.norm()
     assert float(error) < {torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
 
 
 def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix():
     experts, kernel = normal(3, 8, 12, std=0.05), normal(6, 3, 2, 2, std=0.05)
     batch, flat = nn.Parameter(experts.clone()), nn.Parameter(kernel.clone())
-    alone = [nn.Parameter(e.clone()) for e in experts]
-    matrix = nn.Parameter(kernel.flatten(1).clone())
+    matrices = [nn.Parameter(e.clone()) for e in experts]
+    matrices.append(nn.Parameter(kernel.flatten(1).clone()))
     options = {"lr": 0.01, "ns_dtype": torch.float32}
     groups = [
         {"params": [batch], "matrix_shape": "batch"},
         {"params": [flat], "matrix_shape": "flatten"},
     ]
-    one, other = StiffnessMuon(groups, **options), StiffnessMuon([*alone, matrix], **options)
+    optimizer, of_matrices = StiffnessMuon(groups, **options), StiffnessMuon(matrices, **options)
     for step in range(3):
         put_gradients([batch, flat], step)
-        for e, g in zip([*alone, matrix], [*batch.grad, flat.grad.flatten(1)], strict=True):
-            e.grad = g.clone()
-        one.step()
-        other.step()
-    assert torch.allclose(batch, torch.stack(list(alone)), atol=1e-6)
-    assert torch.equal(flat.flatten(1), matrix)
+        gradients = [*batch.grad, flat.grad.flatten(1)]
+        for matrix, gradient in zip(matrices, gradients, strict=True):
+            matrix.grad = gradient.clone()
+        optimizer.step()
+        of_matrices.step()
+    assert torch.allclose(batch, torch.stack(matrices[:-1]), atol=1e-6)
+    assert torch.equal(flat.flatten(1), matrices[-1])
 
 
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
 def test_a_step_in_the_chart_is_the_one_written_out(k):
-    """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in
-    float64 beside it.
-    """
+    """The target is ``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``, in float64."""
     weight, gradient = grid_weight("E4M3", (8, 12), 2.0**-5, std=0.1), normal(8, 12, seed=3)
-    w, stiffness = (
-        cases.value_of(weight).double(),
-        fm.ulp(cases.value_of(weight) * 2**5, "E4M3").double() / 2**5,
-    )
+    w = cases.value_of(weight).double()
+    stiffness = fm.ulp(cases.value_of(weight) * 2**5, "E4M3").double() / 2**5
     factor = (stiffness / stiffness.mean()).clamp(2.0**-8, 2.0**4) ** k
     optimizer = StiffnessMuon(
         [weight], lr=0.01, weight_decay=0.5, stiffness=k, ns_dtype=torch.float32
@@ -124,10 +119,8 @@ def test_a_step_in_the_chart_is_the_one_written_out(k):
 
 
 @pytest.mark.parametrize("stiffness", [0.0, 0.5])
-def test_the_momentum_is_given_what_rounding_took(stiffness):
-    """Beside the momentum of another write-back: less by a positive multiple of (asked
-    - stored), made up for next.
-    """
+def test_the_momentum_makes_up_for_rounding(stiffness):
+    """It is less by a positive multiple of (target - stored) than that of "nearest"."""
     momenta, stored, start = {}, {}, grid_weight("E4M3", (16, 16), 2.0**-5, std=0.1)
     options = {"lr": 2e-3, "weight_decay": 0.0, "nesterov": False, "ns_dtype": torch.float32}
     for writeback in ("nearest", "momentum"):
@@ -135,32 +128,32 @@ def test_the_momentum_is_given_what_rounding_took(stiffness):
         weight.grad = normal(16, 16, seed=9)
         optimizer = StiffnessMuon([weight], stiffness=stiffness, writeback=writeback, **options)
         optimizer.step()
-        momenta[writeback], stored[writeback] = (
-            optimizer.state[weight]["momentum_buffer"],
-            cases.value_of(weight),
-        )
+        momenta[writeback] = optimizer.state[weight]["momentum_buffer"]
+        stored[writeback] = cases.value_of(weight)
     exact = nn.Parameter(cases.value_of(start).clone())
     exact.grad = normal(16, 16, seed=9)
     StiffnessMuon([exact], **options).step()
-    taken = exact.detach() - stored["momentum"]
-    given = momenta["nearest"] - momenta["momentum"]
-    if not stiffness:  # then floats ask for the same, and every element has one rate
-        ratio = given / taken
+    error = exact.detach() - stored["momentum"]
+    injected = momenta["nearest"] - momenta["momentum"]
+    # Without stiffness floats have the same targets, and all elements have one rate.
+    if stiffness == 0.0:
+        ratio = injected / error
         assert torch.allclose(ratio, ratio.median(), rtol=1e-2)
         assert ratio.median() > 0
-    assert (given * taken)[taken.abs() > taken.abs().median()].gt(0).float().mean() > 0.9
+    is_large = error.abs() > error.abs().median()
+    assert (injected * error)[is_large].gt(0).float().mean() > 0.9
 
 
 def test_adams_groups_are_stiffness_adamw():
     def weights():
         return [stored_weight(shape=(5, 33)), nn.Parameter(normal(7)), stored_weight(shape=(9,))]
 
-    ours, theirs = weights(), weights()
+    parameters, twins = weights(), weights()
     options = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
-    one = StiffnessMuon(ours, direction="adam", **options)
-    other = StiffnessAdamW(theirs, betas=(0.9, 0.95), **options)
-    cases.take_steps((one, other), (ours, theirs), range(5))
-    assert cases.same_bits(ours, theirs)
+    muon = StiffnessMuon(parameters, direction="adam", **options)
+    adamw = StiffnessAdamW(twins, betas=(0.9, 0.95), **options)
+    cases.take_steps((muon, adamw), (parameters, twins), range(5))
+    assert cases.same_bits(parameters, twins)
 
 
 KINDS = {"tall": (24, 8), "wide": (8, 24), "square": (16, 16), "column": (33, 1), "row": (1, 33)}
@@ -188,22 +181,23 @@ def muon(weight, shape, **options):
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", KINDS)
 def test_native_steps_have_the_bits_of_eager_ones(products, shape, storage, writeback, moments):
-    found = []
+    """Weights and state, for matrices of any shape in every storage."""
+    results = []
     for path in PATHS:
         weight = weight_of(storage, KINDS[shape])
         optimizer = by(path, muon(weight, shape, writeback=writeback, moments=moments))
         for step in range(3):
             put_gradients([weight], step)
             optimizer.step()
-        found.append((cases.bits_of(weight), cases.frozen(optimizer.state_dict()["state"])))
-    assert found[0][0] != cases.bits_of(weight_of(storage, KINDS[shape]))
-    assert found[0] == found[1]
+        results.append((cases.bits_of(weight), cases.frozen(optimizer.state_dict()["state"])))
+    assert results[0][0] != cases.bits_of(weight_of(storage, KINDS[shape]))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", KINDS)
 def test_a_step_goes_along_the_factor(products, shape, storage):
-    """Whatever a factor's memory looks like: what is asked for, beside float64."""
+    """To a tenth of the factor in float64, the error of the write-back included."""
     weight, gradient = weight_of(storage, KINDS[shape]), normal(*KINDS[shape], seed=9)
     matrices = gradient.double() if shape == "batch" else gradient.double().flatten(1)
     factor = orthogonal_factor(matrices, COEFFICIENTS, 5, 1e-7, torch.float64)
@@ -211,10 +205,9 @@ def test_a_step_goes_along_the_factor(products, shape, storage):
     before = weight.detach().clone().double()
     optimizer = muon(weight, shape, lr=1.0, momentum=0.0, weight_decay=0.0)
     step_from(optimizer, weight, gradient.to(weight.dtype))
-    error = (before - weight.detach().double() - rate * factor.view(weight.shape)).norm() / (
-        rate * factor.norm()
-    )
-    assert float(error) < 0.1  # that of a write-back among it
+    expected = rate * factor.view(weight.shape)
+    error = (before - weight.detach().double() - expected).norm() / expected.norm()
+    assert float(error) < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,15 +220,13 @@ def test_rows_are_stepped_as_the_whole(pair, moments, dtype):
 
 @pytest.mark.parametrize("fmt", ["E2M5", None])
 def test_autocast_changes_no_product_of_a_step(fmt):
-    def stepped_in(*, autocast):
-        p = (
-            nn.Parameter(normal(32, 32))
-            if fmt is None
-            else fm.FP8Parameter(normal(32, 32), fmt, seed=0)
-        )
+    def after_a_step(*, autocast):
+        p = nn.Parameter(normal(32, 32))
+        if fmt is not None:
+            p = fm.FP8Parameter(normal(32, 32), fmt, seed=0)
         optimizer = StiffnessMuon([p], 1e-2, ns_dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             step_from(optimizer, p, normal(32, 32, seed=1))
         return p.detach().clone()
 
-    assert torch.equal(stepped_in(autocast=True), stepped_in(autocast=False))
+    assert torch.equal(after_a_step(autocast=True), after_a_step(autocast=False))

@@ -1,5 +1,7 @@
-"""Reads of a card by the host: none of codes, and none of numbers that it knows
-already.
+"""Waits of the host for a card.
+
+It reads no codes, and no numbers that it knows already. A CPU stands for a card here: the
+library is told that no number can be read at once, and reads are counted.
 """
 
 import copy
@@ -39,7 +41,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture
 def on_a_card(monkeypatch):
-    """Every number is one that the host would wait for."""
+    """Tell the library that the host would wait for every number."""
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(grid, "is_read_at_once", lambda x: False)
@@ -54,12 +56,12 @@ def stochastic_layer():
 
 
 def losses(model, scale, steps):
-    made = []
+    sums = []
     for step in range(steps):
         y = model(normal(4, 32, seed=step) * scale)
         y.square().sum().backward()
-        made.append(y.detach().sum())
-    return [float(x) for x in made]
+        sums.append(y.detach().sum())
+    return [float(x) for x in sums]
 
 
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
@@ -84,18 +86,18 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
 @pytest.mark.parametrize("change", CHANGES)
 def test_its_numbers_are_those_of_a_layer_that_reads(change, monkeypatch):
-    model, other = stochastic_layer(), stochastic_layer()
-    other.load_state_dict(model.state_dict())
+    model, reader = stochastic_layer(), stochastic_layer()
+    reader.load_state_dict(model.state_dict())
     saved = {name: x.clone() for name, x in model.state_dict().items()}
-    expected = losses(other, 0.1, 2)
-    CHANGES[change](other, saved)
-    expected += losses(other, 0.1, 2)
+    expected = losses(reader, 0.1, 2)
+    CHANGES[change](reader, saved)
+    expected += losses(reader, 0.1, 2)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
-    got = losses(model, 0.1, 2)
+    actual = losses(model, 0.1, 2)
     CHANGES[change](model, saved)
-    assert got + losses(model, 0.1, 2) == expected
-    assert int(model[0].draws) == int(other[0].draws)
+    assert actual + losses(model, 0.1, 2) == expected
+    assert int(model[0].draws) == int(reader[0].draws)
 
 
 def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_card):
@@ -106,24 +108,29 @@ def test_a_frozen_scale_that_saturates_is_warned_of_with_the_next_tensor(on_a_ca
         scale(torch.tensor([1.0]))
 
 
-@pytest.mark.parametrize("native", [True, False])
+ENCODINGS = {
+    "nearest": {},
+    "stochastic": {"rounding": "stochastic", "seed": 3},
+    "inf_or_nan": {"overflow": "inf_or_nan"},
+}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
 def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, monkeypatch):
     x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
-    fmt, ways = (
-        as_format(name),
-        ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"}),
-    )
-    ways = ways if fmt.nan_code is not None else ways[:2]
+    encodings = [ENCODINGS["nearest"], ENCODINGS["stochastic"]]
+    if as_format(name).nan_code is not None:
+        encodings.append(ENCODINGS["inf_or_nan"])
     with monkeypatch.context() as patch:
         patch.setattr(grid, "is_read_at_once", lambda x: True)
-        expected = [fm.encode(x, name, **how) for how in ways]
+        expected = [fm.encode(x, name, **options) for options in encodings]
     with Reads() as reads, monkeypatch.context() as patch:
         for step in () if native else ("encoded", "decoded", "rounded"):
             patch.setattr(grid, step, lambda *_: None)
-        codes = [fm.encode(x, name, **how) for how in ways]
-        values = [fm.decode(each, name) for each in codes]
+        codes = [fm.encode(x, name, **options) for options in encodings]
+        values = [fm.decode(x, name) for x in codes]
         empty = fm.encode(x[:0], name)
     assert not reads.counts["_local_scalar_dense"], reads.counts
     assert not reads.counts["is_nonzero"]
@@ -132,13 +139,16 @@ def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, 
     assert not empty.numel()
 
 
-def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card):
-    """On a CPU, which stands for it here, at once."""
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(
-            RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"
-        ):
-            fm.encode(torch.tensor([1.0, torch.nan, torch.inf], dtype=dtype), "E2M1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_has_no_code_stops_the_card(dtype, on_a_card):
+    """On a CPU at once."""
+    x = torch.tensor([1.0, torch.nan, torch.inf], dtype=dtype)
+    message = "x holds NaN, and E2M1 has no code for NaN: remove them first"
+    with pytest.raises(RuntimeError, match=message):
+        fm.encode(x, "E2M1")
+
+
+def test_what_is_no_code_stops_the_card(on_a_card):
     with pytest.raises(RuntimeError, match="a code is out of range for E2M1: 0 to 15"):
         fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
 
@@ -155,7 +165,7 @@ COPIES = ("_to_copy", "clone", "copy_", "add_")
 
 @pytest.fixture
 def inner(monkeypatch):
-    """Counts what operators over tensors of codes do to their parts."""
+    """Count what operators over tensors of codes do to their parts."""
     counts = Counter()
     original = dispatch._run
 
@@ -172,9 +182,7 @@ def inner(monkeypatch):
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
-    """Without a layer of this library's; values and gradients are those of a weight in
-    floats.
-    """
+    """Values and gradients are those of a weight in floats; no layer of ours is needed."""
     w = fm.FP8Parameter(normal(16, 32), "E4M3", granularity=granularity, seed=1)
     plain, x = nn.Parameter(w.dequantize()), normal(4, 32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -182,10 +190,9 @@ def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
     y.float().sum().backward()
     assert inner
     assert not [name for name in COPIES if inner[f"{name} of codes"]], inner
+    # Of exponents, which are decoded, and of no counter.
     clones = inner["clone"] + inner["_to_copy"]
-    assert clones <= (granularity == "block") * 4, (
-        inner
-    )  # of exponents that are decoded, and of no counter
+    assert clones <= (4 if granularity == "block" else 0), inner
     with torch.autocast("cpu", torch.bfloat16):
         expected = PRODUCTS[kind](x, plain)
     expected.float().sum().backward()
@@ -209,37 +216,34 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
     w.grad = torch.ones(w.shape)
     with torch.autocast("cpu", torch.bfloat16):
         y = F.linear(x, w)
-        kept, view, own = (
-            w.to(torch.bfloat16),
-            w.t().to(torch.bfloat16),
-            w.to(torch.bfloat16).clone(),
-        )
-        before = own.dequantize()
-        assert torch.equal(kept.dequantize(), before)
+        cast, view = w.to(torch.bfloat16), w.t().to(torch.bfloat16)
+        clone = w.to(torch.bfloat16).clone()
+        before = clone.dequantize()
+        assert torch.equal(cast.dequantize(), before)
         CHANGED[change](w)
         for use in (
-            kept.dequantize,
+            cast.dequantize,
             view.dequantize,
-            kept.detach,
-            lambda: F.linear(x, w),
+            cast.detach,
+            lambda: F.linear(x, w),  # autocast keeps its casts
             y.float().sum().backward,
         ):
             with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-                use()  # autocast keeps its casts
-    assert torch.equal(own.dequantize(), before)
+                use()
+    assert torch.equal(clone.dequantize(), before)
     with torch.autocast("cpu", torch.bfloat16):
         F.linear(x, w).float().sum().backward()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda c: c.add_(1.0),
-        lambda c: c.detach().zero_(),
-        lambda c: c.copy_(c.clone()),
-        lambda c: c.set_scale_(1),
-    ],
-)
+WRITES = {
+    "add_": lambda cast: cast.add_(1.0),
+    "detached zero_": lambda cast: cast.detach().zero_(),
+    "copy_": lambda cast: cast.copy_(cast.clone()),
+    "set_scale_": lambda cast: cast.set_scale_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_cast_is_not_written_to(write):
     w = fm.FP8Tensor(normal(16, 32), "E4M3", seed=1)
     codes = w.codes.clone()
@@ -252,12 +256,12 @@ def test_a_cast_is_not_written_to(write):
 
 def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own():
     module = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), "E4M3", storage="fp8")
-    other = copy.deepcopy(module)
+    original = copy.deepcopy(module)
     with torch.autocast("cpu", torch.bfloat16):
         module.to(torch.bfloat16)
     module[0].weight.data.add_(1.0)
     assert module[0].weight.dtype is torch.bfloat16
-    assert not torch.equal(module[0].weight.codes, other[0].weight.codes)
+    assert not torch.equal(module[0].weight.codes, original[0].weight.codes)
 
 
 def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
@@ -270,12 +274,12 @@ def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
     put_gradients(weights, 0)
     lr = torch.tensor(1e-3)
     optimizer, plain = optim.StiffnessAdamW(weights, lr), optim.StiffnessAdamW(weights, 1e-3)
-    for each_of in (optimizer, plain):
-        each_of.step()
-    unread = reads_of(plain)
-    assert reads_of(optimizer) == unread
+    optimizer.step()
+    plain.step()
+    expected = reads_of(plain)
+    assert reads_of(optimizer) == expected
     lr.fill_(2e-3)
-    assert reads_of(optimizer) == unread + 1
+    assert reads_of(optimizer) == expected + 1
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -284,7 +288,5 @@ def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
     model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")
     with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
         model(normal(4, 32)).float().sum().backward()
-    free = ("detach", "alias", "empty_like")
-    assert [
-        name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free
-    ] == []
+    of_codes = {name.split()[0] for name in reads.counts if name.endswith("of codes")}
+    assert of_codes <= {"detach", "alias", "empty_like"}

@@ -1,5 +1,7 @@
-"""Write-backs: at the ends of the range, errors that the momentum makes up for, and
-parameters of 16 bits.
+"""Write-backs.
+
+At the ends of the range; "momentum", which makes up for rounding; and parameters in 16
+bits, which are rounded stochastically.
 """
 
 import copy
@@ -20,24 +22,18 @@ from fp8manifold.optim import WRITEBACKS, StiffnessSGD, _backends, _native_step
 from fp8manifold.optim._writeback import to_half
 
 
-def test_what_is_out_of_range_saturates_and_comes_back():
-    for writeback in WRITEBACKS:
-        p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
-        options = {
-            "lr": 1.0,
-            "momentum": 0.5,
-            "stiffness": 0.0,
-            "writeback": writeback,
-            "refresh_every": 10**6,
-        }
-        optimizer = StiffnessSGD([p], **options)
-        step_from(optimizer, p, torch.tensor([-1e9, 1e9, 0.0]))
-        assert p.tolist() == [448.0, -448.0, 1.0]
-        residual = optimizer.state[p].get("residual", torch.zeros(3))
-        assert (residual * torch.tensor([1, -1, 0]) <= 0).all()  # nothing beyond the ends
-        optimizer.state[p]["momentum_buffer"].zero_()
-        step_from(optimizer, p, torch.tensor([64.0, -64.0, 0.0]))
-        assert p.tolist() == [384.0, -384.0, 1.0]
+@pytest.mark.parametrize("writeback", WRITEBACKS)
+def test_what_is_out_of_range_saturates_and_comes_back(writeback):
+    p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
+    options = {"momentum": 0.5, "stiffness": 0.0, "refresh_every": 10**6}
+    optimizer = StiffnessSGD([p], lr=1.0, writeback=writeback, **options)
+    step_from(optimizer, p, torch.tensor([-1e9, 1e9, 0.0]))
+    assert p.tolist() == [448.0, -448.0, 1.0]
+    residual = optimizer.state[p].get("residual", torch.zeros(3))
+    assert (residual * torch.tensor([1, -1, 0]) <= 0).all()  # nothing beyond the ends
+    optimizer.state[p]["momentum_buffer"].zero_()
+    step_from(optimizer, p, torch.tensor([64.0, -64.0, 0.0]))
+    assert p.tolist() == [384.0, -384.0, 1.0]
 
 
 FIXED = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
@@ -45,9 +41,7 @@ FIXED = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening
 
 @pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)
 def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options):
-    """Over 200 steps with given gradients: codes of E4M3 against float64, to the
-    rounding of float32.
-    """
+    """Codes of E4M3 follow float64 over 200 steps, to the rounding of float32."""
     lr, beta = 0.01, 0.9
     w = normal(40, 25, seed=1)
     p = fm.FP8Parameter(w, "E4M3")
@@ -58,19 +52,19 @@ def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options):
         step_from(optimizer, p, g)
         m = beta * m + g.double() * (1.0 if t == 0 else 1 - options.get("dampening", 0.0))
         exact = exact - lr * m
-        ours = (
-            p.dequantize().double()
-            - lr * beta / (1 - beta) * optimizer.state[p]["momentum_buffer"].double()
-        )
-        torch.testing.assert_close(ours, exact - lr * beta / (1 - beta) * m, rtol=0, atol=2e-5)
+        rate = lr * beta / (1 - beta)
+        momentum = optimizer.state[p]["momentum_buffer"].double()
+        ahead = p.dequantize().double() - rate * momentum
+        torch.testing.assert_close(ahead, exact - rate * m, rtol=0, atol=2e-5)
     assert (p.dequantize().double() - exact).abs().max() > 0.01
 
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-both = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+both_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 
 
-def slow(x, dtype, draw):
+def rounded_by_definition(x, dtype, draw):
+    """Round one float to a half, away from zero with the odds of its distance."""
     if not math.isfinite(x):
         return x
     patterns = torch.arange(0x7FFF, dtype=torch.int16).view(dtype).double()
@@ -84,11 +78,9 @@ def slow(x, dtype, draw):
     return math.copysign(float(above if away else below), x)
 
 
-@both
+@both_halves
 def test_rounding_is_that_of_the_definition(dtype):
-    """Over all binades, at and beside values and powers of two, in subnormals, at and
-    beyond the end.
-    """
+    """Over all binades: values, their neighbours, subnormals, at the end and beyond it."""
     largest = torch.finfo(dtype).max
     special = [
         0.0,
@@ -117,54 +109,50 @@ def test_rounding_is_that_of_the_definition(dtype):
     draws = torch.randint(
         0, 1 << 24, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(3)
     )
-    for some in (draws, torch.zeros_like(draws), torch.full_like(draws, (1 << 24) - 1)):
-        found = to_half(x, dtype, some)
-        expected = torch.tensor(
-            [slow(v, dtype, d) for v, d in zip(x.tolist(), some.tolist(), strict=True)]
-        )
-        assert torch.equal(found.isnan(), x.isnan())
-        keep = ~x.isnan()
-        assert torch.equal(
-            found.view(torch.int16)[keep], expected.to(dtype).view(torch.int16)[keep]
-        )
-        assert torch.equal(found.isinf(), x.isinf())
+    is_number = ~x.isnan()
+    for words in (draws, torch.zeros_like(draws), torch.full_like(draws, (1 << 24) - 1)):
+        rounded = to_half(x, dtype, words)
+        pairs = zip(x.tolist(), words.tolist(), strict=True)
+        expected = torch.tensor([rounded_by_definition(v, dtype, word) for v, word in pairs])
+        assert torch.equal(rounded.isnan(), x.isnan())
+        bits, expected_bits = (y.to(dtype).view(torch.int16) for y in (rounded, expected))
+        assert torch.equal(bits[is_number], expected_bits[is_number])
+        assert torch.equal(rounded.isinf(), x.isinf())
 
 
-@both
+@both_halves
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
-def test_what_is_asked_for_arrives(name, dtype):
-    steps, weights = (
-        12,
-        (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype),
-    )
-    more = {"StiffnessSGD": {"lr": 1e-6, "momentum": 0.9}}.get(name, {"lr": 1e-5})
-    more |= {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"} if name == "StiffnessMuon" else {}
-    sums, lost = [], []
-    for each, options in (
-        (weights, {}),
-        (weights.float(), {}),
-        (weights, {"writeback": "nearest"}),
-    ):
-        parameters = [nn.Parameter(each.clone()), nn.Parameter(each[0].clone())]
-        given = muon_groups(parameters) if name == "StiffnessMuon" else parameters
-        optimizer = getattr(optim, name)(given, weight_decay=0.0, **more, **options)
-        for _ in range(steps):
-            for p in parameters:
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-        (sums if not options else lost).append(
-            [float((p.double() - each.double()).sum()) for p in parameters[:1]]
-        )
-        if each.dtype is dtype:
-            assert (
-                optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1)).dtype is torch.float32
-            )
-    (found,), (asked,) = sums
-    error = (torch.finfo(dtype).eps / 2 * abs(asked)) ** 0.5
-    assert abs(found / asked - 1) < 5 * error / abs(asked)
-    assert 5 * error < 0.4 * abs(asked)
-    if dtype is torch.bfloat16:
-        assert lost == [[0.0]]
+def test_steps_below_half_a_spacing_arrive_on_average(name, dtype):
+    """To nearest all of them are lost in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    weights = (torch.rand(256, 256, generator=generator) / 4 + 0.6).to(dtype)
+    moved, expected = moved_in_sum(name, weights), moved_in_sum(name, weights.float())
+    error = (torch.finfo(dtype).eps / 2 * abs(expected)) ** 0.5
+    assert abs(moved / expected - 1) < 5 * error / abs(expected)
+    assert 5 * error < 0.4 * abs(expected)
+    to_nearest = moved_in_sum(name, weights, writeback="nearest")
+    assert to_nearest == 0.0 or dtype is torch.float16
+
+
+RATES = {
+    "StiffnessSGD": {"lr": 1e-6, "momentum": 0.9},
+    "StiffnessMuon": {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"},
+}
+
+
+def moved_in_sum(name, weights, **options):
+    """Return the sum over all weights of how far 12 steps have moved them."""
+    parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
+    groups = muon_groups(parameters) if name == "StiffnessMuon" else parameters
+    options = RATES.get(name, {"lr": 1e-5}) | options
+    optimizer = getattr(optim, name)(groups, weight_decay=0.0, **options)
+    for _ in range(12):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    average = optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1))
+    assert average.dtype is torch.float32
+    return float((parameters[0].double() - weights.double()).sum())
 
 
 def test_one_step_by_the_definition():
@@ -174,59 +162,61 @@ def test_one_step_by_the_definition():
     optimizer = optim.StiffnessSGD([p], lr=1e-3, momentum=0.9, seed=5)
     step_from(optimizer, p, gradient)
     draws = fm.random_bits(120, seed=5, step=1, stream=optimizer.state[p]["stream"]).tolist()
-    asked = (start.numpy() - gradient.float().numpy() * np.float32(1e-3)).reshape(-1).tolist()
-    expected = [slow(x, torch.bfloat16, d) for x, d in zip(asked, draws, strict=True)]
+    targets = (start.numpy() - gradient.float().numpy() * np.float32(1e-3)).reshape(-1).tolist()
+    expected = [
+        rounded_by_definition(x, torch.bfloat16, draw)
+        for x, draw in zip(targets, draws, strict=True)
+    ]
     assert p.detach().float().reshape(-1).tolist() == expected
 
 
-@both
-def test_native_steps_have_the_bits_of_eager_ones(dtype, monkeypatch):
-    taken = []
+@both_halves
+@pytest.mark.parametrize("writeback", ["stochastic", "nearest"])
+def test_native_steps_have_the_bits_of_eager_ones(dtype, writeback, monkeypatch):
+    native_slots = []
     run_native = _backends.run_native
-    monkeypatch.setattr(
-        _backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots))
-    )
-    for writeback in ("stochastic", "nearest"):
-        found = []
-        for path in PATHS:
-            weights = normal(300, 257).to(dtype)
-            parameters = [
-                nn.Parameter(weights.clone()),
-                free_weight(weights.clone()),
-                nn.Parameter(weights[0].clone()),
-            ]
-            options = {"lr": 1e-3, "writeback": writeback}
-            take_steps(
-                [by(path, optim.StiffnessAdamW(parameters, **options))], [parameters], range(3)
-            )
-            found.append([p.detach().view(torch.int16) for p in parameters])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert taken == [3] * 6
+
+    def counted(slots):
+        native_slots.append(len(slots))
+        return run_native(slots)
+
+    monkeypatch.setattr(_backends, "run_native", counted)
+    results = []
+    for path in PATHS:
+        weights = normal(300, 257).to(dtype)
+        parameters = [
+            nn.Parameter(weights.clone()),
+            free_weight(weights.clone()),
+            nn.Parameter(weights[0].clone()),
+        ]
+        optimizer = by(path, optim.StiffnessAdamW(parameters, lr=1e-3, writeback=writeback))
+        take_steps([optimizer], [parameters], range(3))
+        results.append([p.detach().view(torch.int16) for p in parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert native_slots == [3] * 3
 
 
-@both
-def test_the_wrapper_rounds_what_it_scales(dtype):
-    """A step of one spacing scaled by a quarter arrives in a quarter of the weights;
-    ``nearest`` loses it.
+@both_halves
+@pytest.mark.parametrize(
+    ("writeback", "scale", "share"),
+    [(None, 0.25, 0.25), ("stochastic", 0.25, 0.25), ("nearest", 0.25, 0), (None, 1, 1)],
+)
+def test_the_wrapper_rounds_what_it_scales(dtype, writeback, scale, share):
+    """A step of one spacing scaled by a quarter arrives in a quarter of the weights.
+
+    "nearest" loses it.
     """
-    eps = torch.finfo(dtype).eps
-    for writeback, scale, share in (
-        (None, 0.25, 0.25),
-        ("stochastic", 0.25, 0.25),
-        ("nearest", 0.25, 0),
-        (None, 1, 1),
-    ):
-        p = nn.Parameter(torch.ones(64, 64, dtype=dtype))
-        optimizer = optim.StiffnessWrapper(
-            torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback
-        )
-        step_from(optimizer, p, -torch.ones_like(p))
-        assert abs(float((p > 1).double().mean()) - share) < 0.03 * bool(share % 1) + 1e-9
+    p = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    sgd = torch.optim.SGD([p], lr=torch.finfo(dtype).eps)
+    optimizer = optim.StiffnessWrapper(sgd, scale=scale, writeback=writeback)
+    step_from(optimizer, p, -torch.ones_like(p))
+    tolerance = 0.03 if share == 0.25 else 1e-9
+    assert abs(float((p > 1).double().mean()) - share) < tolerance
 
 
 def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
     """As many as the bound allows, a larger one alone, and the bits of all at once."""
-    found, run = [], _native_step.NativeStep.run
+    results, run = [], _native_step.NativeStep.run
     for bound in (2**20, 64):
         sizes = []
         monkeypatch.setattr(_native_step, "_COPIED", bound)
@@ -242,9 +232,10 @@ def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
         for p in weights:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        found.append((sizes, weights))
-    (whole, first), (parts, second) = found
-    assert (whole, parts) == ([5], [1, 2, 2])
+        results.append((sizes, weights))
+    (whole_sizes, first), (part_sizes, second) = results
+    assert whole_sizes == [5]
+    assert part_sizes == [1, 2, 2]
     assert all(map(torch.equal, first, second))
 
 
@@ -267,12 +258,10 @@ def test_the_remainder_of_a_frozen_weight_stays_with_it_until_its_first_step():
 
 
 def test_a_copied_weight_finds_its_residual_in_the_copied_optimizer():
-    """So that the sum of weight and residual stays when other code changes the scale
-    before the copy has stepped.
-    """
+    """So weight plus residual stays where a scale is changed before the copy has stepped."""
     weight = fm.FP8Parameter(normal(2, 320), "E4M3", seed=0)
     optimizer = optim.StiffnessAdamW([weight], lr=1e-3, writeback="residual8")
     step_from(optimizer, weight, torch.ones(2, 320))
-    for own, its in ((weight, optimizer), copy.deepcopy((weight, optimizer))):
-        own.rescale_(own.scale * 2**9)
-        assert "reference" not in its.state[own]
+    for p, stepper in ((weight, optimizer), copy.deepcopy((weight, optimizer))):
+        p.rescale_(p.scale * 2**9)
+        assert "reference" not in stepper.state[p]

@@ -1,8 +1,11 @@
-"""Scales of blocks and of squares: a byte each, read as float32, the same to the bit
-wherever they go and are used.
+"""Scales of blocks and of squares.
+
+Such a scale is a power of two and is stored as one byte, its exponent. It is read as
+float32. Here it survives, to the bit, every copy, file and step.
 """
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,14 +20,13 @@ import fp8manifold as fm
 from fp8manifold import optim
 from nanogpt_bench.setup.memory import memory_of
 
-#: the ends, 1, and the neighbours of what bytes can be mistaken for
+#: Both ends, 1, and the neighbours of values that bytes can be mistaken for.
 EXPONENTS = (-126, -125, -1, 0, 1, 2, 126, 127)
 
 
 def extreme() -> fm.FP8Parameter:
-    """Four rows of two blocks at all of these scales; the smallest subnormals of E4M3
-    at 2^-126 are in float32.
-    """
+    """Return a weight of four rows of two blocks, one block at each of EXPONENTS."""
+    # The smallest subnormal of E4M3 at a scale of 2^-126 is a float32.
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64)
     codes[codes & 127 == 127] = 0
     scale = torch.tensor([2.0**e for e in EXPONENTS]).view(4, 2)
@@ -34,14 +36,10 @@ def extreme() -> fm.FP8Parameter:
 
 def test_a_block_has_one_byte() -> None:
     p = parameter(shape=(16, 128), granularity="block")
-    held = {
-        name: (getattr(p, name).dtype, getattr(p, name).nbytes)
-        for name in p.__tensor_flatten__()[0]
-    }
-    scales = (torch.uint8, p.numel() // 32)
-    assert held == {
+    parts = {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
+    assert {name: (part.dtype, part.nbytes) for name, part in parts.items()} == {
         "codes": (torch.uint8, p.numel()),
-        "kept_scale": scales,
+        "kept_scale": (torch.uint8, p.numel() // 32),
         "counter": (torch.int64, 8),
     }
     assert memory_of([p]) == p.numel() + p.numel() // 32 + 8
@@ -54,37 +52,34 @@ def test_scales_are_read_as_the_float32_that_they_are() -> None:
     assert p.exponents.flatten().tolist() == [e + 127 for e in EXPONENTS]
     assert p.scale.flatten().tolist() == [2.0**e for e in EXPONENTS]
     assert torch.equal(p.expanded_scale(), p.scale.repeat_interleave(32, -1))
-    expected, rows = (
-        decoded(p).float(),
-        torch.tensor([3, 0, 3]),
-    )  # beyond float32 at 2^126 and 2^127
+    expected = decoded(p).float()  # beyond float32 at 2^126 and 2^127
+    rows = torch.tensor([3, 0, 3])
     assert torch.equal(p.dequantize(), expected)
     assert torch.equal(nn.functional.embedding(rows, p), expected[rows])
     assert "scale=2^-126..2^127" in repr(p)
 
 
 def test_every_scale_that_there_is() -> None:
-    """254 of them, by the constructor, by number and by tensor."""
+    """All 254 are stored by their exponent and read back."""
     scales = torch.ldexp(torch.ones(254), torch.arange(-126, 128))
     p = fm.FP8Parameter.from_codes(
         torch.zeros(254, 32, dtype=torch.uint8), scales[:, None], "E4M3", block_size=32
     )
     assert p.exponents.flatten().tolist() == list(range(1, 255))
     assert torch.equal(p.scale[:, 0], scales)
-    for scale in (2.0**-126, 2.0**127):
-        assert (
-            fm.FP8Parameter(torch.zeros(2, 32), granularity="block", scale=scale).scale.tolist()
-            == [[scale]] * 2
-        )
-    for fill, exponent in (
-        (3e38, 120),
-        (1e-38, -126),
-    ):  # what the largest and the smallest weights ask for
-        w = torch.full((1, 32), fill)
-        assert (
-            fm.FP8Parameter(w, "E4M3", granularity="block", headroom=1.0).scale.item()
-            == 2.0**exponent
-        )
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**127])
+def test_the_ends_are_scales_by_number(scale) -> None:
+    p = fm.FP8Parameter(torch.zeros(2, 32), granularity="block", scale=scale)
+    assert p.scale.tolist() == [[scale]] * 2
+
+
+@pytest.mark.parametrize(("fill", "exponent"), [(3e38, 120), (1e-38, -126)])
+def test_the_largest_and_the_smallest_weights_have_a_scale(fill, exponent) -> None:
+    w = torch.full((1, 32), fill)
+    p = fm.FP8Parameter(w, "E4M3", granularity="block", headroom=1.0)
+    assert p.scale.item() == 2.0**exponent
 
 
 def test_what_shares_memory_sees_a_new_scale() -> None:
@@ -123,13 +118,13 @@ def test_scales_narrow_and_are_refitted_in_their_memory(granularity) -> None:
 
 
 def through_safetensors(p, folder):
-    source, target = (
-        nn.ParameterDict({"w": x}) for x in (p, parameter(granularity="block", seed=9))
-    )
+    source = nn.ParameterDict({"w": p})
+    target = nn.ParameterDict({"w": parameter(granularity="block", seed=9)})
     save_file(source.state_dict(), folder / "w")
-    target.load_state_dict(read := load_file(folder / "w"))
-    assert read["w_scale"].dtype == torch.uint8
-    assert same_store(fm.unflatten_state_dict(read)["w"], p)
+    state = load_file(folder / "w")
+    target.load_state_dict(state)
+    assert state["w_scale"].dtype == torch.uint8
+    assert same_store(fm.unflatten_state_dict(state)["w"], p)
     return target["w"]
 
 
@@ -173,16 +168,20 @@ def test_extreme_scales_come_back_to_the_bit(trip, tmp_path) -> None:
     assert torch.equal(back.dequantize(), p.dequantize())
 
 
-def test_scales_that_were_cast_as_they_were_read_are_refused() -> None:
-    """As distributed checkpoints do, which copy into what is there."""
-    exponents = nn.ParameterDict({"w": extreme()}).state_dict()
-    floats = nn.ParameterDict({"w": extreme().detach().set_scale_(3.0)}).state_dict()
-    for state, cast, was in (
-        (exponents, torch.float32, "exponents"),
-        (floats, torch.uint8, "torch.float32"),
-    ):
-        with pytest.raises(ValueError, match=f"w_scale is {cast}, and was {was} when it was saved"):
-            fm.unflatten_state_dict(state | {"w_scale": state["w_scale"].to(cast)})
+@pytest.mark.parametrize(
+    ("scale", "cast", "saved"),
+    [(None, torch.float32, "exponents"), (3.0, torch.uint8, "torch.float32")],
+    ids=["exponents", "floats"],
+)
+def test_scales_that_were_cast_while_reading_are_refused(scale, cast, saved) -> None:
+    """Distributed checkpoints cast so: they copy into the tensor of the target."""
+    p = extreme()
+    if scale is not None:
+        p = p.detach().set_scale_(scale)
+    state = nn.ParameterDict({"w": p}).state_dict()
+    state["w_scale"] = state["w_scale"].to(cast)
+    with pytest.raises(ValueError, match=f"w_scale is {cast}, and was {saved} when it was saved"):
+        fm.unflatten_state_dict(state)
 
 
 @pytest.mark.usefixtures("cpp_compiler")
@@ -193,13 +192,14 @@ def test_a_scale_is_read_in_compiled_code() -> None:
         lambda w: (w.scale + 0.0, w.expanded_scale() + 0.0, w * 1.0), fullgraph=True
     )
     for _ in range(2):
-        for ours, its in zip(read(p), (p.scale, p.expanded_scale(), p.dequantize()), strict=True):
-            assert torch.equal(ours, its)
+        expected = (p.scale, p.expanded_scale(), p.dequantize())
+        for compiled, eager in zip(read(p), expected, strict=True):
+            assert torch.equal(compiled, eager)
         p.set_scale_(p.scale.flip(0))
 
 
-#: whole squares, one partial, partial ones of runs of 64, 32 and 1, and matrices of
-#: matrices
+#: Whole squares, one partial square, partial squares that end in runs of 64, 32 and 1
+#: columns, and a stack of matrices.
 SHAPES = ((256, 128), (5, 7), (130, 64), (200, 192), (257, 160), (130, 131), (2, 140, 256))
 
 
@@ -211,49 +211,62 @@ def weight(shape, name="E4M3", seed=0, *, factors=False, **options) -> fm.FP8Par
     return with_factors(p, factors)
 
 
-def squares(shape):
-    starts = [(i, j) for i in range(0, shape[-2], 128) for j in range(0, shape[-1], 128)]
-    return [
-        ((..., slice(i, i + 128), slice(j, j + 128)), (..., i // 128, j // 128)) for i, j in starts
-    ]
+class Square(NamedTuple):
+    """Indices of one square: of its weights in the matrix, and of its scale."""
+
+    weights: tuple[slice, slice]
+    scale: tuple[int, int]
+
+
+def squares(rows, columns):
+    for i in range(0, rows, 128):
+        for j in range(0, columns, 128):
+            yield Square((slice(i, i + 128), slice(j, j + 128)), (i // 128, j // 128))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (0, 5), (4200, 260)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_square_is_what_it_is_alone(shape, dtype) -> None:
+def test_a_square_is_quantized_as_it_is_alone(shape, dtype) -> None:
     w = normal(*shape, seed=2).to(dtype)
-    kept = w.numel() < 2**20
-    p = fm.FP8Tensor(w, "E4M3", granularity="square", keep_remainder=kept)
+    options = {"keep_remainder": w.numel() < 2**20}
+    p = fm.FP8Tensor(w, "E4M3", granularity="square", **options)
     assert (p.granularity, p.block_size) == ("square", (128, 128))
     assert (p.exponents.dtype, p.scale.dtype) == (torch.uint8, torch.float32)
     assert p.scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    for where, scale in squares(shape) if len(shape) == 2 else ():
-        alone = fm.FP8Tensor(w[where], "E4M3", granularity="tensor", keep_remainder=kept)
-        assert torch.equal(p.scale[scale], alone.scale)
-        assert torch.equal(p.codes[where], alone.codes)
-        assert torch.equal(p.dequantize()[where], alone.dequantize())
-        assert torch.equal(p.largest()[scale], alone.largest())
-        assert not kept or torch.equal(p.remainder[where], alone.remainder)
+    for square in squares(*shape) if len(shape) == 2 else ():
+        alone = fm.FP8Tensor(w[square.weights], "E4M3", granularity="tensor", **options)
+        assert torch.equal(p.scale[square.scale], alone.scale)
+        assert torch.equal(p.codes[square.weights], alone.codes)
+        assert torch.equal(p.dequantize()[square.weights], alone.dequantize())
+        assert torch.equal(p.largest()[square.scale], alone.largest())
+        if p.remainder is not None:
+            assert torch.equal(p.remainder[square.weights], alone.remainder)
     assert torch.equal(p.dequantize(), (fm.decode(p.codes, "E4M3") * p.expanded_scale()).to(dtype))
 
 
+VIEWS = {
+    "slice": lambda x: x[1:],
+    "last": lambda x: x[-1],
+    "transpose": lambda x: x.mT,
+    "split": lambda x: x.split(1)[1],
+    "unbind": lambda x: x.unbind()[0],
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_views_and_rows_are_decoded_alone(shape) -> None:
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_has_the_values_of_the_whole(view, shape) -> None:
     p = weight(shape)
-    values = p.dequantize()
-    for view in (
-        lambda x: x[1:],
-        lambda x: x[-1],
-        lambda x: x.mT,
-        lambda x: x.split(1)[1],
-        lambda x: x.unbind()[0],
-    ):
-        assert torch.equal(view(p), view(values))
-    if len(shape) == 2:
-        rows = torch.tensor([[shape[0] - 1, 0], [3, 3]])
-        assert torch.equal(nn.functional.embedding(rows, p), values[rows])
-        x = normal(3, shape[-1], seed=5)
-        assert torch.equal(nn.functional.linear(x, p), nn.functional.linear(x, values))
+    assert torch.equal(view(p), view(p.dequantize()))
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) == 2])
+def test_layers_read_the_values_of_the_whole(shape) -> None:
+    p = weight(shape)
+    values, rows = p.dequantize(), torch.tensor([[shape[0] - 1, 0], [3, 3]])
+    assert torch.equal(nn.functional.embedding(rows, p), values[rows])
+    x = normal(3, shape[-1], seed=5)
+    assert torch.equal(nn.functional.linear(x, p), nn.functional.linear(x, values))
 
 
 def test_nan_is_kept_and_no_scale_sees_it() -> None:
@@ -277,42 +290,44 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
+@pytest.mark.parametrize("factors", [False, True], ids=["powers of two", "factors"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_paths_have_the_same_bits(kind, factors) -> None:
+    """Native and eager steps of every optimizer leave the same weights and states."""
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
     twins = [
         [weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS
     ]
-    made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
-    take_steps(made, twins, range(4))
+    optimizers = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
+    take_steps(optimizers, twins, range(4))
     for i, (native, eager) in enumerate(zip(*twins, strict=True)):
         assert same_store(native, eager)
         assert not torch.equal(native.codes, weight(tuple(native.shape), seed=i).codes)
-    states = [frozen(snapshot(each)["state"]["state"]) for each in made]
+    states = [frozen(snapshot(optimizer)["state"]["state"]) for optimizer in optimizers]
     assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_at_equal_scales_it_is_the_step_of_one_scale(shape, writeback, path) -> None:
+def test_squares_of_one_scale_step_as_a_tensor_of_one_scale(shape, writeback, path) -> None:
     w = normal(*shape, seed=7).clamp(-3, 3)
-    both = [
+    squares, whole = (
         fm.FP8Parameter(w, granularity=kind, scale=2.0**-4, seed=1) for kind in ("square", "tensor")
-    ]
-    for p in both:
+    )
+    for p in (squares, whole):
         optimizer = by(path, optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5))
         take_steps([optimizer], [[p]], range(3))
-    assert torch.equal(both[0].codes, both[1].codes)
+    assert torch.equal(squares.codes, whole.codes)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 @pytest.mark.parametrize("columns", [256, 192, 131])
 def test_a_square_widens_as_a_whole(columns, writeback, path) -> None:
-    """Whatever else shares its rows stays; values stay on average, and those that the
-    wider grid holds stay all.
+    """Squares in the same rows keep their scale, and the values stay.
+
+    Subnormals apart, every value of E4M3 is one of twice its scale, too.
     """
     fmt = fm.FloatFormat.from_string("E4M3")
     codes = torch.full((200, columns), fmt.max_code - 2, dtype=torch.uint8)
@@ -326,6 +341,4 @@ def test_a_square_widens_as_a_whole(columns, writeback, path) -> None:
     step_from(optimizer, p, torch.ones(200, columns))
     assert p.scale.tolist() == [[1.0, 1.0], [2.0, 1.0]]
     assert optimizer.widened_scales == 1
-    assert torch.equal(
-        p.dequantize(), before
-    )  # subnormals apart, each value of E4M3 is one of twice its scale, too
+    assert torch.equal(p.dequantize(), before)

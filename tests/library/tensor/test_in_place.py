@@ -1,5 +1,6 @@
-"""Parameters in one byte where they are: convolutions, embeddings, experts; the model's
-code knows nothing of it.
+"""Parameters that become codes in place: convolutions, embeddings, experts.
+
+The model's own code stays as it is and computes with the values of the codes.
 """
 
 import copy
@@ -18,9 +19,7 @@ from fp8manifold.tensor import FP8Tensor
 
 
 class Language(nn.Module):
-    """An embedding, experts that one parameter holds, and a head that may share the
-    embedding.
-    """
+    """An embedding, experts in one parameter, and a head that may share the embedding."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ def seeded(kind, *args, **options):
         return kind(*args, **options)
 
 
-def valued(model: nn.Module) -> nn.Module:
+def float_copy(model: nn.Module) -> nn.Module:
     return fm.dequantize_model(copy.deepcopy(model))
 
 
@@ -58,13 +57,13 @@ def gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def same_as_its_values(model: nn.Module, *inputs: Tensor) -> None:
-    floats = valued(model)
+def assert_computes_as_floats(model: nn.Module, *inputs: Tensor) -> None:
+    floats = float_copy(model)
     assert torch.equal(model(*inputs), floats(*inputs))
-    ours, theirs = gradients(model, *inputs), gradients(floats, *inputs)
-    assert list(ours) == list(theirs)
-    for name, gradient in theirs.items():
-        assert torch.equal(ours[name], gradient), name
+    actual, expected = gradients(model, *inputs), gradients(floats, *inputs)
+    assert list(actual) == list(expected)
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
@@ -86,69 +85,93 @@ def test_a_model_computes_with_the_values_of_its_codes(granularity, tied) -> Non
     assert len({p.seed for p in model.parameters() if isinstance(p, FP8Parameter)}) == (
         3 if tied else 4
     )
-    same_as_its_values(model, TOKENS)
+    assert_computes_as_floats(model, TOKENS)
 
 
 def test_experts_have_a_scale_a_row() -> None:
     weight = torch.randn(3, 4, 32) * torch.tensor([1.0, 2.0**9, 2.0**-9])[:, None, None]
-    own = FP8Parameter(weight, "E4M3", granularity="row", seed=1)
+    experts = FP8Parameter(weight, "E4M3", granularity="row", seed=1)
     flat = FP8Parameter(weight.view(12, 32), "E4M3", seed=1)
-    assert own.scale.shape == (3, 4, 1)
-    assert torch.equal(own.codes.view(12, 32), flat.codes)
-    assert torch.equal(own.scale.view(12, 1), flat.scale)
-    assert FP8Parameter(weight[0], "E4M3", granularity="row").granularity == "channel"
-    assert FP8Parameter(weight[0, 0], "E4M3", granularity="row").granularity == "tensor"
-    assert FP8Parameter(weight[:0], "E4M3", granularity="row").scale.shape == (0, 4, 1)
-    back = FP8Tensor.from_codes(own.codes, own.scale, "E4M3")
-    assert (back.granularity, torch.equal(back.dequantize(), own.dequantize())) == ("row", True)
-    state = fm.unflatten_state_dict(torch.nn.ParameterDict({"w": own}).state_dict())
+    assert experts.scale.shape == (3, 4, 1)
+    assert torch.equal(experts.codes.view(12, 32), flat.codes)
+    assert torch.equal(experts.scale.view(12, 1), flat.scale)
+    back = FP8Tensor.from_codes(experts.codes, experts.scale, "E4M3")
+    assert back.granularity == "row"
+    assert torch.equal(back.dequantize(), experts.dequantize())
+    state = fm.unflatten_state_dict(torch.nn.ParameterDict({"w": experts}).state_dict())
     assert state["w"].granularity == "row"
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "row", "block"])
-def test_of_some_experts_or_rows_no_others_are_decoded(granularity, monkeypatch) -> None:
-    own = FP8Parameter(seeded(torch.randn, 3, 4, 64), "E4M3", granularity=granularity, seed=1)
-    table = FP8Parameter(seeded(torch.randn, 12, 32), "E5M2", granularity=granularity)
-    values, rows = own.dequantize(), table.dequantize()[TOKENS]
-    takes = [
-        lambda x: x[1],
-        lambda x: x[-1],
-        lambda x: x[torch.tensor(2)],
-        lambda x: x[1:],
-        lambda x: x[::2],
-    ]
-    takes += [lambda x: x[1:][0], lambda x: x[1].t(), lambda x: x[1][2:3], lambda x: x.unbind()[2]]
-    takes += [lambda x: x.split(2)[1]]
+def test_a_scale_a_row_is_a_channel_s_or_a_tensor_s_in_fewer_dimensions() -> None:
+    weight = torch.randn(3, 4, 32)
+    assert FP8Parameter(weight[0], "E4M3", granularity="row").granularity == "channel"
+    assert FP8Parameter(weight[0, 0], "E4M3", granularity="row").granularity == "tensor"
+    assert FP8Parameter(weight[:0], "E4M3", granularity="row").scale.shape == (0, 4, 1)
+
+
+#: Ways to take some of the experts, or of their rows.
+PARTS = {
+    "one": lambda x: x[1],
+    "last": lambda x: x[-1],
+    "by tensor": lambda x: x[torch.tensor(2)],
+    "from": lambda x: x[1:],
+    "every second": lambda x: x[::2],
+    "first of some": lambda x: x[1:][0],
+    "transposed": lambda x: x[1].t(),
+    "row of one": lambda x: x[1][2:3],
+    "unbind": lambda x: x.unbind()[2],
+    "split": lambda x: x.split(2)[1],
+}
+granularities = pytest.mark.parametrize("granularity", ["tensor", "channel", "row", "block"])
+
+
+@granularities
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_a_part_of_the_experts_is_decoded_alone(part, granularity, monkeypatch) -> None:
+    experts = FP8Parameter(seeded(torch.randn, 3, 4, 64), "E4M3", granularity=granularity, seed=1)
+    values = experts.dequantize()
     monkeypatch.setattr(FP8Tensor, "dequantize", None)
-    for take in takes:
-        assert torch.equal(take(own.detach()) * 1, take(values))
+    assert torch.equal(part(experts.detach()) * 1, part(values))
+
+
+@granularities
+def test_a_backward_pass_decodes_the_expert_that_was_used(granularity, monkeypatch) -> None:
+    experts = FP8Parameter(seeded(torch.randn, 3, 4, 64), "E4M3", granularity=granularity, seed=1)
+    monkeypatch.setattr(FP8Tensor, "dequantize", None)
     x = torch.randn(2, 64)
-    nn.functional.linear(x, own[1]).sum().backward()  # in the backward pass, too
-    assert torch.equal(own.grad[1], x.sum(0).expand(4, 64))
-    assert not own.grad[0].any()
-    found = nn.functional.embedding(TOKENS, table)  # of a table only the rows that are looked up
-    assert torch.equal(found, rows)
-    found.sum().backward()
+    nn.functional.linear(x, experts[1]).sum().backward()
+    assert torch.equal(experts.grad[1], x.sum(0).expand(4, 64))
+    assert not experts.grad[0].any()
+
+
+@granularities
+def test_an_embedding_decodes_the_rows_that_are_looked_up(granularity, monkeypatch) -> None:
+    table = FP8Parameter(seeded(torch.randn, 12, 32), "E5M2", granularity=granularity)
+    expected = table.dequantize()[TOKENS]
+    monkeypatch.setattr(FP8Tensor, "dequantize", None)
+    rows = nn.functional.embedding(TOKENS, table)
+    assert torch.equal(rows, expected)
+    rows.sum().backward()
     assert table.grad.sum() == TOKENS.numel() * 32
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}]
+    "options",
+    [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}],
+    ids=["float32", "8bit", "8bit residual8"],
 )
-def test_experts_step_as_the_rows_that_they_are(options) -> None:
+def test_experts_step_as_a_matrix_of_all_their_rows(options) -> None:
     weight = seeded(torch.randn, 3, 4, 32)
-    own, flat = (
-        FP8Parameter(weight.view(s), "E4M3", granularity="row", seed=1)
-        for s in ((3, 4, 32), (12, 32))
-    )
-    steppers = [fm.optim.StiffnessAdamW([p], lr=3e-2, **options) for p in (own, flat)]
+    experts = FP8Parameter(weight, "E4M3", granularity="row", seed=1)
+    flat = FP8Parameter(weight.view(12, 32), "E4M3", granularity="row", seed=1)
+    steppers = [fm.optim.StiffnessAdamW([p], lr=3e-2, **options) for p in (experts, flat)]
     for step in range(4):
         gradient = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(step))
-        for parameter, optimizer in zip((own, flat), steppers, strict=True):
+        for parameter, optimizer in zip((experts, flat), steppers, strict=True):
             step_from(optimizer, parameter, gradient.view(parameter.shape))
-    assert torch.equal(own.codes.view(12, 32), flat.codes)
-    assert torch.equal(own.scale.view(12, 1), flat.scale)
-    assert not torch.equal(own.dequantize(), weight)
+    assert torch.equal(experts.codes.view(12, 32), flat.codes)
+    assert torch.equal(experts.scale.view(12, 1), flat.scale)
+    assert not torch.equal(experts.dequantize(), weight)
 
 
 def test_muon_takes_each_expert_as_a_matrix_of_its_own() -> None:
@@ -157,35 +180,37 @@ def test_muon_takes_each_expert_as_a_matrix_of_its_own() -> None:
     holder.up = FP8Parameter(weight, "E2M5", granularity="row", seed=1)
     values = holder.up.dequantize()
     optimizer = fm.optim.StiffnessMuon.for_model(holder, 0.5, moments="8bit", weight_decay=0.0)
-    apart = nn.ParameterList([nn.Parameter(each.clone()) for each in values])
-    other = fm.optim.StiffnessMuon.for_model(apart, 0.5, weight_decay=0.0)
+    matrices = nn.ParameterList([nn.Parameter(matrix.clone()) for matrix in values])
+    matrix_optimizer = fm.optim.StiffnessMuon.for_model(matrices, 0.5, weight_decay=0.0)
     holder.up.grad = gradient
-    for parameter, its in zip(apart, gradient, strict=True):
-        parameter.grad = its
+    for parameter, matrix_gradient in zip(matrices, gradient, strict=True):
+        parameter.grad = matrix_gradient
     optimizer.step()
-    other.step()
-    moved = torch.stack([p.detach() for p in apart])
+    matrix_optimizer.step()
+    moved = torch.stack([p.detach() for p in matrices])
     assert (moved - values).abs().mean() > 0.05
     assert (holder.up.dequantize() - moved).abs().mean() < 0.25 * (moved - values).abs().mean()
 
 
-CONVOLUTIONS = [
-    (nn.Conv1d(4, 6, 3), (2, 4, 8)),
-    (nn.Conv2d(4, 6, (3, 2), padding=1, groups=2), (2, 4, 5, 5)),
-    (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
-    (nn.ConvTranspose2d(4, 6, 3), (2, 4, 5, 5)),
-]
+#: name: (layer, shape of its input)
+CONVOLUTIONS = {
+    "Conv1d": (nn.Conv1d(4, 6, 3), (2, 4, 8)),
+    "Conv2d": (nn.Conv2d(4, 6, (3, 2), padding=1, groups=2), (2, 4, 5, 5)),
+    "Conv3d": (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
+    "ConvTranspose2d": (nn.ConvTranspose2d(4, 6, 3), (2, 4, 5, 5)),
+}
 
 
-@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS)
+@pytest.mark.parametrize(("layer", "shape"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolutions(layer, shape) -> None:
+    """They compute with the values of their codes, a scale for each output, and learn."""
     model = quantize_model(
         nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight"
     )
     weight = model[0].weight
     assert weight.scale.shape == (layer.weight.shape[0], *(1 for _ in layer.weight.shape[1:]))
     x, before = seeded(torch.randn, *shape), weight.codes.clone()
-    same_as_its_values(model[0], x)
+    assert_computes_as_floats(model[0], x)
     optimizer = fm.optim.StiffnessMuon.for_model(model[0], 1e-1, moments="8bit")
     model[0](x).square().sum().backward()
     optimizer.step()
@@ -196,8 +221,8 @@ def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
     model = quantize_model(
         seeded(Language), "E4M3", "fp8", parameters="*.up", embeddings="E4M3", tied="leave"
     )
-    ours, theirs = gradients(model, TOKENS), gradients(valued(model), TOKENS)
-    assert torch.equal(ours["tokens.weight"], theirs["tokens.weight"])  # of both places, summed
+    actual, expected = gradients(model, TOKENS), gradients(float_copy(model), TOKENS)
+    assert torch.equal(actual["tokens.weight"], expected["tokens.weight"])  # summed over both uses
     optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
     group = next(
         g for g in optimizer.param_groups if any(p is model.tokens.weight for p in g["params"])
@@ -208,10 +233,9 @@ def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
     assert model.head.weight is model.tokens.weight
     assert not torch.equal(model.head.weight.codes, before)
     state = optimizer.state[model.tokens.weight]
-    held = [
-        x for x in state.values() if isinstance(x, Tensor) and x.shape == model.tokens.weight.shape
-    ]
-    assert [x.dtype for x in held] == [torch.uint8, torch.uint8]
+    tensors = [x for x in state.values() if isinstance(x, Tensor)]
+    moments = [x for x in tensors if x.shape == model.tokens.weight.shape]
+    assert [x.dtype for x in moments] == [torch.uint8, torch.uint8]
 
 
 def test_states_are_saved_and_loaded() -> None:
@@ -226,7 +250,7 @@ def test_states_are_saved_and_loaded() -> None:
     assert bits(other) == bits(model)
     assert {"experts.up", "experts.up_scale", "tokens.weight_traits"} <= set(model.state_dict())
     assert bits(copy.deepcopy(model)) == bits(model)
-    state = {name: x.clone() for name, x in valued(model).state_dict().items()}
+    state = {name: x.clone() for name, x in float_copy(model).state_dict().items()}
     state["experts.up"] *= 2.0**20
     other.load_state_dict(state)  # floats are rounded at scales of their own
     assert torch.equal(other.experts.up.dequantize(), state["experts.up"])
@@ -239,28 +263,22 @@ def test_models_are_read_into_codes_where_they_are(tied) -> None:
     options = {"parameters": "*.up", "embeddings": "E4M3", "tied": tied, "seed": 3}
     floats = seeded(Language)
     state = {name: x.clone() for name, x in floats.state_dict().items()}
-    wanted = quantize_model(floats, "E4M3", "fp8", **options)
-    read = load_quantized(model, state, "E4M3", **options)
-    assert bits(read) == bits(wanted)
-    assert (read.head.weight is read.tokens.weight) == (tied != "untie")
+    expected = quantize_model(floats, "E4M3", "fp8", **options)
+    loaded = load_quantized(model, state, "E4M3", **options)
+    assert bits(loaded) == bits(expected)
+    assert (loaded.head.weight is loaded.tokens.weight) == (tied != "untie")
 
 
 def test_the_report_and_the_way_back() -> None:
     model = seeded(Language)
     quantize_model(model, "E4M3", "fp8", parameters=["*.up"], embeddings="E5M2", tied="leave")
     report = fm.quantization_report(model)
-    details, embedded = (
-        {layer.name: layer.detail for layer in report.quantized},
-        "weight=E5M2, storage=fp8",
-    )
-    assert [details[name] for name in ("experts", "tokens", "head")] == [
-        "up=E4M3, storage=fp8",
-        embedded,
-        embedded,
-    ]
+    details = {layer.name: layer.detail for layer in report.quantized}
+    assert details["experts"] == "up=E4M3, storage=fp8"
+    assert details["tokens"] == details["head"] == "weight=E5M2, storage=fp8"
     assert report.quantized_parameters == 12 * 32 + 32 * 32 + 3 * 16 * 32
     assert report.left == ()
-    values, tensors = valued(model), dict(fm.exported_state_dict(model)[0])
+    values, tensors = float_copy(model), dict(fm.exported_state_dict(model)[0])
     assert torch.equal(tensors["experts.up"], values.experts.up)
     assert torch.equal(tensors["tokens.weight"], values.tokens.weight)
     assert tensors["inner.weight"].dtype == torch.float8_e4m3fn
@@ -270,24 +288,25 @@ def test_the_report_and_the_way_back() -> None:
 
 
 def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
-    model, seen = seeded(Language), []
+    model, hook_calls = seeded(Language), []
     model.experts.up.requires_grad_(False)
     model.tokens.weight.mark = "mine"
-    model.tokens.weight.register_hook(lambda gradient: seen.append("seen"))
+    model.tokens.weight.register_hook(lambda gradient: hook_calls.append("tokens"))
     quantize_model(
         model, {"*": "none"}, "fp8", parameters={"*.up": "E4M3"}, embeddings={"tokens": "E4M3"}
     )
     assert (model.experts.up.requires_grad, model.tokens.weight.mark) == (False, "mine")
     model(TOKENS).sum().backward()
-    assert seen == ["seen"]
+    assert hook_calls == ["tokens"]
     assert model.experts.up.grad is None
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name, granularity) -> None:
-    """The same values, codes and scales as storage grid, where that has the
-    granularity, at one headroom.
+    """Storage "fp8" has the values, codes and scales of storage "grid".
+
+    At one headroom, and where a grid has the granularity.
     """
     linear, x = nn.Linear(64, 6), normal(3, 64)
     twin = copy.deepcopy(linear)
@@ -306,8 +325,8 @@ def test_the_weight_is_the_grids_in_one_byte(name, granularity) -> None:
         assert torch.equal(layer(x), grid(x))
 
 
-def begun(model: nn.Module) -> list[Tensor]:
-    """The residuals that a first step of nothing begins with."""
+def first_residuals(model: nn.Module) -> list[Tensor]:
+    """Take a first step of size 0, and return the residuals that it began with."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer = fm.optim.StiffnessSGD(
@@ -317,22 +336,26 @@ def begun(model: nn.Module) -> list[Tensor]:
     return [optimizer.state[layer.weight]["residual"] for layer in layers(model)]
 
 
+TRIPS = {
+    "dict": dict,
+    "file": through_disk,
+    "file of tensors": lambda state: through_disk(fm.unflatten_state_dict(state)),
+}
+
+
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(
-    "way", [dict, through_disk, lambda state: through_disk(fm.unflatten_state_dict(state))]
-)
-def test_what_rounding_left_is_part_of_the_state(way, assign) -> None:
-    """Until an optimizer has taken it: residuals begin with it after a state was
-    loaded, as they do before.
+@pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
+def test_what_rounding_left_is_part_of_the_state(trip, assign) -> None:
+    """Residuals begin with it after a state was loaded, as they do before.
+
+    It leaves the state when an optimizer has taken it.
     """
     model, other = stored(keep_remainder=True), stored(seed=1)
-    state, expected = (
-        way(model.state_dict()),
-        [layer.weight.remainder.clone() for layer in layers(model)],
-    )
-    other.load_state_dict(state if assign is False else copy.deepcopy(state), assign=assign)
+    state = trip(model.state_dict())
+    expected = [layer.weight.remainder.clone() for layer in layers(model)]
+    other.load_state_dict(copy.deepcopy(state) if assign else state, assign=assign)
     for net in (other, model):
-        for residual, remainder in zip(begun(net), expected, strict=True):
+        for residual, remainder in zip(first_residuals(net), expected, strict=True):
             assert remainder.count_nonzero() > 0
             assert torch.equal(residual, remainder)
     assert not any("remainder" in name for name in model.state_dict())
@@ -341,14 +364,12 @@ def test_what_rounding_left_is_part_of_the_state(way, assign) -> None:
     model.load_state_dict(
         {name: 0.7 * x for name, x in Model().state_dict().items()}, assign=assign
     )
-    assert all(r.count_nonzero() > 0 for r in begun(model))  # what floats leave
+    assert all(r.count_nonzero() > 0 for r in first_residuals(model))  # what floats leave
 
 
 @pytest.mark.parametrize("writeback", ["stochastic", "nearest", "residual8"])
 def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback) -> None:
-    """Codes that were written again have left something else, which no later optimizer
-    may begin with.
-    """
+    """No later optimizer may begin with it: the new codes have left something else."""
     model = stored(keep_remainder=True)
     shared = model.state_dict()["lm_head.weight_remainder"]
     assert shared.count_nonzero() > 0

@@ -1,6 +1,4 @@
-"""Tensors whose memory is not that of their indices: what is computed of them has the
-bits of a contiguous copy's.
-"""
+"""Results of tensors that are not contiguous have the bits of a contiguous copy's."""
 
 import geoopt
 import pytest
@@ -24,59 +22,59 @@ def every_second(x: Tensor) -> Tensor:
 
 
 def of_odd_strides(x: Tensor) -> Tensor:
-    """Contiguous to torch all the same, where a dimension has one entry."""
+    """Give dimensions of one entry a stride of 7; torch still calls it contiguous."""
     strides = [7 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     return x.as_strided(x.shape, strides)
 
 
-CHANGES = {
+LAYOUTS = {
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "every second": every_second,
     "negated later": lambda x: (-x)._neg_view(),
     "of odd strides": of_odd_strides,
 }
-changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def as_bytes(x: Tensor) -> bytes:
     return bytes_of(x.detach().as_subclass(Tensor)).numpy().tobytes()
 
 
-def weight_of(storage, shape, change):
+def weight_of(storage, shape, layout):
     if storage == "codes":
         return stored_weight(shape=shape)
     x = normal(*shape, std=0.1)
     if storage == "grid":
         manifold = fm.FP8Manifold("E4M3", 2.0**-5, "stochastic")
-        return geoopt.ManifoldParameter(change(manifold.projx(x)), manifold=manifold)
-    return nn.Parameter(change(x.to(getattr(torch, storage))))
+        return geoopt.ManifoldParameter(layout(manifold.projx(x)), manifold=manifold)
+    return nn.Parameter(layout(x.to(getattr(torch, storage))))
 
 
-def stepped(name, storage, shape, change, path) -> list[bytes]:
-    weight = weight_of(storage, shape, change)
+def bytes_after_steps(name, storage, shape, layout, path) -> list[bytes]:
+    """Return weight and state after three steps; the state has the layout in the last."""
+    weight = weight_of(storage, shape, layout)
     optimizer = by(path, make(name, [weight]))
     for step in range(3):
-        weight.grad = change(normal(*shape, seed=step + 1, std=0.1).to(weight.dtype))
+        weight.grad = layout(normal(*shape, seed=step + 1, std=0.1).to(weight.dtype))
         for x in optimizer.state[weight].values() if step == 2 else ():
             if isinstance(x, Tensor) and x.shape == weight.shape:
-                x.data = change(x)
+                x.data = layout(x)
         optimizer.step()
     parts = [weight.codes, weight.scale] if storage == "codes" else [weight]
-    return [
-        as_bytes(x) for x in (*parts, *optimizer.state[weight].values()) if isinstance(x, Tensor)
-    ]
+    parts += optimizer.state[weight].values()
+    return [as_bytes(x) for x in parts if isinstance(x, Tensor)]
 
 
 @pytest.mark.covering(2)
-@changes
+@every_layout
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
 @pytest.mark.parametrize("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
-def test_steps(name, storage, shape, path, change, products) -> None:
-    assert stepped(name, storage, shape, change, path) == stepped(
-        name, storage, shape, torch.clone, path
-    )
+def test_steps(name, storage, shape, path, layout, products) -> None:
+    """Every optimizer steps a weight, gradient and state of any layout to the same bits."""
+    contiguous = bytes_after_steps(name, storage, shape, torch.clone, path)
+    assert bytes_after_steps(name, storage, shape, layout, path) == contiguous
 
 
 def quantized_gradient(x, granularity) -> Tensor:
@@ -100,23 +98,24 @@ FUNCTIONS = {
 }
 
 
-@changes
-@pytest.mark.parametrize("native", [True, False])
+@every_layout
+@pytest.mark.parametrize("native", [True, False], ids=["native", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (900, 320), (1, 32)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name, dtype, native, change, monkeypatch) -> None:
+def test_functions(name, shape, dtype, native, layout, monkeypatch) -> None:
+    x = normal(*shape, seed=1).to(dtype)
     with monkeypatch.context() as patch:
         if not native:
             patch.setattr(_native, "_found", lambda: (None, []))
-        for shape in ((5, 64), (900, 320), (1, 32)):
-            x = normal(*shape, seed=1).to(dtype)
-            assert as_bytes(FUNCTIONS[name](change(x))) == as_bytes(FUNCTIONS[name](x))
+        assert as_bytes(FUNCTIONS[name](layout(x))) == as_bytes(FUNCTIONS[name](x))
 
 
-@changes
+@every_layout
 @pytest.mark.parametrize("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
-def test_bytes_are_those_of_a_contiguous_copy(shape, change) -> None:
-    for x in (normal(*shape), normal(*shape).bfloat16()):
-        expected = x.view(torch.uint8) if shape else x.reshape(1).view(torch.uint8)
-        assert as_bytes(change(x)) == expected.numpy().tobytes()
-        assert _word_of_start(nn.Parameter(change(x)), {}) == _word_of_start(nn.Parameter(x), {})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_a_contiguous_copy(shape, dtype, layout) -> None:
+    x = normal(*shape).to(dtype)
+    expected = x.view(torch.uint8) if shape else x.reshape(1).view(torch.uint8)
+    assert as_bytes(layout(x)) == expected.numpy().tobytes()
+    assert _word_of_start(nn.Parameter(layout(x)), {}) == _word_of_start(nn.Parameter(x), {})

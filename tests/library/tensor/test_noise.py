@@ -1,5 +1,7 @@
-"""No two tensors round with the same draws, and none draws the same twice, however they
-came to be.
+"""No two tensors round with the same draws, and none draws the same twice.
+
+However they came to be: copies, loaded states, parameters that were added and removed,
+running averages.
 """
 
 import copy
@@ -21,12 +23,11 @@ VALUE = torch.full((N,), 1.03)  # 0.24 of a step above 1 in E4M3
 
 
 def byte(seed: int | None) -> fm.FP8Parameter:
-    return fm.FP8Parameter(
-        torch.ones(N), "E4M3", scale=1.0, **({} if seed is None else {"seed": seed})
-    )
+    options = {} if seed is None else {"seed": seed}
+    return fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, **options)
 
 
-def stepped(parameters, optimizers) -> list[Tensor]:
+def moves_of_a_step(parameters, optimizers) -> list[Tensor]:
     before = [p.detach().clone() for p in parameters]
     for p in parameters:
         p.grad = torch.ones(N)
@@ -54,27 +55,30 @@ def wrapped(parameters):
     )
 
 
-@pytest.mark.parametrize("make", [make, wrapped])
-def test_one_optimizer_for_each_parameter(make) -> None:
-    """Manifolds of weights on a grid have seeds; two with one seed are told apart by
-    what they hold.
-    """
-    seeds = ((1, 1.0), (2, 1.0), (1, 2.0))
-    grid = [
+def bytes_of_four_seeds():
+    return [byte(seed) for seed in range(4)]
+
+
+def grid_weights():
+    """Manifolds have seeds; weights of one seed are told apart by their values."""
+    seeds_and_values = ((1, 1.0), (2, 1.0), (1, 2.0))
+    return [
         on(fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed), torch.full((N,), x))
-        for seed, x in seeds
+        for seed, x in seeds_and_values
     ]
-    for parameters in ([byte(seed) for seed in range(4)], grid):
-        assert_unrelated(stepped(parameters, [make([p]) for p in parameters]))
+
+
+@pytest.mark.parametrize("make", [make, wrapped])
+@pytest.mark.parametrize("weights", [bytes_of_four_seeds, grid_weights])
+def test_one_optimizer_for_each_parameter(weights, make) -> None:
+    parameters = weights()
+    assert_unrelated(moves_of_a_step(parameters, [make([p]) for p in parameters]))
 
 
 def test_averages_of_ordinary_parameters_with_an_optimizer_each() -> None:
     torch.manual_seed(0)
-    parameters, gradient, noise = (
-        [torch.nn.Parameter(torch.randn(N)) for _ in range(3)],
-        torch.randn(N),
-        [],
-    )
+    parameters = [torch.nn.Parameter(torch.randn(N)) for _ in range(3)]
+    gradient, noise = torch.randn(N), []
     spacing = 2.0 ** torch.frexp(gradient * (1 - 0.9)).exponent
     for p in parameters:
         p.grad = gradient.clone()
@@ -87,36 +91,47 @@ def test_averages_of_ordinary_parameters_with_an_optimizer_each() -> None:
 def test_a_removed_parameters_stream_is_not_given_again() -> None:
     first, second, third = byte(5), byte(5), byte(5)
     optimizer = make([first, second])
-    old = stepped([first, second], [optimizer])
-    gone = optimizer.state.pop(first)["stream"]
+    old = moves_of_a_step([first, second], [optimizer])
+    removed_stream = optimizer.state.pop(first)["stream"]
     optimizer.param_groups[0]["params"].remove(first)
     optimizer.add_param_group({"params": [third]})
     resumed = copy.deepcopy(optimizer)
-    assert_unrelated([*stepped([second, third], [optimizer]), *old])
-    assert len({gone, *(optimizer.state[p]["stream"] for p in (second, third))}) == 3
+    assert_unrelated([*moves_of_a_step([second, third], [optimizer]), *old])
+    streams = {optimizer.state[p]["stream"] for p in (second, third)}
+    assert len({removed_stream, *streams}) == 3
     assert optimizer.state_dict()["streams_begun"] == resumed.streams_begun + 1 == 3
 
 
-@pytest.mark.parametrize("later", [lambda optimizer: optimizer, copy.deepcopy, "state"])
-def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later) -> None:
+def with_loaded_state(optimizer):
+    state = optimizer.state_dict()
+    optimizer = wrapped(optimizer.param_groups[0]["params"])
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+SUCCESSORS = {
+    "itself": lambda optimizer: optimizer,
+    "deepcopy": copy.deepcopy,
+    "state": with_loaded_state,
+}
+
+
+@pytest.mark.parametrize("successor", SUCCESSORS.values(), ids=SUCCESSORS)
+def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(successor) -> None:
     first, second, third = byte(5), byte(5), byte(5)
     optimizer = wrapped([first, second])
-    old = stepped([first, second], [optimizer])
-    gone = optimizer.streams[first]
+    old = moves_of_a_step([first, second], [optimizer])
+    removed_stream = optimizer.streams[first]
     optimizer.param_groups[0]["params"].remove(first)
-    stepped([second], [optimizer])
+    moves_of_a_step([second], [optimizer])
     assert (optimizer.streams.keys(), optimizer.streams_begun) == ({second}, 2)
-    if later == "state":
-        saved, optimizer = optimizer.state_dict(), wrapped([second])
-        optimizer.load_state_dict(saved)
-    else:
-        optimizer = later(optimizer)
+    optimizer = successor(optimizer)
     (second,) = optimizer.param_groups[0]["params"]
     with torch.no_grad():
         second.fill_(1.0)
     optimizer.add_param_group({"params": [third]})
-    assert_unrelated([*stepped([second, third], [optimizer]), *old])
-    assert len({gone, optimizer.streams[second], optimizer.streams[third]}) == 3
+    assert_unrelated([*moves_of_a_step([second, third], [optimizer]), *old])
+    assert len({removed_stream, optimizer.streams[second], optimizer.streams[third]}) == 3
 
 
 @pytest.mark.parametrize("lacking", ["streams", "streams_begun"])
@@ -134,7 +149,7 @@ def test_a_cleared_state_draws_anew() -> None:
     for _ in range(3):
         with torch.no_grad():
             parameter.fill_(1.0)
-        moves += stepped([parameter], [optimizer])
+        moves += moves_of_a_step([parameter], [optimizer])
         optimizer.state.clear()
     assert_unrelated(moves)
 
@@ -163,24 +178,43 @@ def test_a_wrapper_draws_apart_from_an_optimizer_that_draws_itself() -> None:
     assert len({*optimizer.streams.values(), *(inner.state[p]["stream"] for p in parameters)}) == 6
 
 
-def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_and_exported() -> (
-    None
-):
+def loaded(p):
+    parameters = torch.nn.ParameterList([byte(1)])
+    parameters.load_state_dict({"0": copy.deepcopy(p)})
+    return parameters[0]
+
+
+def exported(p):
+    return fm.unflatten_state_dict(torch.nn.ParameterList([p]).state_dict())["0"]
+
+
+SAME_DRAWS = {
+    "itself": lambda p: p,
+    "deepcopy": copy.deepcopy,
+    "loaded": loaded,
+    "exported": exported,
+}
+
+
+@pytest.mark.parametrize("same_draws", SAME_DRAWS.values(), ids=SAME_DRAWS)
+def test_draws_without_the_operator_s_name_stay_so(same_draws) -> None:
     new = byte(4)
-    own = fm.FP8Parameter.from_codes(new.codes, new.scale, "E4M3", seed=4, by_operator=False)
-    loaded = torch.nn.ParameterList([byte(1)])
-    loaded.load_state_dict({"0": copy.deepcopy(own)})
-    exported = fm.unflatten_state_dict(torch.nn.ParameterList([copy.deepcopy(own)]).state_dict())[
-        "0"
-    ]
-    expected = fm.encode(VALUE, "E4M3", "stochastic", seed=4, step=0)
-    for one in (own, loaded[0], exported):
-        with torch.no_grad():
-            one.add_(0.03)
-        assert torch.equal(one.codes, expected)
+    p = same_draws(
+        fm.FP8Parameter.from_codes(new.codes, new.scale, "E4M3", seed=4, by_operator=False)
+    )
+    with torch.no_grad():
+        p.add_(0.03)
+    assert torch.equal(p.codes, fm.encode(VALUE, "E4M3", "stochastic", seed=4, step=0))
 
 
-@pytest.mark.parametrize("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
+SNAPSHOTS = {
+    "clone": Tensor.clone,
+    "deepcopy": copy.deepcopy,
+    "detached": lambda p: p.detach().clone(),
+}
+
+
+@pytest.mark.parametrize("snapshot", SNAPSHOTS.values(), ids=SNAPSHOTS)
 def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot) -> None:
     p, moves = byte(6), []
     with torch.no_grad():
@@ -200,12 +234,14 @@ def quantized(rounding) -> torch.nn.Module:
     return fm.quantize_model(model, "E4M3", "fp8", rounding=rounding)
 
 
-both = pytest.mark.parametrize(
-    "options", [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
+both_kinds = pytest.mark.parametrize(
+    "options",
+    [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}],
+    ids=["of lists", "of tensors"],
 )
 
 
-@both
+@both_kinds
 def test_an_average_of_codes_is_refused(options) -> None:
     with pytest.raises(
         TypeError, match=r"'0\.weight' in codes, where .*: use fp8manifold\.averaged_model\(model\)"
@@ -229,39 +265,38 @@ def test_an_average_of_bare_parameters_is_in_floats() -> None:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "codes", "codes and bfloat16"])
 def test_an_average_of_bfloat16_or_codes_is_in_float32(kind) -> None:
-    """An average in their own numbers would drop what is below half a spacing of them."""
+    """An average in bfloat16 or codes would drop what is below half their spacing."""
     model = (
         quantized("nearest") if "codes" in kind else torch.nn.Sequential(torch.nn.Linear(64, 32))
     )
     model = model.to(torch.bfloat16 if "bfloat16" in kind else torch.float32)
-    average, wanted = fm.averaged_model(model), [torch.zeros(p.shape) for p in model.parameters()]
-    for seen in range(4):
-        for seed, (p, mean) in enumerate(zip(model.parameters(), wanted, strict=True)):
+    average = fm.averaged_model(model)
+    means = [torch.zeros(p.shape) for p in model.parameters()]
+    for count in range(4):
+        for seed, (p, mean) in enumerate(zip(model.parameters(), means, strict=True)):
             with torch.no_grad():
-                p.copy_(normal(*p.shape, seed=10 * seen + seed))
-            mean += (
-                (p.dequantize() if isinstance(p, fm.FP8Tensor) else p).detach().float() - mean
-            ) / (seen + 1)
+                p.copy_(normal(*p.shape, seed=10 * count + seed))
+            mean += (values_of(p).float() - mean) / (count + 1)
         average.update_parameters(model)
-    for ours, mean in zip(average.module.parameters(), wanted, strict=True):
-        assert (ours.dtype, type(ours)) == (torch.float32, torch.nn.Parameter)
-        assert torch.equal(ours, mean)
-        assert not torch.equal(ours, ours.bfloat16().float())
+    for averaged, mean in zip(average.module.parameters(), means, strict=True):
+        assert (averaged.dtype, type(averaged)) == (torch.float32, torch.nn.Parameter)
+        assert torch.equal(averaged, mean)
+        assert not torch.equal(averaged, averaged.bfloat16().float())
+
+
+def values_of(p: Tensor) -> Tensor:
+    return p.dequantize() if isinstance(p, fm.FP8Tensor) else p.detach()
 
 
 class Averaged(torch.nn.Module):
-    """Linear layers, one of them hung with a buffer, and a norm with running statistics
-    between them.
-    """
+    """Two linear layers, one with an extra buffer, and running statistics between them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = (
-            torch.nn.Linear(8, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Linear(8, 8),
-        )
-        self.first.register_buffer("hung", torch.zeros(3))
+        self.first = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.last = torch.nn.Linear(8, 8)
+        self.first.register_buffer("extra", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.first(x)))
@@ -276,12 +311,13 @@ SPECS = {
 }
 
 
-@both
+@both_kinds
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_an_average_is_the_plain_average(storage, spec, options) -> None:
-    """Every storage, and layers with scales, counts and manifolds, to the bit; buffers
-    are copied.
+    """It has the bits of torch's average of the same values in floats.
+
+    In every storage, and of layers with scales, counts and manifolds. Buffers are copied.
     """
     torch.manual_seed(0)
     net = Averaged()
@@ -294,9 +330,9 @@ def test_an_average_is_the_plain_average(storage, spec, options) -> None:
         model(normal(6, 8, seed=step)).square().sum().backward()
         optimizer.step()
         with torch.no_grad():
-            model.first.hung += 1
+            model.first.extra += 1
             for value, p in zip(floats.parameters(), model.parameters(), strict=True):
-                value.copy_(p.dequantize() if isinstance(p, fm.FP8Tensor) else p)
+                value.copy_(values_of(p))
             for name, buffer in floats.named_buffers():
                 buffer.copy_(model.get_buffer(name))
         plain.update_parameters(floats)
@@ -308,9 +344,7 @@ def test_an_average_is_the_plain_average(storage, spec, options) -> None:
 
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_an_average_of_transposed_weights(storage) -> None:
-    """GPT-2 has such weights; square ones would silently be averaged in the wrong
-    layout.
-    """
+    """GPT-2 has such weights; square ones could be averaged transposed unnoticed."""
     from transformers import pytorch_utils as layers
 
     torch.manual_seed(0)
@@ -320,9 +354,8 @@ def test_an_average_of_transposed_weights(storage) -> None:
     average = fm.averaged_model(model)
     for _ in range(2):
         average.update_parameters(model)
-    for ours, layer in zip(average.module, model, strict=True):
-        weight = layer.weight.detach()
-        assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
+    for averaged, layer in zip(average.module, model, strict=True):
+        assert torch.equal(averaged.weight, values_of(layer.weight).t())
 
 
 def in_place(average: Tensor, weight: Tensor) -> None:
@@ -355,17 +388,17 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("changed", [in_place, over_lists, of_difference, put_back, of_rows])
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_running_average_in_codes_warns_once(copied, changed) -> None:
+@pytest.mark.parametrize("update", [in_place, over_lists, of_difference, put_back, of_rows])
+@pytest.mark.parametrize("copy_of", COPIES.values(), ids=COPIES)
+def test_a_running_average_in_codes_warns_once(copy_of, update) -> None:
     weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
-    average = copied(weight)
-    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+    average = copy_of(weight)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(40):
-            changed(average, weight.detach())
-    assert [warning.category for warning in said] == [fm.RepeatedRoundingWarning]
-    assert "averaged_model" in str(said[0].message)
+            update(average, weight.detach())
+    assert [warning.category for warning in caught] == [fm.RepeatedRoundingWarning]
+    assert "averaged_model" in str(caught[0].message)
 
 
 @pytest.mark.extra("diffusers")
@@ -405,7 +438,7 @@ OPTIMIZERS = {
     "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
     "data": lambda parameters: StepsOnData(parameters, lr=1e-3),
-    "ours": lambda parameters: optim.StiffnessAdamW(parameters, lr=0.01),
+    "StiffnessAdamW": lambda parameters: optim.StiffnessAdamW(parameters, lr=0.01),
     "wrapped": lambda parameters: optim.StiffnessWrapper(torch.optim.SGD(parameters, lr=1e-3)),
 }
 
@@ -427,20 +460,20 @@ def test_a_weight_that_is_trained_does_not_warn(copied, kind) -> None:
 
 def test_a_copy_that_takes_other_values_does_not_warn() -> None:
     weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
-    other = weight.detach().clone()
+    twin = weight.detach().clone()
     for seed in range(8):
-        other.copy_(weight)
-        other.copy_(normal(4, 32, seed=seed))
-        other.normal_()
+        twin.copy_(weight)
+        twin.copy_(normal(4, 32, seed=seed))
+        twin.normal_()
     for factor in (0.5, 0.25, 0.125):
         weight.detach().clone().mul_(factor).add_(weight.detach()).sub_(1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_is_a_plain_tensor_in_float(copied, dtype) -> None:
+@pytest.mark.parametrize("copy_of", COPIES.values(), ids=COPIES)
+def test_a_copy_is_a_plain_tensor_in_float(copy_of, dtype) -> None:
     weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1, dtype=dtype)
-    plain = copied(weight).detach().float()
+    plain = copy_of(weight).detach().float()
     assert (type(plain), plain.dtype) == (torch.Tensor, torch.float32)
     assert torch.equal(plain, weight.dequantize().float())
     plain.zero_()
@@ -449,7 +482,7 @@ def test_a_copy_is_a_plain_tensor_in_float(copied, dtype) -> None:
 
 @pytest.mark.parametrize("moved", ["itself", "deepcopy", "to", "pickle", "state"])
 def test_a_parameter_in_codes_stays_one_in_float(moved, tmp_path) -> None:
-    """``Module.float`` asks the same of each of them."""
+    """However it was moved: `Module.float` treats a copy as it treats the original."""
     layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "fp8", seed=1)
     if moved == "deepcopy":
         layer = copy.deepcopy(layer.bfloat16())

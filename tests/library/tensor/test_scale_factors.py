@@ -1,5 +1,6 @@
-"""Scales `2^e f` as published files have them: stores of every granularity against the
-exact products.
+"""Scales `2^e f` with any factor f, as published files have them.
+
+Stores of every granularity are compared with the exact products of code and scale.
 """
 
 import copy
@@ -13,6 +14,7 @@ from test_ranks_fsdp import sharded
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -25,7 +27,7 @@ every_granularity = pytest.mark.parametrize(
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def made(granularity, fmt="E4M3", shape=(2, 140, 160), **options) -> fm.FP8Tensor:
+def stored(granularity, fmt="E4M3", shape=(2, 140, 160), **options) -> fm.FP8Tensor:
     p = fm.FP8Tensor(normal(*shape, std=0.1), fmt, granularity=granularity)
     codes = p.codes.masked_fill(p.codes == p.format.sign_bit, 0)
     scale = p.scale * (1 + torch.rand(p.scale.shape, generator=torch.Generator().manual_seed(0)))
@@ -40,15 +42,16 @@ def made(granularity, fmt="E4M3", shape=(2, 140, 160), **options) -> fm.FP8Tenso
 def test_values_are_code_times_scale_rounded_as_servers_do(
     fmt, granularity, dtype, monkeypatch
 ) -> None:
-    """To float32, and then to the dtype; a product of 8 bits and 24 is exact in
-    float64.
+    """Rounded to float32, and then to the dtype.
+
+    The product of 8 bits and 24 is exact in float64.
     """
-    p = made(granularity, fmt, (2, 3, 64), dtype=dtype)
+    p = stored(granularity, fmt, (2, 3, 64), dtype=dtype)
     assert p.kept_scale.dtype is torch.float32
-    known = torch.tensor(
+    decoded = torch.tensor(
         [float(reference.decode(code, p.format)) for code in p.codes.flatten().tolist()]
     )
-    wide = (known.view(p.shape).double() * p.expanded_scale().double()).float()
+    wide = (decoded.view(p.shape).double() * p.expanded_scale().double()).float()
     assert (wide.bfloat16() != wide).any()
     torch._dynamo.reset()
     read = torch.compile(lambda w: w * 1.0, fullgraph=True, backend="aot_eager")
@@ -65,7 +68,8 @@ def test_values_are_code_times_scale_rounded_as_servers_do(
         assert torch.equal(values, wide.to(dtype))
 
 
-LEAVES = {
+#: Operators that change no value.
+IDENTITIES = {
     "add_": lambda p: p.add_(0.0),
     "mul_": lambda p: p.mul_(1.0),
     "clamp_": lambda p: p.clamp_(-1e9, 1e9),
@@ -77,12 +81,12 @@ LEAVES = {
     "data": lambda p: setattr(p, "data", p.data),
     "rescale_": lambda p: p.rescale_(p.scale.clone()),
     "adapt_scale_": lambda p: p.adapt_scale_(),
-    "SGD": lambda p: torch.optim.SGD([stepped(p)], lr=0.0).step(),
-    "fused": lambda p: torch.optim.AdamW([stepped(p)], lr=0.0, fused=True).step(),
+    "SGD": lambda p: torch.optim.SGD([with_gradient(p)], lr=0.0).step(),
+    "fused": lambda p: torch.optim.AdamW([with_gradient(p)], lr=0.0, fused=True).step(),
 }
 
 
-def stepped(p):
+def with_gradient(p):
     parameter = fm.FP8Parameter(p)
     parameter.grad = normal(*p.shape).to(p.dtype)
     return parameter
@@ -92,14 +96,15 @@ def stepped(p):
 @every_granularity
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("fmt", ["E4M3", "E1M6"])
-def test_an_operator_that_changes_no_value_changes_no_code(
-    fmt, rounding, granularity, dtype
-) -> None:
-    """Stochastic rounding too, of a quotient that may be a hair off the code's value."""
-    p = made(granularity, fmt, dtype=dtype, rounding=rounding)
+def test_operators_that_change_no_value_change_no_code(fmt, rounding, granularity, dtype) -> None:
+    """One after the other, nearest and stochastic.
+
+    The quotient by the scale may be a hair off the value of the code.
+    """
+    p = stored(granularity, fmt, dtype=dtype, rounding=rounding)
     codes, scale = p.codes.clone(), p.scale.clone()
-    for name, leave in LEAVES.items():
-        leave(p)
+    for name, identity in IDENTITIES.items():
+        identity(p)
         assert torch.equal(p.codes, codes), name
         assert torch.equal(p.scale, scale), name
 
@@ -111,13 +116,14 @@ def test_halves_are_rounded_once(fmt, rounding) -> None:
     w = normal(10_000, std=0.1).bfloat16()
     options = {"granularity": "tensor", "rounding": rounding, "seed": 3}
     options["scale"] = 0.7 / fm.FloatFormat.from_string(fmt).max
-    half, wide = (fm.FP8Tensor(values, fmt, **options) for values in (w, w.float()))
+    half, wide = fm.FP8Tensor(w, fmt, **options), fm.FP8Tensor(w.float(), fmt, **options)
     assert torch.equal(half.codes, wide.codes)
-    shown, new = half.dequantize(), w.flip(0)
+    values, new = half.dequantize(), w.flip(0)
     half.write(new)  # as fused optimizers do
     wide.write(new.float())
-    apart = half.codes != wide.codes
-    assert torch.equal(new[apart], shown[apart])  # what it shows already leaves its code
+    # A value that the weight has already leaves its code, whatever that is.
+    differs = half.codes != wide.codes
+    assert torch.equal(new[differs], values[differs])
 
 
 def test_a_scale_is_described_with_its_factor() -> None:
@@ -128,10 +134,8 @@ def test_a_scale_is_described_with_its_factor() -> None:
 
 @pytest.mark.parametrize("granularity", ["block", "square"])
 def test_exponents_become_floats_for_all_that_share_them(granularity) -> None:
-    p, q = (
-        fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity),
-        made(granularity, shape=(140, 160)),
-    )
+    p = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity)
+    q = stored(granularity, shape=(140, 160))
     twin, version = p.detach(), p._version
     assert p.exponents is not None
     p.copy_(q)
@@ -141,10 +145,13 @@ def test_exponents_become_floats_for_all_that_share_them(granularity) -> None:
     assert same_store(twin, q)
     p.set_scale_(0.5)
     assert (p.exponents, p.scale.unique().tolist()) == (None, [0.5])
-    assert (
-        fm.FP8Tensor.from_codes(p.codes, p.scale, "E4M3", block_size=p.block_size).exponents
-        is not None
-    )
+    new = fm.FP8Tensor.from_codes(p.codes, p.scale, "E4M3", block_size=p.block_size)
+    assert new.exponents is not None
+
+
+@pytest.mark.parametrize("granularity", ["block", "square"])
+def test_compiled_code_does_not_turn_exponents_into_floats(granularity) -> None:
+    q = stored(granularity, shape=(140, 160))
     exponents = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity)
     with pytest.raises(Exception, match="can't set scales other than powers of two"):
         torch.compile(lambda a, b: a.copy_(b), backend="aot_eager")(exponents, q)
@@ -162,55 +169,66 @@ def layers(granularity, seed, **options):
 def test_layers_are_saved_and_read_again(granularity) -> None:
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     state = net.state_dict()
-    others = [
-        layers(granularity, 2),
-        layers(granularity, 2, keep_remainder=True),
-        copy.deepcopy(net),
-    ]
-    others[0].load_state_dict(through_disk(state))
-    others[1].load_state_dict({name: part.clone() for name, part in state.items()}, assign=True)
-    for other in others:
-        assert torch.equal(other(x), net(x))
-        assert {name: part.dtype for name, part in other.state_dict().items()} == {
-            n: x.dtype for n, x in state.items()
-        }
+    loaded, assigned = layers(granularity, 2), layers(granularity, 2, keep_remainder=True)
+    loaded.load_state_dict(through_disk(state))
+    assigned.load_state_dict({name: part.clone() for name, part in state.items()}, assign=True)
+    dtypes = {name: part.dtype for name, part in state.items()}
+    for twin in (loaded, assigned, copy.deepcopy(net)):
+        assert torch.equal(twin(x), net(x))
+        assert {name: part.dtype for name, part in twin.state_dict().items()} == dtypes
     assert same_store(fm.unflatten_state_dict(state)["0.weight"], net[0].weight)
     assert same_store(through_disk({"w": net[0].weight.detach()})["w"], net[0].weight)
 
 
-@pytest.mark.parametrize("exported", ["weight_scale", "weight_scale_inv"])
+def layer_of_floats(granularity):
+    """Return a layer, and its state but for the scale as other libraries save it."""
+    layer = with_factors(layers(granularity, 1))[0]
+    codes = layer.weight.codes.view(torch.float8_e4m3fn)
+    return layer, {"weight": codes, "bias": layer.bias.detach()}
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("granularity", "shapes"),
+    ("granularity", "shape"),
     [
-        ("tensor", [(), (1,), (1, 1)]),
-        ("channel", [(200, 1), (200,)]),
-        ("block", [(200, 5)]),
-        ("square", [(2, 2)]),
+        ("tensor", ()),
+        ("tensor", (1,)),
+        ("tensor", (1, 1)),
+        ("channel", (200, 1)),
+        ("channel", (200,)),
+        ("block", (200, 5)),
+        ("square", (2, 2)),
     ],
+    ids=str,
 )
 def test_codes_of_other_libraries_are_read_with_their_scales(
-    granularity, shapes, dtype, exported
+    granularity, shape, dtype, name
 ) -> None:
-    whole = with_factors(layers(granularity, 1))[0]
-    codes, bias = whole.weight.codes.view(torch.float8_e4m3fn), whole.bias.detach()
-    for shape in shapes:
-        layer = layers(granularity, 2)[0]
-        layer.load_state_dict(
-            {"weight": codes, "bias": bias, exported: whole.weight.scale.to(dtype).view(shape)}
-        )
-        assert torch.equal(layer.weight.codes, whole.weight.codes)
-        assert torch.equal(layer.weight.scale, whole.weight.scale.to(dtype).float())
-    for more in ("weight_scale_2", "weight_zero_point", "weight_scale", "weight_scale_inv"):
-        if more != exported:
-            said = {
-                "weight": codes,
-                "bias": bias,
-                exported: whole.weight.scale,
-                more: torch.ones(()),
-            }
-            with pytest.raises(RuntimeError, match=r"at weight_scale.* and at weight_"):
-                layers(granularity, 2)[0].load_state_dict(said)
+    layer, state = layer_of_floats(granularity)
+    loaded = layers(granularity, 2)[0]
+    loaded.load_state_dict(state | {name: layer.weight.scale.to(dtype).view(shape)})
+    assert torch.equal(loaded.weight.codes, layer.weight.codes)
+    assert torch.equal(loaded.weight.scale, layer.weight.scale.to(dtype).float())
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [
+        ("weight_scale", "weight_scale_2"),
+        ("weight_scale", "weight_zero_point"),
+        ("weight_scale", "weight_scale_inv"),
+        ("weight_scale_inv", "weight_scale_2"),
+        ("weight_scale_inv", "weight_zero_point"),
+        ("weight_scale_inv", "weight_scale"),
+    ],
+)
+def test_a_second_scale_is_refused(name, second, granularity) -> None:
+    layer, state = layer_of_floats(granularity)
+    state |= {name: layer.weight.scale, second: torch.ones(())}
+    with pytest.raises(RuntimeError, match=r"at weight_scale.* and at weight_"):
+        layers(granularity, 2)[0].load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:.*partial squares")
@@ -219,9 +237,9 @@ def test_codes_of_other_libraries_are_read_with_their_scales(
 def test_what_was_exported_is_read_again(granularity, layout) -> None:
     layout = "fp8" if granularity == "square" else layout
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
-    other = layers(granularity, 2)
-    other.load_state_dict(exported_state_dict(net, layout)[0])
-    assert torch.equal(other(x), net(x))
+    loaded = layers(granularity, 2)
+    loaded.load_state_dict(exported_state_dict(net, layout)[0])
+    assert torch.equal(loaded(x), net(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -238,8 +256,9 @@ def test_master_weights_in_half_precision_are_exported(granularity, dtype) -> No
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("granularity", ["block", "square"])
 def test_compiled_code_reads_the_scales_of_the_moment(granularity) -> None:
-    """Code compiled for exponents is compiled once more for floats; the second matrix
-    ends in partial squares.
+    """Code compiled for exponents is compiled once more for floats.
+
+    The second matrix ends in partial squares.
     """
     torch._dynamo.reset()
     net, x = layers(granularity, 1), normal(4, 160)
@@ -263,17 +282,17 @@ def test_products_of_codes_take_the_scales_that_there_are(products) -> None:
     x = normal(5, 64).requires_grad_()
     y, weight = net(x), net[0].weight
     y.sum().backward()
-    taken = net[0].quantized_input(x).double()
-    torch.testing.assert_close(
-        y, (taken @ weight.dequantize().double().t() + net[0].bias.double()).float()
-    )
+    operand = net[0].quantized_input(x).double()
+    product = operand @ weight.dequantize().double().t() + net[0].bias.double()
+    torch.testing.assert_close(y, product.float())
     exact = torch.ones(5, 32) @ weight.dequantize()
     assert (x.grad - exact).abs().max() < 0.1 * exact.abs().max()
 
 
-def gathered(granularity) -> None:
-    """Rows that two processes hold, of which one has powers of two alone: both hold
-    floats, and gather them.
+def gather_rows(granularity) -> None:
+    """Shard weights of which one process's rows have powers of two, and gather them.
+
+    Both processes store float scales.
     """
     whole = with_factors(model(granularity))
     first = whole[0].weight
@@ -287,49 +306,43 @@ def gathered(granularity) -> None:
     parts.reshard()
     loss_of(parts, batch(1)).backward()
     loaded = sharded(model(granularity, seed=5))
+    targets = loaded.state_dict()
     loaded.load_state_dict(
-        {name: _like(part, loaded.state_dict()[name]) for name, part in state.items()}
+        {name: distributed_as(targets[name], part) for name, part in state.items()}
     )
-    kinds = [
-        x.kept_scale.dtype
-        for p in loaded.parameters()
-        if isinstance(x := p._local_tensor, fm.FP8Tensor)
-    ]
-    assert set(kinds) == {torch.float32}
+    local = [p._local_tensor for p in loaded.parameters()]
+    dtypes = {rows.kept_scale.dtype for rows in local if isinstance(rows, fm.FP8Tensor)}
+    assert dtypes == {torch.float32}
     with torch.no_grad():
         assert torch.equal(loaded(batch(0)), whole(batch(0)))
     loaded.reshard()
-    full = {
-        name: part.full_tensor() if hasattr(part, "full_tensor") else part
-        for name, part in get_model_state_dict(parts).items()
-    }
-    assert all(
-        torch.equal(full[name], part)
-        for name, part in state.items()
-        if not name.endswith("_counter")
-    )
+    gathered = get_model_state_dict(parts)
+    for name, part in state.items():
+        if not name.endswith("_counter"):
+            assert torch.equal(full(gathered[name]), part), name
 
 
-def _like(part, own) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def full(part: Tensor) -> Tensor:
+    return part.full_tensor() if isinstance(part, DTensor) else part
 
-    return (
-        distribute_tensor(part, own.device_mesh, own.placements)
-        if isinstance(own, DTensor)
-        else part
-    )
+
+def distributed_as(target: Tensor, part: Tensor) -> Tensor:
+    if not isinstance(target, DTensor):
+        return part
+    return distribute_tensor(part, target.device_mesh, target.placements)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_rows_of_processes_have_the_scales_of_the_whole(pools, granularity) -> None:
-    pools[2].run(gathered, granularity)
+    pools[2].run(gather_rows, granularity)
 
 
 def test_a_sharded_weight_keeps_its_kind_of_scales(pools) -> None:
-    assert all("set other scales before fully_shard" in said for said in pools[2].run(set_in_rows))
+    for message in pools[2].run(error_of_a_scale_of_rows):
+        assert "set other scales before fully_shard" in message
 
 
-def set_in_rows() -> str:
+def error_of_a_scale_of_rows() -> str:
     rows = sharded(model("block"))[0].weight._local_tensor
     try:
         rows.set_scale_(0.3)

@@ -26,23 +26,23 @@ def _fresh_compiler() -> None:
         ("E5M2FNUZ", {"dtype": torch.bfloat16}),
         ("E2M1", {"requires_grad": False}),
     ],
-    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+    ids=["channel", "tensor", "block with remainder", "bfloat16", "frozen"],
 )
 def test_forward_and_backward_in_one_graph(name, options) -> None:
     dtype = options.get("dtype", torch.float32)
-    net, found = Net(name, **options).to(dtype), []
+    net, results = Net(name, **options).to(dtype), []
     for model in (net, torch.compile(net, fullgraph=True)):
         net.zero_grad()
         loss = loss_of(model, dtype)
         loss.backward()
-        assert all(
-            type(p.grad) is (Tensor if p.requires_grad else type(None)) for p in net.parameters()
-        )
-        found.append([loss.detach(), *(p.grad for p in net.parameters() if p.requires_grad)])
+        gradients = [p.grad for p in net.parameters() if p.requires_grad]
+        assert all(type(gradient) is Tensor for gradient in gradients)
+        assert all(p.grad is None for p in net.parameters() if not p.requires_grad)
+        results.append([loss.detach(), *gradients])
     tolerance = (
         {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
     )
-    torch.testing.assert_close(*found, **tolerance)
+    torch.testing.assert_close(*results, **tolerance)
     assert all(type(p) is fm.FP8Parameter for p in net.stored)
 
 
@@ -60,18 +60,17 @@ def test_a_frozen_model_compiles(mode) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E4M3FNUZ", "E2M3"])
-def test_values_are_the_same_to_the_bit(name) -> None:
+def test_values_are_the_same_to_the_bit(name, dtype) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codes[~fm.decode(codes, fmt).isinf()].expand(3, -1).contiguous()
-    for dtype in (torch.float32, torch.bfloat16):
-        p = fm.FP8Parameter.from_codes(
-            codes, torch.tensor([[2.0**-30], [1.0], [2.0**20]]), fmt, dtype=dtype
-        )
-        values = torch.compile(lambda w: w * 1, fullgraph=True)(p)
-        torch.testing.assert_close(values, p.dequantize(), rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(values.nan_to_num(0).double(), decoded(p).nan_to_num(0))
+    scale = torch.tensor([[2.0**-30], [1.0], [2.0**20]])
+    p = fm.FP8Parameter.from_codes(codes, scale, fmt, dtype=dtype)
+    values = torch.compile(lambda w: w * 1, fullgraph=True)(p)
+    torch.testing.assert_close(values, p.dequantize(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(values.nan_to_num(0).double(), decoded(p).nan_to_num(0))
 
 
 def test_taking_the_remainder_or_changing_scales_compiles_nothing_anew() -> None:
@@ -102,26 +101,24 @@ def test_blocks_of_different_seeds_share_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-def kept_floats(compiled, x, weights) -> list[torch.dtype]:
-    """Tensors of a weight's shape and more than a byte that a compiled forward pass
-    saves for its backward pass.
-    """
+def saved_floats(compiled, x, weights) -> list[torch.dtype]:
+    """Return dtypes of floats of a weight's shape that are saved for the backward pass."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = compiled(x)
     shapes = {tuple(p.shape) for p in weights} | {tuple(p.t().shape) for p in weights}
-    kept = [t.dtype for t in saved if tuple(t.shape) in shapes]
-    assert kept.count(torch.uint8) == len(weights)
+    dtypes = [t.dtype for t in saved if tuple(t.shape) in shapes]
+    assert dtypes.count(torch.uint8) == len(weights)
     out.sum().backward()
-    return [dtype for dtype in kept if dtype != torch.uint8]
+    return [dtype for dtype in dtypes if dtype != torch.uint8]
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager", "aot_eager_decomp_partition"])
 def test_the_compiled_backward_keeps_codes(backend) -> None:
-    """Whatever divides the graph: what a backward pass decodes waits for a gradient."""
+    """Whatever divides the graph: weights are decoded in the backward pass itself."""
     net = Net()
     compiled = torch.compile(net, fullgraph=True, backend=backend)
-    assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), net.stored) == []
+    assert saved_floats(compiled, INPUT[:4].clone().requires_grad_(), net.stored) == []
 
 
 @pytest.mark.parametrize("case", ["trained", "frozen", "autocast"])
@@ -134,7 +131,7 @@ def test_a_compiled_layer_keeps_codes(case) -> None:
             return torch.relu(layer(x.sin()))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
-    assert kept_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []
+    assert saved_floats(compiled, INPUT[:4].clone().requires_grad_(), [layer.weight]) == []
 
 
 def test_nearest_writes_compile_and_stochastic_ones_do_not() -> None:
@@ -179,8 +176,7 @@ def test_views_compile(call) -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), p)[0], gradient)
 
 
-def test_a_view_is_known_again() -> None:
-    """A view of a parameter that is made again for every call needs one graph."""
+def test_a_view_that_is_taken_again_is_not_compiled_again() -> None:
     p, counter = parameter(), CompileCounterWithBackend("inductor")
     compiled = torch.compile(lambda w: w.square().sum(), fullgraph=True, backend=counter)
     with torch.no_grad():

@@ -54,10 +54,8 @@ def test_a_copy_is_the_same_and_apart(make, granularity, kind) -> None:
         "keep_remainder": True,
     }
     values = normal(4, 64)
-    values[0, :32], values[3, 32:] = (
-        2.0**-100,
-        2.0**127,
-    )  # which need the ends of the scales that blocks can have
+    # They need the ends of the scales that blocks can have.
+    values[0, :32], values[3, 32:] = 2.0**-100, 2.0**127
     p = kind(values, "E3M4", **options)
     q = make(p)
     assert type(q) is kind
@@ -69,13 +67,8 @@ def test_a_copy_is_the_same_and_apart(make, granularity, kind) -> None:
         p.requires_grad,
     )
     assert torch.equal(q.remainder, p.remainder)
-    pairs = (
-        (p.codes, q.codes),
-        (p.scale, q.scale),
-        (p.counter, q.counter),
-        (p.remainder, q.remainder),
-    )
-    assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
+    for part in ("codes", "scale", "counter", "remainder"):
+        assert getattr(p, part).data_ptr() != getattr(q, part).data_ptr()
     with torch.no_grad():
         q.neg_()
     assert not torch.equal(p.codes, q.codes)
@@ -198,7 +191,7 @@ def test_geoopts_methods() -> None:
 
 
 def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
-    """In one line, with nothing of the layer changed; after the backward pass it moves."""
+    """Nothing of the layer is changed then; after the backward pass it can be moved."""
     layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8")[0]
     loss = layer(torch.ones(2, 8)).sum()
     with pytest.raises(RuntimeError, match="while a graph or a weak reference holds its weight"):
@@ -217,9 +210,8 @@ def quantized(**options):
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.isinstance.treespec, LeafSpec:FutureWarning"
-)  # torch 2.13 of itself
+# torch 2.13 uses itself what it has deprecated.
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 def test_an_exported_program_can_be_decomposed_unless_it_trains() -> None:
     model = quantized()
     program = torch.export.export(model, (INPUT,))
@@ -228,8 +220,8 @@ def test_an_exported_program_can_be_decomposed_unless_it_trains() -> None:
     model.requires_grad_(False)
     program = torch.export.export(model, (INPUT,)).run_decompositions()
     assert torch.equal(program.module()(INPUT), model(INPUT))
-    held = [t for t in program.state_dict.values() if t.dtype == torch.uint8]
-    assert [tuple(t.shape) for t in held] == [(64, 32), (4, 64)]
+    codes = [t for t in program.state_dict.values() if t.dtype == torch.uint8]
+    assert [tuple(t.shape) for t in codes] == [(64, 32), (4, 64)]
     assert not any("fp8manifold" in str(node.target) for node in program.graph.nodes)
 
 
@@ -247,15 +239,18 @@ def test_fake_tensors_are_quantized(granularity) -> None:
     assert model.weight.grad.shape == (4, 64)
 
 
-def test_fake_master_weights_are_quantized_and_a_grid_is_refused() -> None:
+@pytest.mark.parametrize("policy", ["dynamic", "static", "delayed"])
+def test_fake_master_weights_are_quantized(policy) -> None:
+    spec = fm.LayerSpec("E4M3", "E4M3", policy=policy)
     with FakeTensorMode():
-        for policy in ("dynamic", "static", "delayed"):
-            model = fm.quantize_model(
-                nn.Linear(64, 4), fm.LayerSpec("E4M3", "E4M3", policy=policy), "master"
-            )
-            assert model(torch.ones(3, 64)).shape == (3, 4)
-        with pytest.raises(RuntimeError, match="take storage='fp8', or quantise a model"):
-            fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
+        model = fm.quantize_model(nn.Linear(64, 4), spec, "master")
+        assert model(torch.ones(3, 64)).shape == (3, 4)
+
+
+def test_fake_weights_on_a_grid_are_refused() -> None:
+    message = "take storage='fp8', or quantise a model"
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
+        fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
 
 
 def test_a_single_value_is_formatted_as_a_number() -> None:
@@ -266,9 +261,7 @@ def test_a_single_value_is_formatted_as_a_number() -> None:
 
 
 def test_weights_are_made_empty_by_accelerate() -> None:
-    """accelerate makes each parameter again on the meta device, from its attributes:
-    format and options stay.
-    """
+    """Accelerate makes parameters again on the meta device; format and options stay."""
     import accelerate
 
     with accelerate.init_empty_weights():
@@ -295,13 +288,11 @@ def test_a_parameter_of_a_stored_tensor_is_its_parameter(granularity) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
-def test_a_network_learns_on_a_card(options) -> None:
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_a_network_learns_on_a_card(option) -> None:
     net = Net().cuda()
-    compiled, optimizer = (
-        torch.compile(net, fullgraph=True),
-        optim.AdamW(net.parameters(), 1e-2, **options),
-    )
+    compiled = torch.compile(net, fullgraph=True)
+    optimizer = optim.AdamW(net.parameters(), 1e-2, **{option: True})
     first, last = (train(lambda x: compiled(x.cuda()).cpu(), optimizer, steps) for steps in (5, 35))
     assert last < 0.2 * first
     assert all(type(p) is fm.FP8Parameter and p.is_cuda for p in net.stored)
@@ -352,17 +343,17 @@ def test_checkpointed_activations() -> None:
 
 @pytest.mark.parametrize("remainder", [False, True])
 def test_a_tied_weight_comes_back_from_a_file_of_safetensors(remainder, tmp_path):
-    def made(seed):
+    def tied(seed):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Embedding(7, 32), nn.Linear(32, 7, bias=False))
         net[1].weight = net[0].weight
         return fm.quantize_model(net, "E4M3", embeddings="E4M3", keep_remainder=remainder)
 
-    saved, read = made(0), made(1)
+    saved, loaded = tied(0), tied(1)
     safetensors.save_model(saved, tmp_path / "model.safetensors")
-    assert safetensors.load_model(read, tmp_path / "model.safetensors") == (set(), [])
-    assert torch.equal(read[1].weight.codes, saved[0].weight.codes)
-    assert read[1].weight is read[0].weight
+    assert safetensors.load_model(loaded, tmp_path / "model.safetensors") == (set(), [])
+    assert torch.equal(loaded[1].weight.codes, saved[0].weight.codes)
+    assert loaded[1].weight is loaded[0].weight
 
 
 def test_a_tied_weight_that_a_state_lacks_altogether_is_missing():
@@ -371,15 +362,23 @@ def test_a_tied_weight_that_a_state_lacks_altogether_is_missing():
         net.load_state_dict({})
 
 
-def test_data_of_another_shape_and_rows_that_are_not_there_are_refused():
+def test_data_of_another_shape_is_refused():
     p = fm.FP8Parameter(normal(10, 4), "E4M3")
     with pytest.raises(
         RuntimeError, match=r"\(10, 4\) can't take data of shape \(1, 4\): resize layers before"
     ):
         p.data = p.data[:1]
-    for index in (torch.tensor([-1]), torch.tensor([10])):
-        with pytest.raises((IndexError, RuntimeError), match="out of range"):
-            nn.functional.embedding(index, p)
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_an_embedding_of_a_row_out_of_range_is_refused(index):
+    p = fm.FP8Parameter(normal(10, 4), "E4M3")
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        nn.functional.embedding(torch.tensor([index]), p)
+
+
+def test_an_address_of_floats_is_refused():
+    p = fm.FP8Parameter(normal(10, 4), "E4M3")
     with pytest.raises(NotImplementedError, match="no address of floats"):
         p.data_ptr()
 

@@ -1,6 +1,4 @@
-"""FP8Tensor under torch's operators: what is read, what is written, views, draws,
-saturation.
-"""
+"""FP8Tensor under torch's operators: reads, writes, views, draws, saturation."""
 
 import warnings
 
@@ -53,9 +51,9 @@ READS = {
 def test_reading_gives_plain_tensors_of_the_values(read, granularity) -> None:
     p = parameter(granularity=granularity)
     codes = p.codes.clone()
-    got = read(p)
-    assert type(got) is Tensor
-    assert torch.equal(got, read(p.dequantize()))
+    result = read(p)
+    assert type(result) is Tensor
+    assert torch.equal(result, read(p.dequantize()))
     assert torch.equal(p.codes, codes)
 
 
@@ -105,9 +103,7 @@ def test_what_is_made_like_it_is_plain(make, dtype) -> None:
 
 
 def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:
-    """Zeros are read as any; a write into them is refused, with a line that names plain
-    ones.
-    """
+    """They can be read. A write into them is refused, and the message names zeros_like."""
     zeros = parameter().new_zeros(3, 64)
     assert torch.equal(zeros + 0, torch.zeros(3, 64))
     with pytest.raises(
@@ -116,7 +112,7 @@ def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:
         zeros.add_(1.0)
 
 
-def test_it_prints() -> None:
+def test_repr_has_format_scale_shape_and_values() -> None:
     p = parameter("E5M2", (2, 3), scale=torch.tensor([[2.0**-12], [2.0**-9]]))
     text = repr(p)
     for part in (
@@ -226,14 +222,14 @@ def test_copying_one_into_another_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")]
+    ("finer", "coarser"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")]
 )
-def test_a_finer_scale_takes_a_coarser_one(own, other) -> None:
-    p, q = parameter(granularity=own), parameter(granularity=other, seed=1)
+def test_a_finer_scale_takes_a_coarser_one(finer, coarser) -> None:
+    p, q = parameter(granularity=finer), parameter(granularity=coarser, seed=1)
     with torch.no_grad():
         p.copy_(q)
         assert torch.equal(p.dequantize(), q.dequantize())
-        assert p.granularity == own
+        assert p.granularity == finer
 
 
 def test_data_is_the_tensor_and_can_be_written() -> None:
@@ -249,11 +245,11 @@ def test_data_is_the_tensor_and_can_be_written() -> None:
 
 
 @every_granularity
-def test_large_tensors_are_decoded_in_pieces(granularity) -> None:
-    for shape in ((3, 70_016), (5003, 96)):
-        p = parameter(shape=shape, granularity=granularity)
-        assert torch.equal(p.dequantize().double(), decoded(p))
-        assert torch.equal(p.to(torch.bfloat16).dequantize().double(), decoded(p))
+@pytest.mark.parametrize("shape", [(3, 70_016), (5003, 96)])
+def test_large_tensors_are_decoded_in_pieces(shape, granularity) -> None:
+    p = parameter(shape=shape, granularity=granularity)
+    assert torch.equal(p.dequantize().double(), decoded(p))
+    assert torch.equal(p.to(torch.bfloat16).dequantize().double(), decoded(p))
 
 
 #: name: (make, largest share of the first loss that may be left after 40 steps)
@@ -272,8 +268,7 @@ OPTIMIZERS = {
     "RMSprop": (lambda p: optim.RMSprop(p, 2e-3), 0.1),
     "NAdam": (lambda p: optim.NAdam(p, 1e-2), 0.1),
     "geoopt.RiemannianAdam": (lambda p: geoopt.optim.RiemannianAdam(in_ulps(p, 0.5, 1e-2)), 0.2),
-    # without momentum: geoopt starts it from the Euclidean gradient, which is no step
-    # in ULPs
+    # Without momentum: geoopt starts it from the Euclidean gradient, no step in ULPs.
     "geoopt.RiemannianSGD": (
         lambda p: geoopt.optim.RiemannianSGD(in_ulps(p, 300.0, 0.1), lr=0.1, stabilize=7),
         0.7,
@@ -285,18 +280,15 @@ if hasattr(optim, "Muon"):  # since torch 2.9
 
 def in_ulps(params, lr, float_lr):
     params = list(params)
-    own = [p for p in params if isinstance(p, fm.FP8Parameter)]
     return [
-        {"params": own, "lr": lr},
-        {"params": [p for p in params if p not in set(own)], "lr": float_lr},
+        {"params": [p for p in params if isinstance(p, fm.FP8Parameter)], "lr": lr},
+        {"params": [p for p in params if not isinstance(p, fm.FP8Parameter)], "lr": float_lr},
     ]
 
 
 @pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_it_learns(make, share) -> None:
-    """The loss falls, codes move, and everything stays what it was: one byte a weight,
-    on the grid.
-    """
+def test_optimizers_of_others_train_it(make, share) -> None:
+    """The loss falls and codes move; class, scales and grid stay."""
     net = Net()
     first = loss_of(net).item()
     codes, scales = [p.codes.clone() for p in net.stored], [p.scale.clone() for p in net.stored]
@@ -316,25 +308,21 @@ def test_steps_are_the_operators_with_a_rounding_each() -> None:
     p.grad = normal(4, 64, seed=1)
     optim.AdamW([p], lr=1e-2, weight_decay=0.1).step()
     scale = p.scale
-    mul, addcdiv = (
-        {"seed": 9, "stream": named_word("mul_")},
-        {"seed": 9, "stream": named_word("addcdiv_")},
-    )
-    decayed = (
-        fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", step=0, **mul) * scale
-    )
+
+    def rounded(x: Tensor, step: int, operator: str) -> Tensor:
+        draws = {"seed": 9, "step": step, "stream": named_word(operator)}
+        return fm.round_to_grid(x / scale, "E4M3", "stochastic", **draws) * scale
+
+    decayed = rounded(start * (1 - 1e-3), 0, "mul_")
     stepped = decayed - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
-    expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", step=1, **addcdiv) * scale
-    assert (
-        p.dequantize() == expected
-    ).float().mean() > 0.99  # the last bits of the direction are torch's own
+    expected = rounded(stepped, 1, "addcdiv_")
+    # The last bits of the direction are torch's own.
+    assert (p.dequantize() == expected).float().mean() > 0.99
     assert int(p.counter) == 2
 
 
 def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
-    """An FP8Parameter moves, code for code, as a ManifoldParameter of float values on
-    the same manifold.
-    """
+    """Code for code it moves as a ManifoldParameter of floats on the same manifold."""
     p = parameter(seed=4)
     manifold = fm.FP8Manifold("E4M3", p.scale, "stochastic", seed=4)
     q = geoopt.ManifoldParameter(p.dequantize(), manifold=manifold)
@@ -342,7 +330,8 @@ def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
     for step in range(5):
         for x, optimizer in zip((p, q), optimizers, strict=True):
             step_from(optimizer, x, normal(4, 64, seed=step))
-        manifold.counter += 1  # copying into codes is a write as well, if one that moves nothing
+        # Copying into codes is a write as well, if one that moves nothing.
+        manifold.counter += 1
         assert torch.equal(p.dequantize(), q.detach().as_subclass(Tensor))
     assert int(p.counter) == int(manifold.counter) == 10
 
@@ -384,7 +373,7 @@ def test_a_write_between_forward_and_backward_is_an_error(write, use) -> None:
         loss.backward()
 
 
-def test_what_only_reads_is_none() -> None:
+def test_a_read_between_forward_and_backward_is_none() -> None:
     p, x = parameter(), normal(3, 64).requires_grad_()
     loss = F.linear(x, p).sum()
     p.clone().zero_()

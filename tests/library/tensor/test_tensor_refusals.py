@@ -1,5 +1,6 @@
-"""Code that takes an FP8Tensor for memory of floats works or is refused: collectives,
-sharding, sharing, writes.
+"""Code that takes an FP8Tensor for memory of floats works, or is refused.
+
+Such code: collectives, sharding, sharing between processes, writing of files.
 """
 
 import copy
@@ -47,26 +48,25 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*is deprecated:FutureWarning"
-)  # new names of the same in torch 2.14
+# torch 2.14 has new names for some of them.
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_are_refused(call) -> None:
     p = parameter()
-    kept = p.clone()
+    original = p.clone()
     with pytest.raises(
         RuntimeError, match=r"an FP8Tensor.*codes.*use torch\.distributed\.broadcast"
     ):
         call(p.detach())
-    assert same_store(p, kept)
+    assert same_store(p, original)
 
 
-def test_lists_of_them_that_torch_does_not_look_into_are_refused_or_decoded() -> None:
-    """Nothing is written to an address that is none."""
-    p = parameter()
+def test_a_list_of_them_is_refused_by_scatter_and_decoded_by_reduce_scatter() -> None:
+    """torch does not look into such lists; nothing is written to a null address."""
+    p, out = parameter(), zeros()
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         dist.scatter(zeros(), [p.detach()])
-    dist.reduce_scatter(out := zeros(), [p.detach()])
+    dist.reduce_scatter(out, [p.detach()])
     assert torch.equal(out, p.dequantize())
 
 
@@ -75,9 +75,9 @@ def test_parts_can_be_sent() -> None:
     for part in (p.codes, p.scale, p.counter):
         dist.broadcast(part, 0)
     model = fm.quantize_model(nn.Sequential(nn.Linear(64, 4, bias=False)), "E4M3", "fp8")
-    kept = copy.deepcopy(model[0].weight)
-    nn.parallel.DistributedDataParallel(model)  # whose start sends a single one flat
-    assert same_store(model[0].weight, kept)
+    original = copy.deepcopy(model[0].weight)
+    nn.parallel.DistributedDataParallel(model)  # sends a single parameter flat when it starts
+    assert same_store(model[0].weight, original)
     objects = [p]
     dist.broadcast_object_list(objects, 0)
     assert same_store(objects[0], parameter())
@@ -105,53 +105,61 @@ WRAPS = {
     "columns": lambda model: parallelize_module(model, mesh(), {"?": ColwiseParallel()}),
     "in pieces": in_pieces,
 }
-elsewhere = pytest.mark.filterwarnings(
+#: Sharding by other means warns of itself in some releases of torch.
+without_torch_warnings = pytest.mark.filterwarnings(
     *(f"ignore::{kind}Warning" for kind in ("Deprecation", "Future", "User"))
 )
 
 
-@elsewhere
-def test_other_ways_of_sharding_are_refused_before_a_step() -> None:
-    """A layer does not run with floats in the place of its codes, and an optimizer
-    steps no rows but those we cut.
-    """
-    for wrap in (WRAPS["flat"], WRAPS["replicated"]):
-        with pytest.raises(RuntimeError, match=rf"storage='fp8' is no longer in codes.*{WAYS}"):
-            wrap(layer("fp8"))(normal(8, 64))
-    for wrap in (
-        lambda model: distribute_tensor(model[0].weight, mesh(), [Shard(0)]),
-        WRAPS["columns"],
-    ):
-        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-            wrap(layer("fp8"))
+@pytest.mark.parametrize("wrap", ["flat", "replicated"])
+@without_torch_warnings
+def test_a_layer_does_not_run_with_floats_in_place_of_its_codes(wrap) -> None:
+    model = WRAPS[wrap](layer("fp8"))
+    with pytest.raises(RuntimeError, match=rf"storage='fp8' is no longer in codes.*{WAYS}"):
+        model(normal(8, 64))
+
+
+def distributed_rows(model):
+    return distribute_tensor(model[0].weight, mesh(), [Shard(0)])
+
+
+@pytest.mark.parametrize("wrap", [distributed_rows, WRAPS["columns"]], ids=["rows", "columns"])
+@without_torch_warnings
+def test_codes_are_not_cut_by_others(wrap) -> None:
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        wrap(layer("fp8"))
+
+
+@without_torch_warnings
+def test_an_optimizer_steps_no_rows_without_their_scales() -> None:
+    parameter = nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))
     with pytest.raises(ValueError, match="became a DTensor without its scales"):
-        fm.optim.StiffnessAdamW(
-            [nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))], lr=0.1
-        )
+        fm.optim.StiffnessAdamW([parameter], lr=0.1)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@elsewhere
-def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap) -> None:
-    """The layer refuses to run without its manifold, whatever steps it, and our
-    optimizers refuse most such parameters.
+@pytest.mark.parametrize("wrap", [name for name in WRAPS if name != "in pieces"])
+@without_torch_warnings
+def test_a_sharded_layer_of_a_grid_does_not_run(wrap) -> None:
+    """It has lost its manifold, whatever steps it."""
+    model = WRAPS[wrap](layer("grid"))
+    with pytest.raises(RuntimeError, match=rf"storage='grid' has lost its manifold.*{WAYS}"):
+        model(normal(8, 64))
 
-    Rows of floats they take: that they were on a grid is known to the layer alone.
-    """
+
+@pytest.mark.parametrize("kind", ["StiffnessAdamW", "RiemannianAdam", "StiffnessSGD"])
+@pytest.mark.parametrize("wrap", ["flat", "replicated", "in pieces"])
+@without_torch_warnings
+def test_optimizers_refuse_sharded_weights_of_a_grid(wrap, kind) -> None:
+    """They take rows and columns of floats: only the layer knows these were on a grid."""
     model = WRAPS[wrap](layer("grid"))
     parameters = [p for p in model.parameters() if p.dim() == 2] or list(model.parameters())
-    said = (
+    message = (
         "tensor parallelism, HSDP and their combinations"
         if wrap == "replicated"
         else rf"is sharded.*{WAYS}"
     )
-    for make in (fm.optim.StiffnessAdamW, fm.optim.RiemannianAdam, fm.optim.StiffnessSGD):
-        if wrap not in ("rows", "columns"):
-            with pytest.raises(ValueError, match=said):
-                make(parameters, lr=0.1)
-    if wrap != "in pieces":
-        with pytest.raises(RuntimeError, match=rf"storage='grid' has lost its manifold.*{WAYS}"):
-            model(normal(8, 64))
+    with pytest.raises(ValueError, match=message):
+        getattr(fm.optim, kind)(parameters, lr=0.1)
 
 
 def test_processes_share_the_parts() -> None:
@@ -171,22 +179,25 @@ def test_processes_share_the_parts() -> None:
     assert type(model[0].weight) is fm.FP8Parameter
 
 
-@pytest.mark.parametrize(
-    "access",
-    [
-        torch.from_dlpack,
-        np.from_dlpack,
-        lambda p: p.data_ptr(),
-        lambda p: p.storage(),
-        lambda p: p.untyped_storage().data_ptr(),
-        lambda p: p.untyped_storage().share_memory_(),
-        lambda p: p[0].untyped_storage().copy_(torch.zeros(4).untyped_storage()),
-        lambda p: p.untyped_storage()._share_filename_cpu_(),
-    ],
-)
+ACCESSES = {
+    "torch.from_dlpack": torch.from_dlpack,
+    "np.from_dlpack": np.from_dlpack,
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.storage(),
+    "address of the storage": lambda p: p.untyped_storage().data_ptr(),
+    "share_memory_": lambda p: p.untyped_storage().share_memory_(),
+    "copy_": lambda p: p[0].untyped_storage().copy_(torch.zeros(4).untyped_storage()),
+    "share_filename": lambda p: p.untyped_storage()._share_filename_cpu_(),
+}
+
+
+@pytest.mark.parametrize("access", ACCESSES.values(), ids=ACCESSES)
 def test_memory_full_of_floats_is_refused(access) -> None:
     with pytest.raises(RuntimeError, match=STATE):
         access(parameter().detach())
+
+
+def test_memory_for_dlpack_is_refused() -> None:
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         torch.utils.dlpack.to_dlpack(parameter().detach())
 
@@ -194,10 +205,10 @@ def test_memory_full_of_floats_is_refused(access) -> None:
 def test_other_libraries_write_the_state_and_not_the_tensor(tmp_path) -> None:
     with pytest.raises(RuntimeError, match=STATE):
         safetensors.save_file({"w": parameter().detach()}, tmp_path / "a")
-    model, other = layer("fp8"), layer("fp8")
+    saved, loaded = layer("fp8"), layer("fp8")
     with torch.no_grad():
-        model[0].weight.mul_(0.5)
-    safetensors.save_model(model, str(tmp_path / "b"))
-    safetensors.load_model(other, str(tmp_path / "b"))
-    assert same_store(model[0].weight, other[0].weight)
+        saved[0].weight.mul_(0.5)
+    safetensors.save_model(saved, str(tmp_path / "b"))
+    safetensors.load_model(loaded, str(tmp_path / "b"))
+    assert same_store(saved[0].weight, loaded[0].weight)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

@@ -1,5 +1,6 @@
-"""Scales of stored weights: blocks, when they change, and that changing one is a single
-unbiased rounding.
+"""Scales of stored weights: blocks, when scales change, and how values follow.
+
+A change of a scale is one unbiased rounding, of weight and residual together.
 """
 
 import copy
@@ -20,11 +21,8 @@ from fp8manifold import storage_scale, widened_scale
 from fp8manifold._numerics.codec import decode_signed, joined_codes
 from fp8manifold.optim import RiemannianAdam, StiffnessAdamW, StiffnessLion, StiffnessMuon
 
-formats, exponents, mantissas = (
-    st.sampled_from(FORMATS),
-    st.integers(-40, 40),
-    st.floats(1.0, 1.9921875, width=32),
-)
+formats, exponents = st.sampled_from(FORMATS), st.integers(-40, 40)
+mantissas = st.floats(1.0, 1.9921875, width=32)
 
 
 @deterministic
@@ -52,10 +50,9 @@ def test_a_saturating_scale_gets_its_headroom_back(name, power, mantissa, headro
     new = widened_scale(amax, scale, fmt, headroom)
     assert torch.equal(new, storage_scale(amax, fmt, "tensor", headroom=headroom).view(1))
     assert (new * fmt.max * (1 + 1e-6) >= amax * (headroom or 1)).all()
-    again = widened_scale(amax, new, fmt, headroom)
-    assert (
-        torch.equal(again, new) or headroom == 1.0
-    )  # without headroom the largest may sit at the very end
+    # Without headroom the largest may sit at the very end, and the scale widens again.
+    if headroom != 1.0:
+        assert torch.equal(widened_scale(amax, new, fmt, headroom), new)
 
 
 @deterministic
@@ -101,10 +98,10 @@ def test_narrower_is_exact(name, granularity) -> None:
 def test_wider_is_exact_wherever_the_grid_holds_the_value(name) -> None:
     p = parameter(name, (16, 512), headroom=1.0)
     values, wider = p.dequantize(), p.scale * 2
-    held = fm.round_to_grid(values / wider, name) * wider == values
+    on_grid = fm.round_to_grid(values / wider, name) * wider == values
     p.rescale_(wider)
     assert torch.equal(p.scale, wider)
-    assert torch.equal(p.dequantize()[held], values[held])
+    assert torch.equal(p.dequantize()[on_grid], values[on_grid])
     assert ((p.dequantize() - values).abs() < fm.ulp(values / wider, name) * wider).all()
 
 
@@ -162,8 +159,9 @@ def weight(fmt="E4M3", granularity="channel", **options) -> fm.FP8Parameter:
     )
 
 
-def whole(p: fm.FP8Tensor, left: Tensor) -> Tensor:
-    joined = joined_codes(p.codes.to(torch.int32), left.to(torch.int32), p.format, 8)
+def sum_of(p: fm.FP8Tensor, residual: Tensor) -> Tensor:
+    """Return weight plus residual, in float64."""
+    joined = joined_codes(p.codes.to(torch.int32), residual.to(torch.int32), p.format, 8)
     return decode_signed(joined, p.format, 8)[0].double() * p.expanded_scale().double()
 
 
@@ -183,9 +181,9 @@ def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
     optimizer = OPTIMIZERS["adamw"](p)
     for seed in range(3):
         step(p, optimizer, seed)
-    before, draws = whole(p, optimizer.state[p]["residual"]), int(p.counter)
+    before, draws = sum_of(p, optimizer.state[p]["residual"]), int(p.counter)
     p.rescale_(p.scale * factor)
-    after = whole(p, optimizer.state[p]["residual"])
+    after = sum_of(p, optimizer.state[p]["residual"])
     assert bool(((after - before).abs() <= step_of_chart(p) / 128).all())
     assert abs(float((after - before).mean())) < float(step_of_chart(p).mean()) / 256 / 16
     assert int(p.counter) == draws + 1
@@ -195,9 +193,7 @@ def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["itself", "detached", "adapted", "loaded", "moved"])
 def test_the_residual_is_found(name, way) -> None:
-    """By whatever name the weight is rescaled, and in a state that was loaded and has
-    not stepped.
-    """
+    """Whichever tensor of the weight is rescaled, and in a loaded state before its step."""
     p = weight(scale=2.0**-2 if way == "adapted" else None)
     optimizer = OPTIMIZERS[name](p)
     for seed in range(3):
@@ -210,12 +206,12 @@ def test_the_residual_is_found(name, way) -> None:
         layer = torch.nn.Module()
         layer.weight, p.grad = p, None
         layer.to("cpu")
-    scales, before = p.scale.clone(), whole(p, optimizer.state[p]["residual"])
+    scales, before = p.scale.clone(), sum_of(p, optimizer.state[p]["residual"])
     if way == "adapted":
         assert p.adapt_scale_(headroom=1.0)
     else:
         (p.detach() if way == "detached" else p).rescale_(p.scale * 2)
-    after = whole(p, optimizer.state[p]["residual"])
+    after = sum_of(p, optimizer.state[p]["residual"])
     assert not torch.equal(p.scale, scales)
     assert bool(((after - before).abs() <= step_of_chart(p) / 128).all())
     step(p, optimizer, 9)
@@ -225,23 +221,18 @@ def test_a_scale_that_stays_moves_nothing() -> None:
     p = weight()
     optimizer = OPTIMIZERS["adamw"](p)
     step(p, optimizer, 0)
-    codes, residual, scale = (
-        p.codes.clone(),
-        optimizer.state[p]["residual"].clone(),
-        p.scale.clone(),
-    )
+    codes, residual = p.codes.clone(), optimizer.state[p]["residual"].clone()
+    scale = p.scale.clone()
     scale[5] *= 2
     p.rescale_(scale)
-    others = [i for i in range(64) if i != 5]
-    assert torch.equal(p.codes[others], codes[others])
-    assert torch.equal(optimizer.state[p]["residual"][others], residual[others])
+    same_rows = [i for i in range(64) if i != 5]
+    assert torch.equal(p.codes[same_rows], codes[same_rows])
+    assert torch.equal(optimizer.state[p]["residual"][same_rows], residual[same_rows])
     assert not torch.equal(p.codes[5], codes[5])
 
 
 def test_the_reference_is_computed_anew() -> None:
-    """All spacings have doubled, and S_ref with them, in the next step and not at the
-    next refresh.
-    """
+    """All spacings have grown, and S_ref with them: in the next step, not the next refresh."""
     p = weight("E2M5", scale=2.0**-4)
     optimizer = StiffnessAdamW([p], 0.0, weight_decay=0.0, stiffness=1.0)
     step(p, optimizer, 0)
@@ -258,27 +249,25 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     optimizer = StiffnessAdamW([p], 2.0, weight_decay=0.0, writeback="residual8")
     step_from(optimizer, p, -torch.ones(4, 4))
     assert p.tolist() == [[224.0] * 4] * 4
-    before = whole(p, optimizer.state[p]["residual"])
+    before = sum_of(p, optimizer.state[p]["residual"])
     with pytest.raises(ValueError, match="scale is too small: a stored value of 226"):
         p.rescale_(0.5)
-    assert torch.equal(whole(p, optimizer.state[p]["residual"]), before)
+    assert torch.equal(sum_of(p, optimizer.state[p]["residual"]), before)
     assert p.adapt_scale_(64.0) is False
     p.rescale_(1.0)
-    assert torch.equal(whole(p, optimizer.state[p]["residual"]), before)
+    assert torch.equal(sum_of(p, optimizer.state[p]["residual"]), before)
 
 
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_without_a_residual_nothing_is_other_than_it_was(writeback) -> None:
-    """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as
-    one that nobody steps.
-    """
+    """Such a weight draws as one that nobody steps, also once its optimizer is gone."""
     p, alone = weight(), weight()
     optimizer = StiffnessAdamW([p], 1e-2, writeback=writeback)
     step(p, optimizer, 0)
     alone.adopt(p)
     if writeback == "residual8":
         del optimizer
-    for one in (p, alone):
-        one.rescale_(one.scale * 2)
+    for weights in (p, alone):
+        weights.rescale_(weights.scale * 2)
     assert torch.equal(p.codes, alone.codes)
     assert torch.equal(p.counter, alone.counter)

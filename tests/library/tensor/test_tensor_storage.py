@@ -1,4 +1,4 @@
-"""FP8Tensor as a store: what it holds, how many bytes, and what it refuses."""
+"""FP8Tensor as a store: its values, its bytes, and the values it refuses."""
 
 import gc
 import math
@@ -18,12 +18,8 @@ import fp8manifold as fm
 def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
     w = normal(6, 96, std=0.1)
     p = fm.FP8Parameter(w, name, granularity=granularity)
-    few_binades = name in (
-        "E2M5",
-        "E1M6",
-        "E2M3",
-        "E2M1",
-    )  # there codes begin without room, for it is made when needed
+    # Codes of few binades begin without headroom: their scales widen when they need it.
+    few_binades = name in ("E2M5", "E1M6", "E2M3", "E2M1")
     scale = fm.storage_scale(w, name, granularity, headroom=1.0 if few_binades else None)
     wide = scale.repeat_interleave(32, -1) if granularity == "block" else scale
     assert p.codes.dtype == torch.uint8
@@ -37,7 +33,7 @@ def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "granularity", "scale"),
+    ("shape", "granularity", "scale_shape"),
     [
         ((4, 64), "tensor", ()),
         ((4, 64), "channel", (4, 1)),
@@ -45,7 +41,8 @@ def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
         ((4, 3, 2, 2), "channel", (4, 1, 1, 1)),
         ((2, 3, 32), "block", (2, 3, 1)),
         ((64,), "block", (2,)),
-        ((64,), "channel", ()),  # a scale for each weight would be four bytes more
+        # A scale for each weight would be four bytes more.
+        ((64,), "channel", ()),
         ((), "channel", ()),
         ((0, 5), "channel", (0, 1)),
         ((3, 0), "channel", (3, 1)),
@@ -53,9 +50,9 @@ def test_values_are_the_nearest_at_the_scale(name, granularity) -> None:
         ((0,), "tensor", ()),
     ],
 )
-def test_shapes_of_scales(shape, granularity, scale) -> None:
+def test_shapes_of_scales(shape, granularity, scale_shape) -> None:
     p = fm.FP8Parameter(normal(*shape), "E4M3", granularity=granularity)
-    assert tuple(p.scale.shape) == tuple(p.largest().shape) == scale
+    assert tuple(p.scale.shape) == tuple(p.largest().shape) == scale_shape
     assert p.shape == p.codes.shape == p.dequantize().shape == shape
     assert p.is_contiguous()
     assert torch.equal(p.dequantize().double(), decoded(p))
@@ -74,15 +71,15 @@ def test_every_code_survives(name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_dtype", "dtype"),
+    ("float_dtype", "dtype"),
     [
         (torch.float64, torch.float32),
         (torch.float16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_other_floats_are_rounded_once(given_dtype, dtype) -> None:
-    w = normal(3, 40).to(given_dtype)
+def test_other_floats_are_rounded_once(float_dtype, dtype) -> None:
+    w = normal(3, 40).to(float_dtype)
     p = fm.FP8Parameter(w, "E4M3")
     assert p.dtype == dtype
     assert torch.equal(p.codes, fm.encode(w.double() / p.scale, "E4M3"))
@@ -117,8 +114,9 @@ def test_a_parameter_of_every_family() -> None:
 
 @every_format
 def test_the_remainder_is_what_rounding_left(name) -> None:
-    """Code plus remainder is the chart coordinate of the weight, to half of 1/256 of a
-    step (or the end of int8).
+    """Code plus remainder is the weight's chart coordinate, to half of 1/256 of a step.
+
+    Or as near as int8 comes to it.
     """
     w = normal(5, 200, std=0.3)
     p = fm.FP8Parameter(w, name, keep_remainder=True)
@@ -126,39 +124,34 @@ def test_the_remainder_is_what_rounding_left(name) -> None:
     assert p.remainder.dtype == torch.int8
     assert p.remainder.shape == w.shape
     coordinate = fm.to_chart(w.double() / p.scale, name)
-    kept = fm.to_chart(fm.decode(p.codes, name, torch.float64), name) + p.remainder / 256
-    assert ((kept - coordinate).abs() <= 1 / 512).logical_or(p.remainder == 127).all()
+    stored = fm.to_chart(fm.decode(p.codes, name, torch.float64), name) + p.remainder / 256
+    assert ((stored - coordinate).abs() <= 1 / 512).logical_or(p.remainder == 127).all()
     assert p.remainder.unique().numel() > 100
     assert parameter(name).remainder is None
 
 
 def test_it_is_one_byte_a_weight() -> None:
-    """No float copy anywhere: all tensors that come alive with a parameter, counted by
-    their storage.
-    """
+    """All tensors that come alive with a parameter, by their storage: no float copy."""
     w = normal(64, 4096)
 
     def live() -> dict[int, Tensor]:
         gc.collect()
         return {id(x): x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)}
 
-    before = live()
+    live_before = live()
     p = fm.FP8Parameter(w, "E4M3")
-    fresh = [x for key, x in live().items() if key not in before]
-    new = sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fresh}.values()
-    )
-    assert new == sum(part.untyped_storage().nbytes() for part in (p.codes, p.scale, p.counter))
-    assert new == 64 * 4096 + 64 * 4 + 8
+    storages = [x.untyped_storage() for key, x in live().items() if key not in live_before]
+    new_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    parts = (p.codes, p.scale, p.counter)
+    assert new_bytes == sum(part.untyped_storage().nbytes() for part in parts)
+    assert new_bytes == 64 * 4096 + 64 * 4 + 8
 
 
 @pytest.mark.parametrize(
     "call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"]
 )
 def test_autograd_keeps_codes(call) -> None:
-    """Nothing of the size of the weight is saved for the backward pass but views of its
-    codes.
-    """
+    """Of tensors of the weight's size the backward pass saves nothing but its codes."""
     x, b = normal(5, 64, seed=1).requires_grad_(), normal(48, seed=2)
     calls = {
         "linear": lambda p: nn.functional.linear(x, p),
@@ -169,8 +162,8 @@ def test_autograd_keeps_codes(call) -> None:
         "embedding": lambda p: nn.functional.embedding(torch.arange(6), p),
         "autocast": lambda p: nn.functional.linear(x, p, b),
     }
-    found, own = [], parameter(shape=(48, 64))
-    for p in (own, nn.Parameter(own.dequantize())):
+    results, stored = [], parameter(shape=(48, 64))
+    for p in (stored, nn.Parameter(stored.dequantize())):
         x.grad, saved = None, []
         with (
             torch.autograd.graph.saved_tensors_hooks(
@@ -179,12 +172,12 @@ def test_autograd_keeps_codes(call) -> None:
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"),
         ):
             y = calls[call](p)
-        assert p is not own or not [
-            t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()
-        ]
+        if p is stored:
+            large = [t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()]
+            assert large == []
         y.float().square().sum().backward()
-        found.append(frozen([y, p.grad, x.grad]))
-    assert found[0] == found[1]
+        results.append(frozen([y, p.grad, x.grad]))
+    assert results[0] == results[1]
 
 
 @every_format
