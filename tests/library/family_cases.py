@@ -1,5 +1,6 @@
-"""The family as its registry has it: every combination, every optimizer by name, and
-one parameter of every kind.
+"""The family as its registry has it.
+
+Every combination of options, every optimizer by its name, and one parameter of every kind.
 """
 
 import geoopt
@@ -21,11 +22,12 @@ NAMES = tuple(
 
 
 def is_valid(optimizer, writeback, moments):
-    """True for combinations that exist: errors go into averages, and not into those of
-    8 bits.
+    """Return whether a combination exists.
+
+    A write-back that injects errors needs an average that takes them, not in 8 bits.
     """
-    takes = DIRECTIONS[getattr(fm.optim, optimizer).direction].takes_no_error is None
-    return not WRITEBACKS[writeback].injects or (takes and moments != "8bit")
+    takes_errors = DIRECTIONS[getattr(fm.optim, optimizer).direction].takes_no_error is None
+    return not WRITEBACKS[writeback].injects or (takes_errors and moments != "8bit")
 
 
 COMBINATIONS = [(n, w, m) for n in NAMES for w in WRITEBACKS for m in MOMENTS]
@@ -45,9 +47,7 @@ OPTIONS = {
 
 
 class Parallel(nn.Module):
-    """Linear layers side by side on the leading columns of one input; without global
-    random numbers.
-    """
+    """Linear layers, each on the leading columns of one input; it draws no random numbers."""
 
     def __init__(self, weights):
         super().__init__()
@@ -66,8 +66,9 @@ def is_layer(p):
 
 
 def make(name, parameters, **options):
-    """The optimizer called ``name``; the natural gradient is taken of a network of the
-    list's matrices.
+    """Make the optimizer called `name`.
+
+    The natural gradient is of a network that has the matrices among the parameters.
     """
     kind, options = getattr(fm.optim, name), {**OPTIONS[name], **options}
     parameters = list(parameters)
@@ -84,6 +85,7 @@ def make(name, parameters, **options):
 
 
 def zoo():
+    """Return a parameter of every kind, by a name for the kind."""
     scattered = fm.FP8Manifold("E4M3", 2.0**-5)
     return {
         "fp8 tensor": stored_weight(
@@ -122,4 +124,5 @@ def zoo():
 
 
 def moves(p):
+    """Return whether a step changes the parameter."""
     return p.requires_grad and p.numel() > 0

@@ -1,6 +1,4 @@
-"""The inputs on which rounding is compared: every point where it can go wrong, and a
-great many others.
-"""
+"""Inputs on which rounding is compared: where it can go wrong, and a great many others."""
 
 import itertools
 import math
@@ -59,16 +57,14 @@ def finite_values(fmt):
 
 
 def midpoints_and_codes(fmt):
-    """Every magnitude, every midpoint, and four steps past the top as if the codes went
-    on.
-    """
+    """Return every magnitude and midpoint, and four steps past the top as if codes went on."""
     codes = [float(reference.magnitude(m, fmt)) for m in range(reference.max_code(fmt) + 5)]
     middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
     return np.array(sorted(codes + middles))
 
 
 def both_neighbours(x, dtype):
-    """x and the next values of dtype on both sides, as float64."""
+    """Return x and the next values of dtype on both sides, as float64."""
     inexact = x.astype(dtype)
     around = [inexact, np.nextafter(inexact, dtype(np.inf)), np.nextafter(inexact, dtype(-np.inf))]
     return np.concatenate(around).astype(np.float64)
@@ -76,9 +72,7 @@ def both_neighbours(x, dtype):
 
 @cache
 def critical(fmt):
-    """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all
-    are float32 values.
-    """
+    """Return float32 values: codes and midpoints +-1 ULP, edges of float32, specials."""
     positive = np.concatenate(
         [both_neighbours(midpoints_and_codes(fmt), np.float32), np.float32(EDGES)]
     )
@@ -114,9 +108,7 @@ def random_float32(count=1_000_000, seed=20261121):
 
 @cache
 def random_float64(top, count=100_000, seed=8):
-    """float64 bit patterns over the whole of float64, and values with 53 random bits
-    near the format.
-    """
+    """Return random patterns of float64, and values with 53 random bits near the format."""
     generator = np.random.default_rng(seed)
     patterns = generator.integers(0, 2**64, size=count // 2, dtype=np.uint64).view(np.float64)
     near = (
@@ -129,9 +121,7 @@ def random_float64(top, count=100_000, seed=8):
 
 @cache
 def random_in_range(top, count=100_000, seed=7):
-    """float32 values log-uniform over the 40 binades that end a little above top, both
-    signs.
-    """
+    """Return float32 values, log-uniform over the 40 binades that end a little above top."""
     generator = np.random.default_rng(seed)
     size = np.exp2(generator.uniform(-40, 1, count)) * top
     return torch.from_numpy((size * generator.choice([-1.0, 1.0], count)).astype(np.float32))

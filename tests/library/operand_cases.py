@@ -1,5 +1,6 @@
-"""Operands of products in 8 bits against their definition: run by
-``test_triton_interpreted.py``, and on a card.
+"""Operands of products in 8 bits against their definition.
+
+`test_triton_interpreted.py` runs these tests interpreted, and a GPU runs them.
 """
 
 import math
@@ -89,9 +90,7 @@ def test_any_distance_between_rows_and_between_columns():
 
 
 def test_every_number_of_bfloat16_and_every_boundary_of_codes():
-    """Under a scale of 1, one way or the other: a card converts by an instruction of
-    its own.
-    """
+    """Under a scale of 1, where a card may convert by one instruction."""
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = fm.decode(torch.arange(127, dtype=torch.uint8), "E4M3")
     middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.arange(127) + 0.5])

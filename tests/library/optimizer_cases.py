@@ -1,5 +1,6 @@
-"""Cases of the optimizers: parameters of every kind, optimizers by name, and a step to
-compare.
+"""Cases of the optimizers.
+
+Parameters of every kind, gradients, steps, and everything that a step may change as bytes.
 """
 
 import copy
@@ -47,13 +48,14 @@ def grid_weight(
 
 
 def free_weight(x, fmt="E4M3", scale=1.0):
-    """A weight on the continuous manifold: its steps are not rounded."""
+    """Return a weight on the continuous manifold, whose steps are not rounded."""
     return on(fm.StiffnessManifold(fmt, scale), x)
 
 
 def stored_weight(fmt="E4M3", shape=(3, 7), *, seed=0, factors=False, **options):
-    """A weight of one byte, with room above its largest value, under scales that are
-    powers of two, or others.
+    """Return a weight of one byte with room above its largest value.
+
+    Its scales are powers of two, or others with `factors`.
     """
     w = normal(*shape, seed=seed, std=0.1)
     return with_factors(
@@ -62,8 +64,9 @@ def stored_weight(fmt="E4M3", shape=(3, 7), *, seed=0, factors=False, **options)
 
 
 def with_factors(x, factors=True):
-    """A tensor or model whose scales are multiplied, all but the first by no power of
-    two; its codes stay.
+    """Multiply the scales of a tensor or model, and return it; its codes stay.
+
+    All but the first factor are no powers of two.
     """
     for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
         if isinstance(p, fm.FP8Tensor) and p.scale.numel():
@@ -89,26 +92,24 @@ def same_parameters(parameters):
 
 
 def put_gradients(parameters, step, size=1.0):
-    """Gradients that depend on the step and on nothing else."""
+    """Give parameters gradients that depend on the step and their place alone."""
     for i, p in enumerate(parameters):
         if p.requires_grad:
             p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.device, p.dtype)
 
 
 def step_from(optimizer, parameter, gradient):
-    """A step in which one parameter has this gradient, and the others what they had."""
+    """Take a step in which one parameter has this gradient, and the others what they had."""
     parameter.grad = gradient
     optimizer.step()
 
 
 def take_steps(optimizers, parameters, steps, size=1.0):
-    """Steps of each optimizer over its own parameters, with the gradients of
-    :func:`put_gradients`.
-    """
-    for optimizer, own in zip(optimizers, parameters, strict=True):
-        own = list(own)
+    """Take steps of several optimizers over their parameters, with the same gradients."""
+    for optimizer, stepped in zip(optimizers, parameters, strict=True):
+        stepped = list(stepped)
         for t in steps:
-            put_gradients(own, t, size)
+            put_gradients(stepped, t, size)
             optimizer.step()
 
 
@@ -123,16 +124,8 @@ def values(parameters):
 def bits_of(x):
     if isinstance(x, fm.FP8Tensor):
         return b"".join(bits_of(part) for part in (x.codes, x.scale, x.counter))
-    return (
-        x.detach()
-        .as_subclass(Tensor)
-        .cpu()
-        .contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
+    flat = x.detach().as_subclass(Tensor).cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def same_bits(a, b):
@@ -140,7 +133,7 @@ def same_bits(a, b):
 
 
 def snapshot(optimizer):
-    """Everything a step may change: parameters and state, as bytes."""
+    """Return all that a step may change, parameters and state, as bytes."""
     saved = optimizer.state_dict()
     return {
         "parameters": [bits_of(p) for g in optimizer.param_groups for p in g["params"]],
@@ -149,7 +142,7 @@ def snapshot(optimizer):
 
 
 def frozen(x):
-    """A nested structure with tensors as their bytes, so that == means bit for bit."""
+    """Return a nested structure with tensors as bytes: then == means bit for bit."""
     if isinstance(x, Tensor):
         return (str(x.dtype), tuple(x.shape), bits_of(x))
     if isinstance(x, dict):
@@ -158,7 +151,7 @@ def frozen(x):
 
 
 def through_disk(state):
-    """Saved and loaded as a checkpoint is, without unpickling objects."""
+    """Save and load a state as a checkpoint is, without unpickling objects."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -166,6 +159,7 @@ def through_disk(state):
 
 
 def record(optimizer):
+    """Return a list to which every step appends its views."""
     views = []
     optimizer.observer = views.append
     return views
@@ -178,18 +172,20 @@ def on_grid(p):
 
 
 def muon_groups(parameters, **adam):
-    """Groups (or a list) with matrices apart from the rest, which are for Adam."""
+    """Return groups of a list or of groups: of matrices, and of the rest for Adam."""
     parameters = list(parameters)
     groups = (
         parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
     )
-    made = []
+    sorted_groups = []
     for group in groups:
         matrices = [p for p in group["params"] if p.dim() > 1]
-        others = [p for p in group["params"] if p.dim() <= 1]
-        made += [{"matrix_shape": "flatten", **group, "params": matrices}] if matrices else []
-        made += [{**adam, **group, "params": others, "direction": "adam"}] if others else []
-    return made
+        vectors = [p for p in group["params"] if p.dim() <= 1]
+        if matrices:
+            sorted_groups.append({"matrix_shape": "flatten", **group, "params": matrices})
+        if vectors:
+            sorted_groups.append({**adam, **group, "params": vectors, "direction": "adam"})
+    return sorted_groups
 
 
 RIEMANNIAN = (RiemannianAdam, RiemannianSGD)
@@ -200,6 +196,7 @@ every_class = pytest.mark.parametrize("kind", CLASSES)
 
 
 def everyone(optimizer):
+    """Return all parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

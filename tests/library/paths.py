@@ -1,6 +1,4 @@
-"""The paths of a step that a CPU has: native code, where it was built, and plain
-PyTorch.
-"""
+"""The paths of a step on a CPU: native code, where it was built, and plain PyTorch."""
 
 from functools import partial
 
@@ -13,15 +11,16 @@ PATHS = ("native", "eager")
 
 
 def as_on_a_card(monkeypatch):
-    """Steps go the way that they go on a GPU."""
+    """Let steps go the way that they go on a GPU."""
     monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
     monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
 def by(path, optimizer):
-    """An optimizer whose steps go by one of the paths; a copy of it goes by native code
-    again.
+    """Let the steps of an optimizer go by one of the paths, and return it.
+
+    A copy of it goes by native code again.
     """
     if path == "eager":
         optimizer._run = partial(_run_eager, optimizer._run)

@@ -1,5 +1,7 @@
-"""Calls that are refused, written as text: the error, the words that it has to say, and
-what it leaves as it was.
+"""Calls that are refused, written as text.
+
+The message of the error has certain words, and the objects that the call names stay as
+they were.
 """
 
 import builtins
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 
-#: what a call may name without more ado: torch's and the library's public names
+#: Names that every call may use: the public ones of torch and of the library.
 NAMES = {
     **{name: getattr(torch, name) for name in torch.__all__},
-    **{name: getattr(house, name) for house in (fm.optim, fm) for name in house.__all__},
+    **{name: getattr(fm.optim, name) for name in fm.optim.__all__},
+    **{name: getattr(fm, name) for name in fm.__all__},
     "nn": nn,
     "SGD": torch.optim.SGD,
     "nan": torch.nan,
@@ -28,12 +31,13 @@ NAMES = {
 }
 
 
-def named(error, given, more=""):
-    """Options, apart by ``;``, each of which is refused with its own words, and more."""
-    return {each: f"{error}: {each}{more}" for each in given.split("; ")}
+def named(error, options, words=""):
+    """Return expected errors of options in a text: each names its option, and has words."""
+    return {option: f"{error}: {option}{words}" for option in options.split("; ")}
 
 
-def held(x):
+def contents(x):
+    """Return all that a call could change of a tensor, module, optimizer or other object."""
     if isinstance(x, Tensor):
         return x.shape if x.is_meta else frozen(x)
     if isinstance(x, nn.Module):
@@ -42,29 +46,32 @@ def held(x):
             *x.named_buffers(remove_duplicate=False),
         ]
         modules = [(name, id(module), type(module)) for name, module in x.named_modules()]
-        return modules, [(name, id(tensor), held(tensor)) for name, tensor in tensors]
+        return modules, [(name, id(tensor), contents(tensor)) for name, tensor in tensors]
     if isinstance(x, torch.optim.Optimizer):
-        return frozen(x.state_dict()), [
-            [held(p) for p in group["params"]] for group in x.param_groups
-        ]
+        groups = [list(map(contents, group["params"])) for group in x.param_groups]
+        return frozen(x.state_dict()), groups
     return frozen(x.state_dict() if hasattr(x, "state_dict") else x)
 
 
 def check_refused(call, expected, subjects, **more):
-    """Make the call, which raises `ERROR: words & words` in one line; the subjects that
-    it names are as before.
+    """Make a call that is refused, and return the message of its error.
 
-    Return what was said.
+    Args:
+        call: An expression over `NAMES`, `subjects` and `more`.
+        expected: "ERROR: words & words": the message is one line and has all the words.
+        subjects: Functions that make the objects which the call may name. These are after
+            the call as they were before.
+        more: Further names.
     """
     error, _, words = expected.partition(": ")
-    made = {name: make() for name, make in subjects.items() if re.search(rf"\b{name}\b", call)}
-    before = {name: held(x) for name, x in made.items()}
+    objects = {name: make() for name, make in subjects.items() if re.search(rf"\b{name}\b", call)}
+    before = {name: contents(x) for name, x in objects.items()}
     with torch.no_grad(), pytest.raises(getattr(builtins, error)) as caught:
-        eval(call, {**NAMES, **more, **made})
-    said = str(caught.value)
+        eval(call, {**NAMES, **more, **objects})
+    message = str(caught.value)
     assert words
     assert type(caught.value).__name__ == error
-    assert [part for part in words.split(" & ") if part not in said] == [], said
-    assert "\n" not in said or said.startswith("Error(s) in loading state_dict"), said
-    assert {name: held(x) for name, x in made.items()} == before
-    return said
+    assert [part for part in words.split(" & ") if part not in message] == [], message
+    assert "\n" not in message or message.startswith("Error(s) in loading state_dict"), message
+    assert {name: contents(x) for name, x in objects.items()} == before
+    return message

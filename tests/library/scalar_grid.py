@@ -1,5 +1,6 @@
-"""Codes with a residual, and the arithmetic of a step, one value at a time: NumPy's
-float32 scalars.
+"""Codes with a residual, and the arithmetic of a step, one value at a time.
+
+Values are NumPy's float32 scalars, so that every operation rounds once.
 """
 
 import math
@@ -20,12 +21,12 @@ def exponent_of(a):
 
 
 def root(x):
-    """Correctly rounded: the float64 root has more than twice the bits."""
+    """Return the correctly rounded root: that of float64 has more than twice the bits."""
     return f32(math.sqrt(float(x)))
 
 
 def exp2(x):
-    """2^x by the Taylor polynomial of degree 7 of the fraction, Horner's way."""
+    """Return 2^x by the Taylor polynomial of degree 7 of the fraction, Horner's way."""
     whole = f32(np.rint(x))
     fraction = f32(x - whole)
     value = f32(math.log(2) ** 7 / math.factorial(7))
@@ -35,7 +36,7 @@ def exp2(x):
 
 
 def log2_of_mantissa(x):
-    """log2 f of 2^e f, by eight terms of the series of (f - 1) / (f + 1), Horner's way."""
+    """Return log2 f of 2^e f, by eight terms of the series of (f - 1) / (f + 1)."""
     f = f32(math.ldexp(math.frexp(float(x))[0], 1))
     t = f32(f32(f - f32(1)) / f32(f + f32(1)))
     square, value = f32(t * t), f32(0)
@@ -55,9 +56,7 @@ class Finer(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes:
-    """A format's codes with ``extra`` more mantissa bits, as signed counts of steps
-    from zero.
-    """
+    """A format's codes with `extra` more mantissa bits, as signed counts of steps from 0."""
 
     fmt: fm.FloatFormat
     extra: int = 0
@@ -67,16 +66,14 @@ class Codes:
         return Finer(self.fmt.exponent_bits, self.fmt.mantissa_bits + self.extra, self.fmt.bias)
 
     def step_at(self, count):
-        """The spacing above a count."""
+        """Return the spacing above a count."""
         return float(reference.ulp(reference.magnitude(abs(count), self.finer), self.finer))
 
     def value(self, count):
         return math.copysign(reference.magnitude(abs(count), self.finer), count)
 
     def round(self, x, draw):
-        """The magnitude of the count of the rounded value: nearest, or stochastic with
-        a draw.
-        """
+        """Return the magnitude of the rounded count: to nearest, or by a draw."""
         rounding = "nearest" if draw is None else "stochastic"
         code = reference.encode(
             math.copysign(min(abs(x), self.fmt.max), x), self.finer, rounding, bits=draw
@@ -101,8 +98,8 @@ class Chart:
     highest: int
 
     def _exponent(self, x):
-        found = exponent_of(abs(float(x))) if x else self.lowest
-        return min(max(found, self.lowest), self.highest)
+        exponent = exponent_of(abs(float(x))) if x else self.lowest
+        return min(max(exponent, self.lowest), self.highest)
 
     def stiffness(self, x):
         return f32(math.ldexp(1.0, self._exponent(x) - self.mantissa_bits))
@@ -122,8 +119,10 @@ class Chart:
         )
 
     def shift(self, x, steps):
-        """Whole steps are counted for themselves, so only the fraction is rounded (and
-        beyond 2^24 the count).
+        """Return the value some steps away.
+
+        Whole steps are counted apart, so that only the fraction is rounded, and the count
+        beyond 2^24.
         """
         sign = f32(math.copysign(1.0, x))
         position = f32(abs(x) / self.stiffness(x))

@@ -1,5 +1,4 @@
-"""One step of every optimizer, one weight at a time: the definitions as scalar float32
-arithmetic.
+"""One step of every optimizer, one weight at a time, in scalar float32 arithmetic.
 
 Written from the docstrings; nothing of the library's arithmetic is used. Numbers are
 NumPy float32 scalars, so every operation rounds once, in the documented order; codes
@@ -21,9 +20,7 @@ from fp8manifold.random_bits import word_range
 
 @dataclass
 class Weight:
-    """One weight within a step: its value in units of the scale, its ULP in the same
-    units, and the scale.
-    """
+    """One weight within a step: its value and its ULP in units of the scale, and the scale."""
 
     x: F32
     ulp: F32
@@ -58,15 +55,19 @@ class Slow:
     options: dict[str, Any]
     storage: str = "codes"
     stream: int = 0
-    groups: list[int] = field(default_factory=list)  # the entry of the scale that each weight has
-    one_scale: bool = False  # for all weights
-    block: int = 0  # elements of a block of the averages; 0 for a row
+    #: The place of the scale of every weight.
+    groups: list[int] = field(default_factory=list)
+    #: Whether all weights have one scale.
+    one_scale: bool = False
+    #: Elements of a block of the averages; 0 for a row.
+    block: int = 0
     residual: list[int] = field(default_factory=list)
     averages: dict[str, list[Any]] = field(default_factory=dict)
     bounds: dict[str, list[F32]] = field(default_factory=dict)
     steps: int = 0
     reference: float = 0.0
-    unit: float = 1.0  # of the gradient with respect to codes
+    #: The unit of the gradient with respect to codes.
+    unit: float = 1.0
 
     def __post_init__(self):
         defaults = {
@@ -75,16 +76,12 @@ class Slow:
             "dampening": 0.0,
             "nesterov": False,
             "weight_decay": 0.0,
-        }
-        defaults |= {
             "eps": 1e-8,
             "stiffness": 0.0,
             "damping": 2.0**-8,
             "clip": 16.0,
             "refresh_every": 100,
             "seed": 0,
-        }
-        defaults |= {
             "writeback": "stochastic",
             "moments": "float32",
             "maximize": False,
@@ -94,10 +91,8 @@ class Slow:
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
-        self.rounds, self.riemannian = (
-            self.storage in ("codes", "grid"),
-            self.kind.startswith("Riemannian"),
-        )
+        self.rounds = self.storage in ("codes", "grid")
+        self.riemannian = self.kind.startswith("Riemannian")
         kinds = {
             "StiffnessLion": "lion",
             "StiffnessSGD": "sgd",
@@ -127,36 +122,33 @@ class Slow:
             return Weight(f32(stored), f32(0), scale)
         if self.storage == "free":
             x = f32(f32(stored) / scale)
-            return Weight(
-                x, Chart(self.fmt.mantissa_bits, self.fmt.emin, self.fmt.emax).stiffness(x), scale
-            )
-        own = Codes(self.fmt)
-        if (
-            self.storage == "grid"
-        ):  # the division leaves a point of the grid a hair off it, unless by a power of two
+            chart = Chart(self.fmt.mantissa_bits, self.fmt.emin, self.fmt.emax)
+            return Weight(x, chart.stiffness(x), scale)
+        coarse, fine = Codes(self.fmt), Codes(self.fmt, self.extra)
+        if self.storage == "grid":
+            # A division by no power of two leaves a point of the grid a hair off it.
             x = f32(f32(stored) / scale)
-            stored = own.code(own.round(float(x), None), bool(np.signbit(x)))
-        fine = Codes(self.fmt, self.extra)
-        count = (own.signed(stored) << self.extra) + (self.residual[i] if self.extra else 0)
+            stored = coarse.code(coarse.round(float(x), None), bool(np.signbit(x)))
+        count = (coarse.signed(stored) << self.extra) + (self.residual[i] if self.extra else 0)
         x = f32(fine.value(count))
         if count == 0 and not self.extra and stored & self.fmt.sign_bit:
             x = f32(-0.0)
         return Weight(x, f32(fine.step_at(count) * 2**self.extra), scale)
 
     def average(self, name, i):
-        kept = self.averages[name][i]
+        stored = self.averages[name][i]
         if self.options["moments"] != "8bit":
-            return f32(kept)
+            return f32(stored)
         squared, e4m3 = name == "exp_avg_sq", Codes(fm.FloatFormat(4, 3))
         scale = f32(2.0 ** self._scale_exponent(self.bounds[name][i // self.block], squared))
-        value = f32(f32(e4m3.value(kept if squared else e4m3.signed(kept))) * scale)
-        if kept == e4m3.fmt.sign_bit:
+        value = f32(f32(e4m3.value(stored if squared else e4m3.signed(stored))) * scale)
+        if stored == e4m3.fmt.sign_bit:
             value = f32(-0.0)
         return f32(value * value) if squared else value
 
     @staticmethod
     def _scale_exponent(bound, squared):
-        """The power of two that takes a bound, or its square root, to 2^6 .. 2^7."""
+        """Return the exponent of the scale that takes a bound, or its root, to 2^6 .. 2^7."""
         exponent = exponent_of(float(bound)) if bound >= f32(2.0**-126) else -127
         return exponent // 2 - 6 if squared else max(exponent - 6, -126)
 
@@ -212,8 +204,9 @@ class Slow:
         return 2.0 ** (exponent - (mantissa == 0.5)) * factor
 
     def _fitted(self, targets):
-        """Scales whose weights all are 0 suit what is asked for; where steps are
-        counted in spacings nothing does.
+        """Return new scales: those of weights that all are 0 suit their targets.
+
+        Where steps are counted in spacings all scales stay.
         """
         if self.storage != "codes" or self.riemannian:
             return self.scales
@@ -236,9 +229,7 @@ class Slow:
         return new
 
     def _narrow(self):
-        """Scales 16 times as large as fresh ones, by powers of two, come down to these;
-        their weights stay the same.
-        """
+        """Bring scales down that are 16 times as large as fresh ones; values stay."""
         held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
         for group, scale in zip(self.groups, self.scales, strict=True):
             fresh = self._fresh_scale(held[group], 1.0, scale) if held[group] else scale
@@ -252,8 +243,9 @@ class Slow:
         self.scales = new
 
     def _widen(self):
-        """Scales whose largest code is the last one double, and their weights rounded
-        stochastically.
+        """Double scales that have a weight at the last code, and round their weights anew.
+
+        The rounding is stochastic. Return whether any scale doubled.
         """
         if self.storage != "codes" or self.fmt.max_code not in [
             c & (self.fmt.sign_bit - 1) for c in self.stored
@@ -286,15 +278,16 @@ class Slow:
         return True
 
     def _mean_stiffness(self):
-        """The mean over the codes, without their residuals."""
+        """Return the mean over the codes, without their residuals."""
         extra, self.extra = self.extra, 0
         weights = [self.weight(i) for i in range(len(self.stored))]
         self.extra = extra
         return float(sum(Fraction(float(f32(w.ulp * w.scale))) for w in weights) / len(weights))
 
     def _change_unit(self):
-        """A power of two above the chart's bound, or next to S_ref; averages and bounds
-        follow exactly.
+        """Set the unit: a power of two above the chart's bound, or next to S_ref.
+
+        Averages and bounds follow exactly.
         """
         if self.kind != "RiemannianAdam":
             return
@@ -336,13 +329,11 @@ class Slow:
         return numbers
 
     def n(self, name):
-        """A number of this step, rounded once from float64; eps is kept from 0."""
+        """Return a number of this step, rounded once from float64; eps is never 0."""
         return f32(max(self.numbers[name], 2.0**-126) if name == "eps" else self.numbers[name])
 
     def _chart(self, scale):
-        """The format's own between the powers of two that bound S / S_ref, taken
-        outwards.
-        """
+        """Return the format's chart between powers of two that bound S / S_ref."""
         m, shift = self.fmt.mantissa_bits, exponent_of(float(scale))
         lowest, highest = self.fmt.emin, self.fmt.emax
         if self.options["damping"]:
@@ -432,7 +423,7 @@ class Slow:
         return f32(start - f32(direction * f32(rate * weight.inverse)))
 
     def _store(self, i, weight, target, draw):
-        """Round once, and say what is stored, in units of the scale."""
+        """Round once, and return what is stored, in units of the scale."""
         if self.storage == "plain":
             self.stored[i] = target
             return target
@@ -440,35 +431,35 @@ class Slow:
             after = min(max(target, f32(-self.fmt.max)), f32(self.fmt.max))
             self.stored[i] = self.stored[i] if after == weight.x else f32(after * weight.scale)
             return after
-        given = draw if self.rule.draws else None
-        count = Codes(self.fmt, self.extra).round(float(target), given)
+        count = Codes(self.fmt, self.extra).round(float(target), draw if self.rule.draws else None)
         return self._put(i, count, bool(np.signbit(target)), weight.scale)
 
     def _put(self, i, count, negative, scale):
-        """Store a count of steps of the finer grid, and its residual; the code of a NaN
-        stays.
+        """Store a count of steps of the finer grid, and its residual.
+
+        A code of NaN stays.
         """
-        own = Codes(self.fmt)
-        code = own.code(count, negative)
+        coarse = Codes(self.fmt)
+        code = coarse.code(count, negative)
         if self.extra:
             signed = -count if negative else count
             nearest = math.floor(Fraction(signed, 2**self.extra) + Fraction(1, 2))
-            old = self.stored[i]
-            was = (
-                np.signbit(old) and old == 0 if self.storage == "grid" else old == self.fmt.sign_bit
-            )  # -0
-            self.residual[i], code = (
-                signed - (nearest << self.extra),
-                own.code(nearest, nearest < 0),
-            )
-            code = self.fmt.sign_bit if nearest == 0 and was else code
-        value = f32(own.value(own.signed(code)))
+            self.residual[i] = signed - (nearest << self.extra)
+            code = coarse.code(nearest, nearest < 0)
+            if nearest == 0 and self._is_negative_zero(self.stored[i]):
+                code = self.fmt.sign_bit
+        value = f32(coarse.value(coarse.signed(code)))
         value = f32(-0.0) if value == 0 and code & self.fmt.sign_bit else value
         if self.storage == "grid":
             self.stored[i] = f32(value * scale)
         elif not math.isnan(self.fmt.decode_code(self.stored[i])):
             self.stored[i] = code
         return value
+
+    def _is_negative_zero(self, stored):
+        if self.storage == "grid":
+            return np.signbit(stored) and stored == 0
+        return stored == self.fmt.sign_bit
 
     def _inject(self, weight, descent, target, after):
         if self.riemannian:
@@ -484,9 +475,7 @@ class Slow:
         descent.averages[name] = f32(descent.averages[name] - f32(error * self.n("inject")))
 
     def _keep(self, i, descent, noise):
-        """As float32, or rounded stochastically with one half of a random word for each
-        average.
-        """
+        """Store averages in float32, or rounded by one half of a random word."""
         moments = self.options["moments"]
         for (name, value), draw in zip(
             descent.averages.items(), (noise & 0xFFFF, noise >> 16, 0), strict=False
@@ -511,8 +500,9 @@ class Slow:
         )
 
     def _root_code(self, i, value, draw):
-        """The neighbour above with the odds that make 1 over the root right in the
-        mean, never 0 but for 0.
+        """Return the code below or above a root, never 0 but for 0.
+
+        The odds of the one above make 1 over the root right in the mean.
         """
         assert value is not None
         e4m3 = Codes(fm.FloatFormat(4, 3))

@@ -21,8 +21,9 @@ Int64 = NDArray[np.int64]
 
 
 def mirrored(draws, x):
-    """The draws of negative numbers run from the other end: one draw moves both signs
-    in one direction.
+    """Return draws that run from the other end for negative numbers.
+
+    So one draw moves both signs in one direction.
     """
     return np.where(np.signbit(x), reference.DRAWS - 1 - draws, draws)
 
@@ -50,22 +51,20 @@ class Steps:
 
 
 def rank(x, fmt, rounding, overflow):
-    """The rounded value, with a NaN from overflow counted as the infinity that it
-    stands for.
-    """
+    """Return the rounded value; a NaN from overflow counts as the infinity it stands for."""
     rounded = reference.round_to_grid(x, fmt, rounding, overflow)
     return math.copysign(math.inf, x) if math.isnan(rounded) else rounded
 
 
 def candidates(low, high):
-    """Every float64 at which a rounding from low to high can begin to give high."""
+    """Return every float64 at which a rounding from low to high can begin to give high."""
     middle = low + (high - low) / 2 if math.isfinite(high - low) else high
     points = (low, middle, high)
     return sorted({*points, *(float(np.nextafter(p, np.inf)) for p in points)})
 
 
 def threshold(low, high, fmt, rounding, overflow):
-    """The smallest float64 in (low, high] that is rounded to more than low's own value."""
+    """Return the smallest float64 in (low, high] that is rounded to more than low is."""
     before = rank(low, fmt, rounding, overflow)
     return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > before)
 
@@ -87,17 +86,16 @@ def steps(fmt, rounding, overflow):
 
 @dataclass(frozen=True)
 class StochasticSteps:
-    """Neighbouring magnitudes and what each becomes; the last is the first that
-    overflows.
-    """
+    """Neighbouring magnitudes and what they become; the last is the first that overflows."""
 
     fmt: Fields
     magnitudes: Float64
     results: Float64
 
     def split(self, x):
-        """The code below |x|, how far |x| is beyond it, and the gap to the next (all
-        exact in float64).
+        """Return the code below |x|, how far |x| is beyond it, and the gap to the next.
+
+        All are exact in float64.
         """
         last = len(self.magnitudes) - 1
         a = np.minimum(np.where(np.isnan(x), 0.0, np.abs(x)), self.magnitudes[last])

@@ -1,5 +1,6 @@
-"""Tests of kernels alone: run by ``test_triton_interpreted.py``, interpreted, and on a
-card.
+"""Tests of kernels alone: `test_triton_interpreted.py` runs them interpreted, a GPU runs them.
+
+"Compared by the plugin": `triton_twins` has kernels step what native code steps here.
 """
 
 import contextlib
@@ -64,8 +65,9 @@ def gradient(shape, kind, seed):
 
 
 def weights(name, seed, draws):
-    """Weights of every shape, over many binades, with both zeros, both ends and a NaN;
-    half have scales of any kind.
+    """Return weights of every shape over many binades, half of them with scales of any kind.
+
+    Both zeros, both ends and a NaN are among the codes.
     """
     fmt, made = as_format(name), []
     for i, (shape, granularity) in enumerate(SHAPES):
@@ -126,9 +128,7 @@ def test_steps_by_either_retraction(kind, name, retraction):
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
 def test_momentum_of_matrices(moments):
-    """Rows in blocks, rows that no block divides, zeros, subnormals and all binades;
-    compared by the plugin.
-    """
+    """Rows in blocks and others, zeros, subnormals, all binades; compared by the plugin."""
     shapes = ((16, 256), (5, 77), (3, 600), (2, 1301))
     parameters = [fm.FP8Parameter(normal(*shape, seed=1), "E2M5", seed=2) for shape in shapes]
     optimizer = optim.StiffnessMuon(parameters, lr=0.02, moments=moments)
@@ -141,9 +141,7 @@ def test_momentum_of_matrices(moments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
 def test_ordinary_and_free_parameters_of_every_dtype(dtype, writeback):
-    """Halves are rounded once, at random unless asked otherwise; compared by the
-    plugin.
-    """
+    """Halves are rounded once; compared by the plugin."""
     parameters = [
         torch.nn.Parameter(normal(9, 5, seed=1).to(dtype)),
         torch.nn.Parameter(normal(seed=2).to(dtype)),
@@ -245,9 +243,7 @@ def test_codes_against_their_definition(name):
 
 @pytest.fixture
 def on_a_card(monkeypatch):
-    """Steps go the way that they go on a GPU, and their kernels are interpreted where
-    there is none.
-    """
+    """Let steps go the way that they go on a GPU; without one kernels are interpreted."""
     as_on_a_card(monkeypatch)
 
 
@@ -302,10 +298,10 @@ WIDENED = {
 
 @pytest.mark.parametrize("writeback", WIDENED)
 def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card, monkeypatch):
-    """Gradients that are not finite, or whose squares are not; everything else of both
-    is the same, bit for bit.
+    """With gradients that are not finite, or whose squares are not.
 
-    Weights and scales after every step, before the host has heard of it.
+    Weights and scales are the same after every step, before the host has read the verdict,
+    and everything else at the end.
     """
     moments = "bfloat16" if writeback == "momentum" else "8bit"
     ours, native = made = pair(**WIDENED[writeback], writeback=writeback, moments=moments)
@@ -347,9 +343,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card,
 def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     on_a_card, monkeypatch, caplog
 ):
-    """NaN, rows longer than a program's, some at their end and some not or not moved,
-    and the widest scale there is.
-    """
+    """With NaN, long rows, rows at their end and not, and the widest scale of all."""
     caplog.set_level("INFO", "fp8manifold")
     said = []
     p = fm.FP8Parameter(
@@ -389,9 +383,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     ],
 )
 def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writeback, monkeypatch):
-    """Muon's steps, which wait for the card anyway: all its full rows at once, as the
-    host doubles them one by one.
-    """
+    """In steps of Muon, which wait for the card anyway; the host doubles one by one."""
     largest, found, own = as_format(fmt).max_code, [], _triton_step.run_triton
 
     def run(slots):
@@ -438,9 +430,7 @@ def _tensors(values):
 
 
 class Tape(TorchDispatchMode):
-    """The launches of a function, in their order; nothing of it has happened when it
-    ends.
-    """
+    """The launches of a function, in their order; when it ends none has happened."""
 
     def __init__(self):
         super().__init__()
@@ -537,8 +527,9 @@ def given(rows=4, seed=0):
 
 
 def training_step(optimizer, *, clears_last=False):
-    """A step that clears gradients, first or last, runs both passes, and leaves a
-    result after the optimizer's.
+    """Return a function that clears gradients, first or last, and runs both passes.
+
+    Its second result is computed after the optimizer's step.
     """
     weights = everyone(optimizer)
 
@@ -566,9 +557,7 @@ def schedule(optimizer, step):
     "options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}]
 )
 def test_replays_have_the_bits_of_calls(options, graphs):
-    """Under a schedule, a refresh, doubled scales, a refused step, another shape of
-    inputs and another option.
-    """
+    """Under a schedule, a refresh, doubled scales, a refused step and another shape."""
     plain, ours = (pair(refresh_every=6, **options)[0] for _ in range(2))
     clears_last, weights = "draws" in options, everyone(plain)
     step = _graphed.GraphedStep(training_step(ours, clears_last=clears_last), ours)

@@ -1,5 +1,4 @@
-"""A plugin of pytest's: whatever native code steps, a Triton kernel steps too,
-interpreted or on a card.
+"""A plugin of pytest's: whatever native code steps, a Triton kernel steps too.
 
 Every step that a test has native code take is taken by Triton's kernels on copies, in
 its interpreter where ``TRITON_INTERPRET=1`` and on the GPU otherwise, and both have to

@@ -1,11 +1,15 @@
-"""Products straight from codes: operands by another package, sums by their definition,
-and what a card asks of both.
+"""Products straight from codes.
+
+Operands are compared with another package's rounding, products with the emulation of
+their definition, and layouts with what a card asks for. There is no card here: torch
+checks fake tensors on one.
 """
 
 import copy
 import json
 from fractions import Fraction
 from functools import partial
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,15 +35,17 @@ E4M3 = torch.float8_e4m3fn
 UNITS = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
 
 
-def layer(fmt="E4M3", size=(768, 1024), dtype=torch.bfloat16, **how):
-    linear, spread = nn.Linear(*size, bias=how.pop("bias", False)), how.pop("spread", 1.0)
+def layer(fmt="E4M3", size=(768, 1024), dtype=torch.bfloat16, *, bias=False, spread=1.0, **options):
+    """Make a layer of products from codes; the sizes of its rows have a spread in log2."""
+    linear = nn.Linear(*size, bias=bias)
     sizes = torch.exp2(normal(size[1], 1, seed=2, std=spread))
     linear.weight.data = normal(*linear.weight.shape, seed=1, std=0.02) * sizes
-    spec = fm.LayerSpec(fmt, **{"products": UNITS[fmt], **how})
+    spec = fm.LayerSpec(fmt, **{"products": UNITS[fmt], **options})
     return fm.quantize_model(linear.to(dtype), spec, storage="fp8", seed=1)
 
 
 def batch(size=(768, 1024), rows=512, *, spread=1.0):
+    """Return an input with a large column and the gradient of an output."""
     x = normal(rows, size[0], seed=3) * torch.exp(normal(rows, 1, seed=4, std=spread))
     x[:, 5] *= 20.0 if spread else 1.0
     g = normal(rows, size[1], seed=5, std=1e-4) * torch.exp(normal(rows, 1, seed=6, std=spread))
@@ -47,6 +53,7 @@ def batch(size=(768, 1024), rows=512, *, spread=1.0):
 
 
 def passes(net, x, g, call=None):
+    """Return the output and all gradients of a forward and a backward pass."""
     x = x.detach().clone().requires_grad_()
     for p in net.parameters():
         p.grad = None
@@ -61,40 +68,41 @@ def product(a, b, rows, columns, dtype):
 
 
 def emulated(net, x, g):
-    """The three products of the page, of operands by the oracle."""
+    """Multiply operands that the oracle has rounded: y, dx and dw by their definition."""
     w, units = net.weight, UNITS[net.weight.format.name]
     unit = w.format.ulp_min if units == "int8" else 1.0
     codes = (
         products.codes_to_int8(w.codes) if units == "int8" else w.codes.view(FLOAT8[w.format.name])
     )
 
-    def read(made):
-        return made if units == "int8" else made.view(E4M3)
+    def numbers(codes):
+        return codes if units == "int8" else codes.view(E4M3)
 
     scale = w.scale.expand(w.shape[0], 1)
     (a, p), (b, q) = quantised(x, None, units), quantised(g, scale.t(), units)
-    y = product(read(a), codes, p, scale.t() * unit, x.dtype)
-    dx = product(read(b), codes.t().contiguous(), q, unit, x.dtype)
+    y = product(numbers(a), codes, p, scale.t() * unit, x.dtype)
+    dx = product(numbers(b), codes.t().contiguous(), q, unit, x.dtype)
     if net.spec.gradient_products == "bfloat16":
         return [y, dx, g.t() @ x]
     h, r = quantised(g.t(), p.t(), "fp8")
     return [y, dx, product(h.view(E4M3), a.t().contiguous().view(E4M3), r, 1.0, x.dtype)]
 
 
+#: Formats of codes, and the dtype in which the gradient of the weight is multiplied.
 CASES = [("E4M3", "bfloat16"), ("E4M3", "fp8"), ("E5M2", "fp8"), ("E1M6", "bfloat16")]
-cases = pytest.mark.parametrize(("fmt", "gradient"), CASES)
+every_case = pytest.mark.parametrize(("fmt", "gradient"), CASES)
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@cases
+@every_case
 def test_products_are_the_emulations_to_the_bit(fmt, gradient, dtype, granularity):
     size = (1024, 256)
     net = layer(fmt, size, dtype, gradient_products=gradient, granularity=granularity)
-    x, g = (each.to(dtype) for each in batch(size, 128))
-    for ours, expected in zip(passes(net, x, g), emulated(net, x, g), strict=True):
-        assert ours.dtype is dtype
-        assert torch.equal(ours, expected)
+    x, g = (part.to(dtype) for part in batch(size, 128))
+    for actual, expected in zip(passes(net, x, g), emulated(net, x, g), strict=True):
+        assert actual.dtype is dtype
+        assert torch.equal(actual, expected)
 
 
 def test_integer_sums_are_exact_in_any_order():
@@ -105,59 +113,59 @@ def test_integer_sums_are_exact_in_any_order():
         torch.randint(64, 128, (32, 4096), generator=torch.Generator().manual_seed(2))
     )
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(1))
-    turned = copy.deepcopy(net)
-    turned.weight.codes.copy_(net.weight.codes[:, order])
-    y, other = (
-        passes(net, x.float(), g.float())[0],
-        passes(turned, x[:, order].float(), g.float())[0],
-    )
+    shuffled = copy.deepcopy(net)
+    shuffled.weight.codes.copy_(net.weight.codes[:, order])
+    y = passes(net, x.float(), g.float())[0]
+    y_shuffled = passes(shuffled, x[:, order].float(), g.float())[0]
     a, p = products.int8_rows(x)
     sums = a.to(torch.int32) @ products.codes_to_int8(net.weight.codes).to(torch.int32).t()
     assert sums.amin() > 2**24
     assert torch.equal(y, sums.float() * p * net.weight.scale.t() * 2.0**-5)
-    assert torch.equal(y, other)
+    assert torch.equal(y, y_shuffled)
 
 
-def test_each_error_is_within_its_budget():
-    """Rows of other sizes and one channel of outliers, or neither; what is decoded has
-    0.17% in bfloat16.
+@pytest.mark.parametrize(
+    ("fmt", "gradient", "spread", "budget"),
+    [
+        ("E4M3", "bfloat16", 1.0, (0.030, 0.028, 0.002)),
+        ("E4M3", "fp8", 1.0, (0.030, 0.028, 0.039)),
+        ("E5M2", "bfloat16", 1.0, (0.030, 0.028, 0.002)),
+        ("E1M6", "bfloat16", 1.0, (0.058, 0.038, 0.002)),  # its grid is uniform
+        ("E1M6", "bfloat16", 0.0, (0.011, 0.016, 0.002)),
+    ],
+)
+def test_relative_errors_are_within_their_budget(fmt, gradient, spread, budget):
+    """Errors of y, dx and dw, with rows of other sizes and one channel of outliers.
+
+    A product in bfloat16 alone has an error of 0.17%. No budget is twice the error.
     """
-    bounds = {
-        ("E4M3", "bfloat16", 1.0): (0.030, 0.028, 0.002),
-        ("E4M3", "fp8", 1.0): (0.030, 0.028, 0.039),
-        ("E5M2", "bfloat16", 1.0): (0.030, 0.028, 0.002),
-        ("E1M6", "bfloat16", 1.0): (0.058, 0.038, 0.002),  # its grid is uniform
-        ("E1M6", "bfloat16", 0.0): (0.011, 0.016, 0.002),
-    }
-    for (fmt, gradient, spread), bound in bounds.items():
-        net, (x, g) = layer(fmt, gradient_products=gradient, spread=spread), batch(spread=spread)
-        w = net.weight.dequantize().double()
-        exact = (x.double() @ w.t(), g.double() @ w, g.double().t() @ x.double())
-        errors = [
-            ((a - b).norm() / b.norm()).item()
-            for a, b in zip(passes(net, x, g), exact, strict=True)
-        ]
-        within = [0.5 * most < error <= most for error, most in zip(errors, bound, strict=True)]
-        assert all(within), (fmt, gradient, errors)
+    net, (x, g) = layer(fmt, gradient_products=gradient, spread=spread), batch(spread=spread)
+    w = net.weight.dequantize().double()
+    exact = (x.double() @ w.t(), g.double() @ w, g.double().t() @ x.double())
+    for actual, expected, largest in zip(passes(net, x, g), exact, budget, strict=True):
+        error = ((actual - expected).norm() / expected.norm()).item()
+        assert 0.5 * largest < error <= largest
 
 
 class Context:
+    """The context of an autograd function."""
+
     needs_input_grad = (True, True, False)
 
-    def save_for_backward(self, *kept):
-        self.saved_tensors = kept
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-@cases
+@every_case
 def test_torchs_own_products_give_the_same_bits(fmt, gradient, in_graph, monkeypatch):
-    """By rows with their scales, or at scales of 1 with powers of two afterwards, of
-    sums that float32 holds.
+    """Of sums that float32 holds.
+
+    Torch multiplies rows with their scales, or at scales of 1 with powers of two afterwards.
     """
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
-    net.weight.codes.copy_(
-        torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8)
-    )  # two bits each
+    # Codes of two significant bits.
+    net.weight.codes.copy_(torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8))
     x, g = x.sign() * 2.0, g.sign() * 0.25
     expected = passes(net, x, g)
     monkeypatch.setattr(_products, "is_on_card", lambda x: True)
@@ -165,61 +173,68 @@ def test_torchs_own_products_give_the_same_bits(fmt, gradient, in_graph, monkeyp
     assert all(map(torch.equal, passes(net, x, g), expected))
 
 
+class Call(NamedTuple):
+    """Operands and options of a product."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    options: dict
+
+
+@pytest.fixture
+def torchs_products(monkeypatch):
+    """Return a list of the calls of torch's own products."""
+    calls = []
+
+    def recorded(product):
+        def call(a, b, **options):
+            calls.append(Call(a, b, options))
+            return product(a, b, **options)
+
+        return call
+
+    for name in ("_scaled_mm", "_int_mm"):
+        monkeypatch.setattr(torch, name, recorded(getattr(torch, name)))
+    return calls
+
+
+@pytest.mark.parametrize(("size", "rows"), [((768, 3072), 8192), ((64, 32), 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("in_graph", [False, True])
-@cases
-def test_layouts_scales_and_sizes_are_those_of_a_card(fmt, gradient, in_graph, dtype, monkeypatch):
-    """Torch's own checks, of fake tensors on a card that there is not."""
-    called = []
-    for name, torchs in (("_scaled_mm", torch._scaled_mm), ("_int_mm", torch._int_mm)):
-
-        def seen(a, b, own=torchs, **more):
-            called.append((a, b, more))
-            return own(a, b, **more)
-
-        monkeypatch.setattr(torch, name, seen)
+@every_case
+def test_layouts_scales_and_sizes_are_those_of_a_card(
+    fmt, gradient, in_graph, dtype, size, rows, torchs_products, monkeypatch
+):
+    """By torch's own checks, of fake tensors on a card."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: in_graph)
     rounds = gradient == "fp8"
-    for size, rows in (((768, 3072), 8192), ((64, 32), 16)):
-        called.clear()
-        with FakeTensorMode():
-            empty = partial(torch.empty, device="cuda")
-            x, codes, scale = (
-                empty(rows, size[0], dtype=dtype),
-                empty(*size[::-1], dtype=torch.uint8),
-                empty(size[1], 1),
-            )
-            weight = fm.FP8Parameter(
-                fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=dtype, seed=1)
-            )
-            ctx = Context()
-            with torch.no_grad():
-                y = _products._FromCodes.forward(ctx, x, weight, None, UNITS[fmt], rounds)
-                dx, dw, *_ = _products._FromCodes.backward(ctx, torch.empty_like(y))
-            assert (y.shape, dx.shape, dw.shape) == ((rows, size[1]), x.shape, weight.shape)
-            assert {each.device.type for each in (y, dx, dw)} == {"cuda"}
-        assert len(called) == 2 + rounds
-        for a, b, more in called:
-            if "scale_a" in more and dtype is torch.bfloat16 and not in_graph:
-                assert (more["scale_a"].shape, more["scale_a"].stride()) == (
-                    (a.shape[0], 1),
-                    (1, 1),
-                )
-                assert (more["scale_b"].shape, more["scale_b"].stride()) == (
-                    (1, b.shape[1]),
-                    (b.shape[1], 1),
-                )
-            elif "scale_a" in more:
-                assert more["scale_a"].shape == more["scale_b"].shape == ()
-            else:
-                assert a.shape[0] > 16
+    with FakeTensorMode():
+        empty = partial(torch.empty, device="cuda")
+        x = empty(rows, size[0], dtype=dtype)
+        codes, scale = empty(*size[::-1], dtype=torch.uint8), empty(size[1], 1)
+        weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=dtype, seed=1))
+        ctx = Context()
+        with torch.no_grad():
+            y = _products._FromCodes.forward(ctx, x, weight, None, UNITS[fmt], rounds)
+            dx, dw, *_ = _products._FromCodes.backward(ctx, torch.empty_like(y))
+        assert (y.shape, dx.shape, dw.shape) == ((rows, size[1]), x.shape, weight.shape)
+        assert {result.device.type for result in (y, dx, dw)} == {"cuda"}
+    assert len(torchs_products) == (3 if rounds else 2)
+    for a, b, options in torchs_products:
+        if "scale_a" not in options:
+            assert a.shape[0] > 16
+            continue
+        scale_a, scale_b = options["scale_a"], options["scale_b"]
+        if dtype is torch.bfloat16 and not in_graph:
+            assert (scale_a.shape, scale_a.stride()) == ((a.shape[0], 1), (1, 1))
+            assert (scale_b.shape, scale_b.stride()) == ((1, b.shape[1]), (b.shape[1], 1))
+        else:
+            assert scale_a.shape == scale_b.shape == ()
 
 
-@cases
+@every_case
 def test_a_compiler_sees_one_graph_on_a_card(fmt, gradient):
-    """Fake tensors there: no compiler traces which kernels there are; another size
-    makes a dimension a symbol.
-    """
+    """It does not trace which kernels there are. Another size makes a dimension a symbol."""
     torch._dynamo.reset()
     spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
     for rows, length, width in ((32, 64, 32), (48, 96, 64), (64, 128, 96)):
@@ -238,84 +253,120 @@ def test_a_compiler_sees_one_graph_on_a_card(fmt, gradient):
         product(torch.zeros(16, 64, dtype=torch.bfloat16))
 
 
-def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch):
-    a, b = (
-        torch.zeros(16, 32, dtype=torch.uint8).view(E4M3),
-        torch.zeros(48, 32, dtype=torch.uint8).view(E4M3),
-    )
-    check_operands(a, b)
-    check_operands(a, b.view(torch.float8_e5m2))
-    for pair in (
-        (a.view(torch.float8_e5m2), b.view(torch.float8_e5m2)),
-        (a.view(torch.float8_e5m2), b),
-        (torch.zeros(32, 16, dtype=torch.uint8).view(E4M3).t(), b),
-        (a, torch.zeros(32, 48, dtype=torch.uint8).view(E4M3).t()),
-        (a, b[:40]),
-        (a[:, :24].contiguous(), b[:, :24].contiguous()),
-    ):
-        with pytest.raises(AssertionError):
-            check_operands(*pair)
-    called = []
-    monkeypatch.setattr(_products, "check_operands", lambda a, b: called.append((a, b)))
+def zero_codes(rows, columns):
+    return torch.zeros(rows, columns, dtype=torch.uint8).view(E4M3)
+
+
+E5M2 = torch.float8_e5m2
+#: Operands that a CPU takes and a card does not.
+BAD_OPERANDS = {
+    "both E5M2": (zero_codes(16, 32).view(E5M2), zero_codes(48, 32).view(E5M2)),
+    "first E5M2": (zero_codes(16, 32).view(E5M2), zero_codes(48, 32)),
+    "first by columns": (zero_codes(32, 16).t(), zero_codes(48, 32)),
+    "second by columns": (zero_codes(16, 32), zero_codes(32, 48).t()),
+    "40 rows": (zero_codes(16, 32), zero_codes(40, 32)),
+    "24 columns": (zero_codes(16, 24), zero_codes(48, 24)),
+}
+
+
+@pytest.mark.parametrize(("a", "b"), BAD_OPERANDS.values(), ids=BAD_OPERANDS)
+def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(a, b):
+    with pytest.raises(AssertionError):
+        check_operands(a, b)
+
+
+def test_operands_that_a_card_takes_are_accepted():
+    check_operands(zero_codes(16, 32), zero_codes(48, 32))
+    check_operands(zero_codes(16, 32), zero_codes(48, 32).view(E5M2))
+
+
+def test_operands_of_all_products_are_checked(monkeypatch):
+    checked = []
+    monkeypatch.setattr(_products, "check_operands", lambda a, b: checked.append((a, b)))
     passes(layer("E5M2", (64, 32), gradient_products="fp8"), *batch((64, 32), 16))
-    assert len(called) == 3
+    assert len(checked) == 3
 
 
-@cases
-def test_what_is_not_finite_is_seen(fmt, gradient):
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@every_case
+def test_an_input_that_is_not_finite_spoils_its_row(fmt, gradient, bad):
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        spoilt = x.clone()
-        spoilt[3, 5] = bad
-        y = passes(net, spoilt, g)[0]
-        assert y[3].isnan().all()
-        others = torch.arange(16) != 3
-        assert torch.equal(y[others], passes(net, x, g)[0][others])
-        spoilt = g.clone()
-        spoilt[3, 5] = bad
-        assert all(made.isnan().all() for made in passes(net, x, spoilt)[1:])
-        net.weight.grad = None
-        net(x).backward(spoilt)  # without dx, of which q says it
-        assert net.weight.grad.isnan().all()
+    expected = passes(net, x, g)[0]
+    x[3, 5] = bad
+    y = passes(net, x, g)[0]
+    assert y[3].isnan().all()
+    is_other = torch.arange(16) != 3
+    assert torch.equal(y[is_other], expected[is_other])
 
 
-@cases
-def test_shapes_bias_and_autocast(fmt, gradient):
-    size, how = (64, 32), {"gradient_products": gradient}
-    net, (x, g) = layer(fmt, size, torch.float32, bias=True, **how), batch(size, 32)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@every_case
+def test_a_gradient_that_is_not_finite_spoils_both_gradients(fmt, gradient, bad):
+    net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
+    g[3, 5] = bad
+    _, dx, dw = passes(net, x, g)
+    assert dx.isnan().all()
+    assert dw.isnan().all()
+    # Without dx, too, whose scales say it otherwise.
+    net.weight.grad = None
+    net(x).backward(g)
+    assert net.weight.grad.isnan().all()
+
+
+def bare_layer(fmt, gradient):
+    return layer(fmt, (64, 32), gradient_products=gradient), *batch((64, 32), 32)
+
+
+@every_case
+def test_autocast_multiplies_in_its_dtype(fmt, gradient):
+    net = layer(fmt, (64, 32), torch.float32, bias=True, gradient_products=gradient)
+    x, g = batch((64, 32), 32)
     bare = copy.deepcopy(net).bfloat16()
     bare.bias = None
     y, dx, dw = passes(bare, x, g)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        made = passes(net, x.float(), g)
-    assert [each.dtype for each in made] == [torch.bfloat16, *[torch.float32] * 3]
+        results = passes(net, x.float(), g)
+    assert [result.dtype for result in results] == [torch.bfloat16, *[torch.float32] * 3]
     expected = (y + net.bias.bfloat16(), dx.float(), dw.float(), g.sum(0).float())
-    assert all(map(torch.equal, made, expected))
-    cut = passes(bare, x.view(2, 16, 64), g.view(2, 16, 32))
-    assert all(map(torch.equal, cut, (y.view(2, 16, 32), dx.view(2, 16, 64), dw)))
-    turned = passes(bare, x.t().contiguous().t(), g.t().contiguous().t())
-    assert all(map(torch.equal, turned, (y, dx, dw)))
-    for shape in ((0, 64), (2, 0, 64)):
-        nothing = passes(bare, x.new_empty(shape), x.new_empty(*shape[:-1], 32))
-        assert nothing[0].shape == (*shape[:-1], 32)
-        assert nothing[1].shape == shape
-        assert not nothing[2].any()
-    assert torch.equal(bare(x.view(2, 16, 64)), y.view(2, 16, 32))
-    assert not bare(x.view(2, 16, 64))._is_view()
+    assert all(map(torch.equal, results, expected))
+
+
+@every_case
+def test_inputs_of_any_layout_have_the_same_products(fmt, gradient):
+    net, x, g = bare_layer(fmt, gradient)
+    y, dx, dw = passes(net, x, g)
+    batched = passes(net, x.view(2, 16, 64), g.view(2, 16, 32))
+    assert all(map(torch.equal, batched, (y.view(2, 16, 32), dx.view(2, 16, 64), dw)))
+    by_columns = passes(net, x.t().contiguous().t(), g.t().contiguous().t())
+    assert all(map(torch.equal, by_columns, (y, dx, dw)))
+    assert torch.equal(net(x.view(2, 16, 64)), y.view(2, 16, 32))
+    assert not net(x.view(2, 16, 64))._is_view()
     with torch.inference_mode():
-        assert torch.equal(bare(x), y)
-    if gradient == "bfloat16":  # a single token, and a row without a batch
-        y, dx, _ = passes(bare, x[:1], g[:1])
-        assert all(map(torch.equal, passes(bare, x[0], g[0])[:2], (y[0], dx[0])))
+        assert torch.equal(net(x), y)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)], ids=str)
+@every_case
+def test_an_empty_input_has_an_empty_product(fmt, gradient, shape):
+    net, x, _ = bare_layer(fmt, gradient)
+    y, dx, dw = passes(net, x.new_empty(shape), x.new_empty(*shape[:-1], 32))
+    assert y.shape == (*shape[:-1], 32)
+    assert dx.shape == shape
+    assert not dw.any()
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt, gradient in CASES if gradient == "bfloat16"])
+def test_a_single_token_needs_no_batch(fmt):
+    net, x, g = bare_layer(fmt, "bfloat16")
+    y, dx, _ = passes(net, x[:1], g[:1])
+    assert all(map(torch.equal, passes(net, x[0], g[0])[:2], (y[0], dx[0])))
 
 
 @pytest.mark.parametrize("during", ["forward", "both"])
 @pytest.mark.parametrize("cast", [torch.float16, torch.bfloat16])
-@cases
+@every_case
 def test_autocast_rounds_the_result_and_no_sum(fmt, gradient, cast, during):
-    """Sums without their scales are far beyond float16; scales of a file are no powers
-    of two.
-    """
+    """Sums without their scales are far beyond float16; the scales are no powers of two."""
     net = layer(fmt, (256, 64), torch.float32, gradient_products=gradient)
     net.weight.set_scale_(net.weight.scale * 1.3)
     x, g = (part.to(cast) for part in batch((256, 64), 32, spread=0.0))
@@ -323,12 +374,12 @@ def test_autocast_rounds_the_result_and_no_sum(fmt, gradient, cast, during):
     x = x.float().requires_grad_()
     net.weight.grad = None
     with torch.autocast("cpu", cast):
-        made = net(x)
+        output = net(x)
         if during == "both":
-            made.backward(g)
+            output.backward(g)
     if during == "forward":
-        made.backward(g)
-    assert torch.equal(made, y.to(cast))
+        output.backward(g)
+    assert torch.equal(output, y.to(cast))
     assert torch.equal(x.grad, dx.to(cast).float())
     if gradient == "fp8":
         assert torch.equal(net.weight.grad, dw.to(cast).float())
@@ -336,7 +387,7 @@ def test_autocast_rounds_the_result_and_no_sum(fmt, gradient, cast, during):
         assert torch.equal(net.weight.grad, (g.t() @ x.detach().to(cast)).float())
 
 
-@cases
+@every_case
 def test_autocast_around_a_backward_pass_alone_changes_nothing(fmt, gradient):
     net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient)
     x, g = (part.float() for part in batch((64, 32), 32))
@@ -349,7 +400,7 @@ def test_autocast_around_a_backward_pass_alone_changes_nothing(fmt, gradient):
     assert all(map(torch.equal, (x.grad, net.weight.grad), expected))
 
 
-@cases
+@every_case
 def test_an_input_without_dimensions_is_refused(fmt, gradient):
     net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient)
     with pytest.raises(RuntimeError, match=r"^the input has no dimension, [^\n]*$"):
@@ -357,7 +408,7 @@ def test_an_input_without_dimensions_is_refused(fmt, gradient):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@cases
+@every_case
 def test_a_layer_without_values_has_shapes(fmt, gradient, autocast):
     """Of all three products, under autocast of a processor too."""
     net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient).to("meta")
@@ -410,47 +461,51 @@ def test_rounding_is_not_traced():
         torch.jit.trace(lambda x: fm.fake_quantize(x, "E4M3", 1.0), (normal(4, 4),))
 
 
-def test_what_no_gradient_needs_is_not_held():
-    held = []
-    x, _ = batch((64, 32), 16)
-    for trained, gradient, expected in (
+@pytest.mark.parametrize(
+    ("trains", "gradient", "dtypes"),
+    [
         (True, "bfloat16", [torch.bfloat16]),
         (True, "fp8", [torch.uint8]),
         (False, "fp8", []),
+    ],
+    ids=["bfloat16", "fp8", "frozen"],
+)
+def test_what_no_gradient_needs_is_not_saved(trains, gradient, dtypes):
+    saved = []
+    x, _ = batch((64, 32), 16)
+    net = layer("E4M3", (64, 32), gradient_products=gradient)
+    net.weight.requires_grad_(trains)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
     ):
-        net = layer("E4M3", (64, 32), gradient_products=gradient)
-        net.weight.requires_grad_(trained)
-        held.clear()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda each: held.append(each) or each, lambda each: each
-        ):
-            net(x.clone().requires_grad_())
-        assert [each.dtype for each in held if each.shape == x.shape] == expected
-        assert any(each is net.weight or isinstance(each, fm.FP8Tensor) for each in held)
+        net(x.clone().requires_grad_())
+    assert [tensor.dtype for tensor in saved if tensor.shape == x.shape] == dtypes
+    assert any(isinstance(tensor, fm.FP8Tensor) for tensor in saved)
 
 
-@pytest.mark.parametrize(("way", "most"), [("decoded", 360), ("fp8", 742)])
-def test_guards_of_twelve_layers(way, most):
-    """No more than there were before products, 742; a dense model has 177."""
+@pytest.mark.parametrize(("products", "most"), [("decoded", 360), ("fp8", 742)])
+def test_guards_of_twelve_layers(products, most):
+    """A dense model has 177. There were 742 before layers had products."""
     dense = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
-    net = fm.quantize_model(dense, "E4M3", storage="fp8", products=way)
-    found = torch._dynamo.explain(net)(torch.ones(16, 16))
-    assert (found.graph_count, found.graph_break_count) == (1, 0)
-    assert len(found.out_guards) <= most
+    net = fm.quantize_model(dense, "E4M3", storage="fp8", products=products)
+    explanation = torch._dynamo.explain(net)(torch.ones(16, 16))
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+    assert len(explanation.out_guards) <= most
 
 
-@cases
+@every_case
 def test_one_graph_and_repeated_passes_have_the_same_bits(fmt, gradient):
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient, bias=True), batch((64, 32), 16)
-    found = torch._dynamo.explain(net)(x)
-    assert (found.graph_count, found.graph_break_count) == (1, 0)
+    explanation = torch._dynamo.explain(net)(x)
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
     eager = passes(net, x, g)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    for call in (
-        compiled,
-        *(partial(checkpoint, net, use_reentrant=reentrant) for reentrant in (False, True)),
-    ):
-        assert all(map(torch.equal, passes(net, x, g, call), eager))
+    calls = {
+        "compiled": torch.compile(net, fullgraph=True, backend="aot_eager"),
+        "checkpoint": partial(checkpoint, net, use_reentrant=False),
+        "reentrant checkpoint": partial(checkpoint, net, use_reentrant=True),
+    }
+    for name, call in calls.items():
+        assert all(map(torch.equal, passes(net, x, g, call), eager)), name
 
 
 def test_a_graph_asks_the_device_once(monkeypatch):
@@ -477,11 +532,8 @@ def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there():
 
     net, (x, g) = layer("E4M3", (64, 32)), batch((64, 32), 16)
     compilers = {f"{name}_compiler": partial(compiler, name=name) for name in ("fw", "bw")}
-    passes(
-        torch.compile(net, backend=aot_autograd(**compilers, partition_fn=min_cut), fullgraph=True),
-        x,
-        g,
-    )
+    backend = aot_autograd(**compilers, partition_fn=min_cut)
+    passes(torch.compile(net, backend=backend, fullgraph=True), x, g)
     assert copies == {"fw": 0, "bw": 1}
 
 
@@ -495,87 +547,91 @@ def test_it_is_shown_and_made_again_from_what_was_saved():
     x, _ = batch((64, 32), 16)
     assert torch.equal(fresh[0](x), net[0](x))
     assert torch.equal(copy.deepcopy(net)[0](x), net[0](x))
-    assert (
-        "products"
-        not in recipe_of(fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8"))[0]["spec"]
-    )
+    decoded = fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8")
+    assert "products" not in recipe_of(decoded)[0]["spec"]
 
 
-def test_every_way_to_a_model_takes_it():
-    made = fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
-    assert made.spec == fm.LayerSpec("E4M3", products="fp8")
-    net, by_dict = (
-        nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 3)),
-        {"*": {"weight": "E4M3", "products": "fp8"}},
-    )
-    assert fm.quantize_model(net, by_dict | {"1": "none"}, storage="fp8")[0].spec == made.spec
-    empty = nn.Linear(32, 16, device="meta")
-    assert (
-        fm.load_quantized(empty, nn.Linear(32, 16).state_dict(), "E4M3", products="fp8").spec
-        == made.spec
-    )
-    assert fm.check_formats("E4M3", {"a": (32, 16)}, "fp8", products="auto")["a"].products == "auto"
+def test_all_functions_that_quantize_take_products():
+    spec = fm.LayerSpec("E4M3", products="fp8")
+    net = fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
+    assert net.spec == spec
+    net = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 3))
+    formats = {"*": {"weight": "E4M3", "products": "fp8"}, "1": "none"}
+    assert fm.quantize_model(net, formats, storage="fp8")[0].spec == spec
+    empty, state = nn.Linear(32, 16, device="meta"), nn.Linear(32, 16).state_dict()
+    assert fm.load_quantized(empty, state, "E4M3", products="fp8").spec == spec
+    specs = fm.check_formats("E4M3", {"a": (32, 16)}, "fp8", products="auto")
+    assert specs["a"].products == "auto"
 
 
-def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch):
-    automatic = {"3": {"granularity": "block"}, "4": {"gradient": "E5M2"}}
-    automatic |= {
-        "0": {},
-        "1": {"weight": "E1M6"},
-        "2": {"weight": "E3M4"},
-        "5": {"activation": "E4M3"},
-        "6": {},
-    }
-    specs = {
-        name: fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **given})
-        for name, given in automatic.items()
-    }
-    specs["7"] = fm.LayerSpec("E4M3")
-    net = nn.Sequential(*(nn.Linear(32, 32 if i != 6 else 33) for i in range(8)))
-    fm.quantize_model(net, specs, storage="fp8")
-    words = [
-        "cpu has no fast FP8 units",
+class Automatic(NamedTuple):
+    """A layer of products="auto", why it is decoded on a CPU, and its units on cards."""
+
+    spec: dict
+    reason: str
+    out_features: int = 32
+    units_of_9_0: str | None = None
+    units_of_8_0: str | None = None
+
+
+AUTOMATIC = {
+    "E4M3": Automatic({}, "cpu has no fast FP8 units", units_of_9_0="fp8"),
+    "E1M6": Automatic(
+        {"weight": "E1M6"},
         "cpu has no fast INT8 units",
-        "no units multiply codes of weight=E3M4",
-    ]
-    words += [
-        "granularity='block'",
-        "activation_gradient=E5M2 is given",
-        "activation=E4M3 is given",
-    ]
-    words += ["16 does not divide 33"]
-    reported = [each.detail for each in fm.quantization_report(net).layers]
-    assert all("products=auto: decoded, as " in said for said in reported[:7])
-    assert [word for word, said in zip(words, reported, strict=False) if word not in said] == []
-    assert "products" not in reported[7]
-    x = normal(4, 32)
-    assert torch.equal(net[0](x), nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias))
-    units_on = partial(_products.units_on, device=torch.device("cuda", 0))
+        units_of_9_0="int8",
+        units_of_8_0="int8",
+    ),
+    "E3M4": Automatic({"weight": "E3M4"}, "no units multiply codes of weight=E3M4"),
+    "blocks": Automatic({"granularity": "block"}, "granularity='block'"),
+    "gradient": Automatic({"gradient": "E5M2"}, "activation_gradient=E5M2 is given"),
+    "activation": Automatic({"activation": "E4M3"}, "activation=E4M3 is given"),
+    "33 outputs": Automatic({}, "16 does not divide 33", out_features=33),
+}
+
+
+@pytest.mark.parametrize("case", AUTOMATIC.values(), ids=AUTOMATIC)
+def test_auto_takes_codes_where_they_fit_and_says_why_not(case, monkeypatch):
+    spec = fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **case.spec})
+    net = fm.quantize_model(nn.Sequential(nn.Linear(32, case.out_features)), spec, "fp8")
+    (layer,) = fm.quantization_report(net).layers
+    assert "products=auto: decoded, as " in layer.detail
+    assert case.reason in layer.detail
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
-    for capability, found in (
-        ((9, 0), ["fp8", "int8"]),
-        ((8, 0), [None, "int8"]),
-        ((7, 5), [None, None]),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
-        assert [units_on(net[i]._units, net[i].spec) for i in (0, 1)] == found
-        assert [units_on(each._units, each.spec) for each in net[2:]] == [None] * 6
+    units = {(9, 0): case.units_of_9_0, (8, 0): case.units_of_8_0, (7, 5): None}
+    for capability, expected in units.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
+        card = torch.device("cuda", 0)
+        assert _products.units_on(net[0]._units, net[0].spec, device=card) == expected
+
+
+def test_auto_is_decoded_on_a_cpu():
+    net = fm.quantize_model(nn.Linear(32, 32), "E4M3", "fp8", products="auto")
+    x = normal(4, 32)
+    assert torch.equal(net(x), nn.functional.linear(x, net.weight.dequantize(), net.bias))
+
+
+def test_a_report_says_nothing_of_products_of_a_decoded_layer():
+    net = fm.quantize_model(nn.Sequential(nn.Linear(32, 32)), "E4M3", "fp8")
+    (layer,) = fm.quantization_report(net).layers
+    assert "products" not in layer.detail
+    assert _products.units_on(net[0]._units, net[0].spec, device=torch.device("cuda", 0)) is None
 
 
 def test_devices_without_units_are_refused_at_once(monkeypatch):
-    on = partial(_products.units_on, "fp8", layer("E4M3", (64, 32)).spec)
+    units_on = partial(_products.units_on, "fp8", layer("E4M3", (64, 32)).spec)
     with pytest.raises(
         RuntimeError, match=r"='fp8': mps has no FP8 units; take products='decoded' or 'auto'$"
     ):
-        on(torch.device("mps"))
+        units_on(torch.device("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(
         RuntimeError, match=r"FP8 units begin at compute capability 8\.9, and cuda:0 has 8\.6; take"
     ):
-        on(torch.device("cuda", 0))
+        units_on(torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(RuntimeError, match=r"ROCm has no FP8 units"):
-        on(torch.device("cuda", 0))
+        units_on(torch.device("cuda", 0))
     monkeypatch.setattr(_products, "why_no_units", lambda units, device: "it has none")
     with pytest.raises(RuntimeError, match=r"^products='fp8': it has none; take"):
         fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
@@ -663,9 +719,7 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def least_scale(amax, largest):
-    """The least power of two that takes a magnitude to ``largest`` at most, by exact
-    fractions.
-    """
+    """Return the least power of two that takes a magnitude to `largest` at most, exactly."""
     if not np.isfinite(amax):
         return float("nan")
     exponent = -126
@@ -692,9 +746,7 @@ def quantised(x, fold, units):
 
 
 def edges(width=64):
-    """Rows of all magnitudes, zeros of both signs, subnormals, the ends of the formats,
-    and what is not finite.
-    """
+    """Return rows of all magnitudes, both zeros, subnormals, ends of formats, and no numbers."""
     x = normal(40, width, seed=1) * torch.exp2(normal(40, 1, seed=2).mul(20).round())
     ends = (
         0.0,
@@ -716,44 +768,50 @@ def edges(width=64):
         x[row, width // 2 :] = end
     x[0] = 0.0
     x[1] = -0.0
-    x[20] = torch.tensor([448.0, *(2.0**-k for k in range(5, 15))]).repeat(width)[
-        :width
-    ]  # subnormals and ties of E4M3
+    # Subnormals and ties of E4M3.
+    x[20] = torch.tensor([448.0, *(2.0**-k for k in range(5, 15))]).repeat(width)[:width]
     x[21] = torch.arange(width) + 0.5
     return x
 
 
-def same(ours, expected):
-    assert ours[0].dtype == expected[0].dtype
-    assert torch.equal(ours[0], expected[0])
-    assert torch.equal(
-        ours[1].view(torch.int32) & 0x7FC00000, expected[1].view(torch.int32) & 0x7FC00000
+def assert_same(rounded, expected):
+    """Compare codes and scales; scales of NaN may differ in their payload."""
+    (codes, scales), (expected_codes, expected_scales) = rounded, expected
+    assert codes.dtype == expected_codes.dtype
+    assert torch.equal(codes, expected_codes)
+    leading_bits, expected_bits = (
+        x.view(torch.int32) & 0x7FC00000 for x in (scales, expected_scales)
     )
-    assert torch.equal(ours[1].nan_to_num(-1.0), expected[1].nan_to_num(-1.0))
+    assert torch.equal(leading_bits, expected_bits)
+    assert torch.equal(scales.nan_to_num(-1.0), expected_scales.nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("folded", [False, True])
 def test_rows_and_columns_are_rounded_as_another_package_does(folded, dtype):
     x = edges().to(dtype)
-    x = x.clamp(-1e30, 1e30) if folded and dtype is not torch.float16 else x  # short of the range
+    if folded and dtype is not torch.float16:
+        x = x.clamp(-1e30, 1e30)  # the product stays in range
     fold = torch.exp2(normal(1, 64, seed=3).mul(6).round().clamp(-20, 20)) if folded else None
     x[x.abs() < 1e-30] *= not folded
-    same(products.round_rows(x, fold), quantised(x, fold, "fp8"))
-    same(products.int8_rows(x, fold), quantised(x, fold, "int8"))
+    assert_same(products.round_rows(x, fold), quantised(x, fold, "fp8"))
+    assert_same(products.int8_rows(x, fold), quantised(x, fold, "int8"))
     codes, scales = products.round_columns(x.t(), None if fold is None else fold.t())
-    same((codes, scales), quantised(x, fold, "fp8"))
+    assert_same((codes, scales), quantised(x, fold, "fp8"))
     assert codes.is_contiguous()
 
 
-def test_scales_are_the_least_ones_at_every_end():
-    for largest in (448.0, 127.0):
-        at = largest * torch.exp2(torch.arange(-126, 118).float())
-        above = torch.nextafter(at, torch.tensor(torch.inf))
-        for amax, exponents in ((at, range(-126, 118)), (above, range(-125, 119))):
-            scale, inverse = products.pow2_scales(amax, largest)
-            assert torch.equal(scale, torch.exp2(torch.tensor(exponents).float()))
-            assert torch.equal(scale * inverse, torch.ones_like(scale))
+@pytest.mark.parametrize("largest", [448.0, 127.0])
+def test_scales_are_the_least_ones_at_every_end(largest):
+    at_ends = largest * torch.exp2(torch.arange(-126, 118).float())
+    beyond = torch.nextafter(at_ends, torch.tensor(torch.inf))
+    for amax, exponents in ((at_ends, range(-126, 118)), (beyond, range(-125, 119))):
+        scale, inverse = products.pow2_scales(amax, largest)
+        assert torch.equal(scale, torch.exp2(torch.tensor(exponents).float()))
+        assert torch.equal(scale * inverse, torch.ones_like(scale))
+
+
+def test_scales_of_zeros_subnormals_and_no_numbers():
     scale, inverse = products.pow2_scales(torch.tensor([0.0, 1e-45, torch.inf, torch.nan]), 448.0)
     assert scale[:2].tolist() == [1.0, 2.0**-126]
     assert scale[2:].isnan().all()
@@ -762,9 +820,10 @@ def test_scales_are_the_least_ones_at_every_end():
 
 @pytest.mark.parametrize("fmt", FLOAT8)
 def test_all_codes_are_numbers_of_the_dtype(fmt):
-    read, decoded = ALL_CODES.view(FLOAT8[fmt]).float(), fm.decode(ALL_CODES, fmt)
-    assert torch.equal(read.isnan(), decoded.isnan())
-    assert torch.equal(read.nan_to_num().view(torch.int32), decoded.nan_to_num().view(torch.int32))
+    by_torch, decoded = ALL_CODES.view(FLOAT8[fmt]).float(), fm.decode(ALL_CODES, fmt)
+    assert torch.equal(by_torch.isnan(), decoded.isnan())
+    numbers, expected = (x.nan_to_num().view(torch.int32) for x in (by_torch, decoded))
+    assert torch.equal(numbers, expected)
     w = fm.FP8Tensor(normal(32, 48, seed=1) * torch.exp2(normal(32, 1, seed=2).mul(4)), fmt)
     assert torch.equal(w.codes.view(FLOAT8[fmt]).float() * w.scale, w.dequantize())
 

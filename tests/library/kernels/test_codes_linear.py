@@ -1,9 +1,10 @@
-"""The product of a layer with a weight in codes: that of torch's dispatcher, values and
-gradients, bit for bit.
+"""The product of a layer with a weight in codes.
+
+The layer goes a shorter way than torch's dispatcher; values and gradients are the
+dispatcher's, bit for bit.
 """
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -38,18 +39,20 @@ def test_autocast_around_a_backward_pass_alone_changes_nothing(gradient):
         nn.Linear(64, 32), fm.LayerSpec("E4M3", gradient=gradient), storage="fp8", seed=1
     )
     x, g = normal(16, 64, seed=2), normal(16, 32, seed=3)
-    made = []
+    results = []
     for enabled in (False, True):
         x, model.weight.grad = x.detach().clone().requires_grad_(), None
         y = model(x)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             y.backward(g)
-        made.append((x.grad, model.weight.grad))
-    assert all(map(torch.equal, *made))
+        results.append((x.grad, model.weight.grad))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.fixture
 def dispatched(monkeypatch):
+    """Return a function that calls another while products go by the dispatcher."""
+
     def call(function, *args, **kwargs):
         with monkeypatch.context() as patch:
             patch.setattr(_products, "_is_simple", lambda x, weight: False)
@@ -58,9 +61,9 @@ def dispatched(monkeypatch):
     return call
 
 
-def same(ours, theirs):
-    assert [x.dtype for x in ours] == [x.dtype for x in theirs]
-    assert all(map(torch.equal, ours, theirs))
+def assert_same(results, expected):
+    assert [x.dtype for x in results] == [x.dtype for x in expected]
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -70,16 +73,16 @@ def same(ours, theirs):
 def test_the_bits_are_those_of_the_dispatcher(shape, dtype, bias, autocast, dispatched):
     model, x = layer(shape[-1], dtype, bias=bias), normal(*shape, seed=2).to(dtype)
     expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
-    same(passes(model, x, autocast=autocast), expected)
+    assert_same(passes(model, x, autocast=autocast), expected)
 
 
 def test_autograd_keeps_the_codes_and_sees_them_change():
     model = layer(64, torch.float32, bias=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         model(normal(4, 64))
-    assert [x for x in kept if x.shape == (48, 64) and not isinstance(x, fm.FP8Tensor)] == []
-    assert any(isinstance(x, fm.FP8Tensor) for x in kept)
+    assert [x for x in saved if x.shape == (48, 64) and not isinstance(x, fm.FP8Tensor)] == []
+    assert any(isinstance(x, fm.FP8Tensor) for x in saved)
     loss = model(normal(4, 64)).sum()
     model[0].weight.rescale_(model[0].weight.scale * 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -97,8 +100,8 @@ def test_second_derivatives_have_the_weight_in_them(dispatched):
     assert torch.allclose(second(model), dispatched(second, copy.deepcopy(model)))
 
 
-def test_who_looks_on_sees_torchs_operator():
-    """Transforms and forward mode have their own ways through the dispatcher."""
+def test_transforms_and_forward_mode_see_torchs_operator():
+    """They have their own ways through the dispatcher."""
     model, x = layer(64, torch.float32, bias=True), normal(3, 64, seed=2)
     assert torch.allclose(torch.func.vmap(model)(x.unsqueeze(0))[0], model(x))
     assert torch.allclose(torch.func.jacrev(model)(x[:1])[0, :, 0], model[0].weight.dequantize())
@@ -111,7 +114,7 @@ def on_a_card(monkeypatch):
 
 
 def every_code(name, scale):
-    """All codes that are not infinite, NaN among them, a row for each scale."""
+    """Return all codes but the infinite ones, a row for each scale."""
     fmt = as_format(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
     if fmt.inf_code is not None:
@@ -121,12 +124,14 @@ def every_code(name, scale):
 
 @pytest.mark.parametrize("name", [fmt.name for fmt in FLOAT8])
 def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch):
-    """Scales of the whole range, powers of two and between them, one a row or one in
-    all; but for NaN's own bits.
+    """But for the payloads of NaN. Scales cover the whole range, powers of two and others.
+
+    A weight has one scale a row or one in all.
     """
-    every = torch.exp2(torch.arange(-126.0, 128.0, dtype=torch.float64)).float()
-    every = torch.cat((every, every[:-1] * 1.3))
-    weights = [every_code(name, every[:, None]), *(every_code(name, scale) for scale in every[::4])]
+    scales = torch.exp2(torch.arange(-126.0, 128.0, dtype=torch.float64)).float()
+    scales = torch.cat((scales, scales[:-1] * 1.3))
+    weights = [every_code(name, scales[:, None])]
+    weights += [every_code(name, scale) for scale in scales[::4]]
     expected = [_products._values(w, torch.bfloat16) for w in weights]
     on_a_card(monkeypatch)
     monkeypatch.setattr(_products, "dequantize_codes", None)
@@ -138,23 +143,23 @@ def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch
         )
 
 
-@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "card"])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 @pytest.mark.parametrize("name", fm.NAMED_FORMATS)
 def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
-    name, granularity, card, dispatched, monkeypatch
+    name, granularity, device, dtype, autocast, dispatched, monkeypatch
 ):
-    for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        linear = nn.Linear(160, 144, dtype=dtype)
-        model = fm.quantize_model(
-            nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1
-        )
-        x = normal(3, 160, seed=2).to(dtype)
-        expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
-        with monkeypatch.context() as patch:
-            if card:
-                on_a_card(patch)
-            same(passes(model, x, autocast=autocast), expected)
+    linear = nn.Linear(160, 144, dtype=dtype)
+    model = fm.quantize_model(
+        nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1
+    )
+    x = normal(3, 160, seed=2).to(dtype)
+    expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
+    if device == "card":
+        on_a_card(monkeypatch)
+    assert_same(passes(model, x, autocast=autocast), expected)
 
 
 def test_a_bias_of_another_dtype_is_refused_but_under_autocast():
@@ -169,36 +174,31 @@ def test_a_bias_of_another_dtype_is_refused_but_under_autocast():
 
 @pytest.mark.parametrize("operand", ["activation", "weight"])
 def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand):
-    found = {}
-    for storage, gradient in (
-        ("fp8", None),
-        ("fp8", {operand: "E5M2"}),
-        ("grid", {operand: "E5M2"}),
-    ):
+    def gradients(storage, gradient):
         torch.manual_seed(0)
         spec = fm.LayerSpec("E4M3", gradient=gradient)
         model = fm.quantize_model(
             nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1
         )
-        found[storage, gradient is None] = passes(model, normal(4, 32, seed=2), autocast=False)[1:3]
-    same(found["fp8", False], found["grid", False])
-    changed = ["activation", "weight"].index(operand)
-    assert not torch.equal(found["fp8", False][changed], found["fp8", True][changed])
+        _, dx, dw, _ = passes(model, normal(4, 32, seed=2), autocast=False)
+        return {"activation": dx, "weight": dw}
+
+    rounded = gradients("fp8", {operand: "E5M2"})
+    on_grid = gradients("grid", {operand: "E5M2"})
+    assert_same(rounded.values(), on_grid.values())
+    assert not torch.equal(rounded[operand], gradients("fp8", None)[operand])
 
 
 def test_compiled_code_serves_other_seeds_and_no_other_traits():
-    def facts(fmt="E4M3", **options):
+    def metadata(fmt="E4M3", **options):
         return fm.FP8Tensor(normal(32, 32), fmt, **{"seed": 1, **options}).__tensor_flatten__()[1]
 
     serves = fm.FP8Tensor.__metadata_guard__
-    assert serves(facts(), facts(seed=2, draws="dither"))
-    others = [
-        facts("E5M2"),
-        facts(rounding="nearest"),
-        facts(dtype=torch.bfloat16),
-        facts(granularity="block"),
-    ]
-    assert not any(serves(facts(), other) for other in others)
+    assert serves(metadata(), metadata(seed=2, draws="dither"))
+    assert not serves(metadata(), metadata("E5M2"))
+    assert not serves(metadata(), metadata(rounding="nearest"))
+    assert not serves(metadata(), metadata(dtype=torch.bfloat16))
+    assert not serves(metadata(), metadata(granularity="block"))
 
 
 def test_a_stale_cast_is_not_flattened():

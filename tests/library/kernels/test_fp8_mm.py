@@ -1,6 +1,4 @@
-"""fp8_mm: its values and gradients by their definition, the operator's own checks, and
-torchao's float8 linear.
-"""
+"""fp8_mm: values and gradients by definition, torch's checks, torchao's float8 linear."""
 
 import pytest
 import torch
@@ -27,8 +25,9 @@ def both_gradients(a, b, gradient, **options):
     ("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")]
 )
 def test_products_of_quantised_operands(a_format, b_format, gradient_format, granularity):
-    """Scales are of the rows and columns that a product keeps, so that the backward
-    pass has others.
+    """Scales are of the rows and columns that a product keeps.
+
+    So the backward pass rounds the operands anew.
     """
     a, b, g = normal(9, 16, seed=1, std=3.0), normal(16, 7, seed=2, std=0.1), normal(9, 7, seed=3)
     options = {"a_format": a_format, "b_format": b_format, "gradient_format": gradient_format}
@@ -51,13 +50,13 @@ def test_autocast_gives_the_dtype_of_the_result_alone(cast, formats, granularity
     options = {"a_format": formats[0], "b_format": formats[1], "granularity": granularity}
     expected = both_gradients(a, b, g.to(cast), out_dtype=cast, **options)
     with torch.autocast("cpu", cast):
-        found = both_gradients(a, b, g.to(cast), **options)
+        results = both_gradients(a, b, g.to(cast), **options)
         wide = fp8_mm(a, b, out_dtype=torch.float32, **options)
         exact = fp8_mm(a.double(), b.double(), **options)
-    assert found[0].dtype is cast
+    assert results[0].dtype is cast
     assert wide.dtype is torch.float32
     assert exact.dtype is torch.float64
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, results, expected))
     assert torch.equal(wide, fp8_mm(a, b, **options))
 
 
@@ -111,19 +110,21 @@ def test_special_values():
     assert product[2].tolist() == [0.0, 0.0]
     assert fp8_mm(torch.empty(0, 2), torch.eye(2)).shape == (0, 2)
     assert fp8_mm(torch.empty(2, 0), torch.empty(0, 3)).tolist() == [[0.0] * 3] * 2
+
+
+@granularities
+def test_saturation_does_not_hide_an_infinite_gradient(granularity):
     g = normal(4, 3)
-    g[1, 2] = float("inf")  # is not hidden by saturation
-    for granularity in ("tensor", "channel"):
-        _, for_a, for_b = both_gradients(normal(4, 8), normal(8, 3), g, granularity=granularity)
-        assert for_a.isnan().all()
-        assert for_b.isnan().all()
+    g[1, 2] = float("inf")
+    _, for_a, for_b = both_gradients(normal(4, 8), normal(8, 3), g, granularity=granularity)
+    assert for_a.isnan().all()
+    assert for_b.isnan().all()
 
 
 @granularities
 @pytest.mark.parametrize("gradient_format", ["E5M2", "none"])
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # torch's check looks at it
+# torch's check looks at it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operator_passes_torchs_own_checks(granularity, gradient_format):
     a, b = normal(5, 7, seed=1).requires_grad_(), normal(7, 3, seed=2).requires_grad_()
     scales = amax_scale(a, "E4M3", granularity, axis=0), amax_scale(b, "E4M3", granularity, axis=1)
@@ -139,14 +140,15 @@ def test_compiled_it_is_the_same():
 
     a, b = normal(6, 16, seed=1).requires_grad_(), normal(4, 16, seed=2).requires_grad_()
     compiled = torch.compile(loss, fullgraph=True, dynamic=False)
-    eager, found = (torch.autograd.grad(product(a, b), (a, b)) for product in (loss, compiled))
-    assert all(map(close, found, eager))
+    expected = torch.autograd.grad(loss(a, b), (a, b))
+    assert all(map(close, torch.autograd.grad(compiled(a, b), (a, b)), expected))
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """The device is taken for one with units of its own; what they are called with,
-    beside the matrices' layouts.
+    """Take the device for one with FP8 units, and return a list of the options they get.
+
+    Layouts of the matrices are checked in every call.
     """
     calls = []
 
@@ -164,9 +166,7 @@ def products(monkeypatch):
 
 
 def codes_by_runs(x, fmt, scale):
-    """Stands for the kernel, which knows a scale for each of equal runs of memory and
-    nothing of shapes.
-    """
+    """Stand for the kernel: it knows a scale for equal runs of memory, and no shapes."""
     runs = x.contiguous().float().reshape(scale.numel(), -1)
     return fm.encode((runs / scale.reshape(-1, 1)).view(x.shape), fmt)
 
@@ -177,39 +177,36 @@ def codes_by_runs(x, fmt, scale):
 def test_the_hardware_is_given_scales_and_dtype(
     granularity, dtype, by_kernel, products, monkeypatch
 ):
-    """Nothing is left to multiply, but by the scales of rows of a result that is not
-    bfloat16.
+    """The units multiply by all scales and round to the dtype.
+
+    But not by scales of rows where the result is not bfloat16: they can't.
     """
-    read = []
+    dtypes = []
+
+    def kernel(x, *arguments):
+        dtypes.append(x.dtype)
+        return codes_by_runs(x, *arguments)
+
     if by_kernel:
-        monkeypatch.setattr(
-            ops, "encoded_units", lambda x, *more: read.append(x.dtype) or codes_by_runs(x, *more)
-        )
-    a, b, g = (
-        normal(32, 64, seed=1).to(dtype),
-        normal(48, 64, seed=2).to(dtype),
-        normal(32, 48, seed=3).to(dtype),
-    )
-    got = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
+        monkeypatch.setattr(ops, "encoded_units", kernel)
+    a, b = normal(32, 64, seed=1).to(dtype), normal(48, 64, seed=2).to(dtype)
+    g, options = normal(32, 48, seed=3).to(dtype), {"granularity": granularity, "pow2": True}
+    results = both_gradients(a, b.t(), g, **options)
     assert len(products) == 3
-    assert set(read) <= {dtype}
-    taken = granularity == "tensor" or dtype is torch.bfloat16
+    assert set(dtypes) <= {dtype}
+    units_scale = granularity == "tensor" or dtype is torch.bfloat16
+    units_scale_rows = units_scale and granularity == "channel"
     for call in products:
-        assert call["out_dtype"] is (dtype if taken else torch.float32)
-        assert (
-            (call["scale_a"].dim() == 2)
-            == (call["scale_b"].dim() == 2)
-            == (taken and granularity == "channel")
-        )
-        assert taken == bool((call["scale_a"] != 1).any())
-    with pytest.MonkeyPatch.context() as without:
-        without.setattr(ops, "_has_units_for", lambda *_: False)
-        expected = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
-    assert all(map(torch.equal, got, expected))
-    other_order = both_gradients(
-        a.t().contiguous().t(), b.t().contiguous(), g, granularity=granularity, pow2=True
-    )
-    assert all(map(torch.equal, other_order, expected))
+        assert call["out_dtype"] is (dtype if units_scale else torch.float32)
+        assert (call["scale_a"].dim() == 2) == units_scale_rows
+        assert (call["scale_b"].dim() == 2) == units_scale_rows
+        assert bool((call["scale_a"] != 1).any()) == units_scale
+    with pytest.MonkeyPatch.context() as without_units:
+        without_units.setattr(ops, "_has_units_for", lambda *_: False)
+        expected = both_gradients(a, b.t(), g, **options)
+    assert all(map(torch.equal, results, expected))
+    by_columns = both_gradients(a.t().contiguous().t(), b.t().contiguous(), g, **options)
+    assert all(map(torch.equal, by_columns, expected))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -218,8 +215,8 @@ def test_on_a_gpu_it_is_what_it_is_on_the_cpu(granularity):
     """Hopper adds up the products of 8-bit floats with fewer bits than float32 has."""
     a, b, g = normal(64, 256, seed=1), normal(256, 32, seed=2), normal(64, 32, seed=3)
     expected = both_gradients(a, b, g, granularity=granularity)
-    got = both_gradients(a.cuda(), b.cuda(), g.cuda(), granularity=granularity)
-    assert all(close(x.cpu(), y, 1e-3) for x, y in zip(got, expected, strict=True))
+    results = both_gradients(a.cuda(), b.cuda(), g.cuda(), granularity=granularity)
+    assert all(close(x.cpu(), y, 1e-3) for x, y in zip(results, expected, strict=True))
     options = {"granularity": granularity, "out_dtype": torch.bfloat16}
     product, *gradients = both_gradients(a.cuda(), b.cuda(), g.cuda().bfloat16(), **options)
     assert product.dtype is torch.bfloat16
@@ -228,7 +225,7 @@ def test_on_a_gpu_it_is_what_it_is_on_the_cpu(granularity):
 
 
 def float8_linear(weight, granularity, pow2):
-    """torchao's layer with E5M2 gradients, emulated."""
+    """Return torchao's layer with E5M2 gradients, emulated."""
     from torchao import float8
     from torchao.float8 import config
 
@@ -253,36 +250,30 @@ def float8_linear(weight, granularity, pow2):
 
 
 def test_a_large_gradient_is_no_nan():
-    a = torch.ones(1000, 1, requires_grad=True)
-    fp8_mm(a, torch.ones(1, 1)).backward(
-        torch.full((1000, 1), 2.0**118)
-    )  # their sum is beyond float32
-    assert torch.allclose(a.grad, torch.full((1000, 1), 2.0**118))
+    """The sum of all gradients is beyond float32."""
+    a, g = torch.ones(1000, 1, requires_grad=True), torch.full((1000, 1), 2.0**118)
+    fp8_mm(a, torch.ones(1, 1)).backward(g)
+    assert torch.allclose(a.grad, g)
 
 
-@pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
+# What torchao's import announces is its own business.
+@pytest.mark.filterwarnings("ignore")
 @granularities
 @pytest.mark.parametrize("pow2", [True, False])
 def test_it_is_torchaos_float8_linear(granularity, pow2):
-    """Within 1e-6: at scales that are powers of two all quantised values are equal, and
-    only sums differ.
+    """Within 1e-6.
 
+    At scales that are powers of two all quantised values are equal, and only sums differ.
     At others torchao multiplies by the reciprocal of our scale: a value at the edge of
     two codes may go either way.
     """
-    x, weight, g = (
-        normal(64, 48, seed=1),
-        normal(32, 48, seed=2, std=0.05),
-        normal(64, 32, seed=3, std=1e-3),
-    )
+    x, weight = normal(64, 48, seed=1), normal(32, 48, seed=2, std=0.05)
+    g = normal(64, 32, seed=3, std=1e-3)
     layer, leaf = float8_linear(weight, granularity, pow2), x.clone().requires_grad_()
-    theirs = layer(leaf)
-    theirs.backward(g)
-    product, for_x, for_weight = both_gradients(
-        x, weight.t(), g, granularity=granularity, pow2=pow2
-    )
-    assert all(
-        map(
-            close, (product, for_x, for_weight.t()), (theirs.detach(), leaf.grad, layer.weight.grad)
-        )
-    )
+    expected = layer(leaf)
+    expected.backward(g)
+    options = {"granularity": granularity, "pow2": pow2}
+    product, for_x, for_weight = both_gradients(x, weight.t(), g, **options)
+    assert close(product, expected.detach())
+    assert close(for_x, leaf.grad)
+    assert close(for_weight.t(), layer.weight.grad)

@@ -1,5 +1,7 @@
-"""Native code has the bits of plain PyTorch, checks what it is given, and is missed by
-nobody where it is not built.
+"""Native code.
+
+It has the bits of plain PyTorch, checks its arguments, and is optional: without it there
+is one warning and the same result.
 """
 
 import contextlib
@@ -68,9 +70,7 @@ def plain(monkeypatch):
 
 
 def any_floats(n, seed):
-    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among
-    them.
-    """
+    """Return random bit patterns; NaN, infinities, zeros and subnormals are among them."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(
         torch.int32
@@ -274,9 +274,7 @@ print(sum(int(p.codes.long().sum()) for p in w))
 
 @pytest.fixture
 def look_in(monkeypatch):
-    """Return a function that has the library looked for in another folder, until the
-    test ends.
-    """
+    """Return a function after which the library is looked for in another folder."""
 
     def look(folder):
         monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
@@ -346,9 +344,7 @@ def test_where_warnings_are_errors_it_is_said_once_too(look_in, tmp_path):
 @needs_sources
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, monkeypatch):
-    """While it is compiled the old one is there; the new one takes its place at once,
-    as another file.
-    """
+    """The old one is there until the new one takes its place at once, as another file."""
     hook, folder = build_hook(), sources(tmp_path)
     names = {path.name for path in folder.iterdir()}
     (folder / "_kernels.so").write_bytes(b"the old one")
@@ -378,9 +374,7 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, mo
 @needs_sources
 @needs_native
 def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path):
-    """Built with the sanitizers of addresses and of undefined behaviour, the first
-    error of which ends the process.
-    """
+    """Under sanitizers of addresses and undefined behaviour; an error ends the process."""
     if shutil.which("gcc") is None:
         pytest.skip("the sanitizers of gcc are what is asked")
     names, said = (
@@ -409,9 +403,7 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path):
 @pytest.mark.slow
 @needs_sources
 def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_path):
-    """The wheel is one of the platform and of any Python where there is a compiler, and
-    one of any platform else.
-    """
+    """With a compiler the wheel is of the platform and any Python, else of any platform."""
 
     def hatch(target, cwd, **environment):
         command = [
@@ -443,8 +435,7 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
         assert "_kernels.so" in {Path(name).name for name in zipfile.ZipFile(wheel).namelist()}
 
 
-#: of each width that code is made for, but the widest: its name, and what a processor
-#: has that runs it
+#: Widths that code is compiled for, but the widest, and flags of processors that run it.
 WIDTHS = {"x86-64": {"sse2"}, "x86-64-v3": {"avx2", "bmi2", "fma"}}
 
 

@@ -46,9 +46,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_to_copy", "i
 
 
 class Kernel:
-    """Stands for one of Triton's: it counts its launches, and leaves the words that it
-    is told to.
-    """
+    """A stand-in for a kernel: it counts launches, and sets words of verdicts in `bad`."""
 
     #: places of words that the next verdict sets
     bad: ClassVar[list[tuple[int, int]]] = []
@@ -71,9 +69,7 @@ def tensors_of(given):
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators over memory that would be the card's: launches, and those that
-    the host waits for.
-    """
+    """A count of operators over memory that would be the card's: launches, and waits."""
 
     def __init__(self, host, counts):
         super().__init__()
@@ -291,9 +287,7 @@ def test_what_would_be_known_too_late_is_waited_for(on_a_card):
 
 
 def test_parameters_of_every_storage_step_steadily(on_a_card):
-    """Codes, the grid, free of it, and ordinary ones: biases, norms and embeddings are
-    in nearly every model.
-    """
+    """Nearly every model has ordinary ones, too: biases, norms and embeddings."""
     layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", storage="grid")
     everyone = [
         *layer.parameters(),
@@ -323,9 +317,7 @@ def test_steps_that_plan_more_have_their_verdict_first(due, on_a_card):
 
 
 def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
-    """The library's, and those of others who plan or take steps in their own way, or
-    say so: without a table.
-    """
+    """Those that plan or take steps in another way have no table."""
 
     class Own:
         def _prepare(self, slot):
@@ -356,9 +348,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
 
 
 def test_eager_blocks_are_those_of_the_device(monkeypatch):
-    """On a card a block is moved for longer than Python takes to a launch, and its
-    temporaries are some megabytes.
-    """
+    """On a card moving a block takes longer than a launch, and temporaries stay small."""
     assert block_on(torch.device("cpu")) == BLOCK
     moved = 8 * block_on(torch.device("cuda"))  # bytes: a float32 read and another written
     assert moved / 3e12 > 5e-6

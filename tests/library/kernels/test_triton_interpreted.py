@@ -1,5 +1,6 @@
-"""Triton's kernels against native code and the scalar oracle, bit for bit, in its
-interpreter: no GPU is needed.
+"""Triton's kernels against native code and the scalar oracle, bit for bit.
+
+They run in Triton's interpreter: no GPU is needed.
 """
 
 import importlib.util
@@ -68,9 +69,7 @@ def run(*arguments, package=PACKAGE, interpreted=True):
 
 @pytest.mark.parametrize("file", SESSIONS)
 def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file):
-    """Every optimizer, write-back and kind of average; a covering set of formats,
-    shapes, dtypes and storages.
-    """
+    """Every optimizer, write-back and average; a covering set of formats, shapes, dtypes."""
     which, counted, least = SESSIONS[file]
     code, output, counts = run(str(HERE / file), "-k", which)
     assert code == 0, output[-3000:]

@@ -1,8 +1,8 @@
-"""PTX that Triton compiles for GPUs that are not here: no contraction, no
-approximation, no spills, wide loads.
+"""PTX that Triton compiles for GPUs that are not here.
 
-Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what
-makes operands for its units. What a weight costs is recorded and held to 5%.
+It has no contraction, no approximation, no spills, and wide loads. It is compiled ahead
+of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what makes operands
+for its units. What a weight costs is recorded and held to 5%.
 """
 
 import functools
@@ -177,16 +177,18 @@ def wide(way, built):
 
 
 def narrow(built):
-    """Narrow loads and stores of arrays: words of a record, a row's scale, its bounds
-    and a flag have 32 or 64 bits.
+    """Return the narrow loads and stores of arrays.
+
+    Words of a record, a row's scale, its bounds and a flag have 32 or 64 bits.
     """
     moved = re.findall(r"\b(?:ld|st)\.global(?:\.\w+)*?\.(v\d\.)?(b\d+)", built.ptx)
     return [f"{vector}{width}" for vector, width in moved if int(width[1:]) < 32 or vector == "v2."]
 
 
 def costs_as_recorded(built, *names):
-    """Hold instructions and registers to 5% of the record, if this is the Triton that
-    it was made by.
+    """Hold instructions and registers to 5% of the record; return whether they could be.
+
+    They can be under the release of Triton that the record is of.
     """
     if not importlib.metadata.version("triton").startswith(RECORDED_BY):
         return False
@@ -207,7 +209,7 @@ def test_a_step_of_codes(name, architecture, tmp_path):
     assert narrow(built) == []
     bytes_a_weight = {"8bit": 1, "bfloat16": 2, "float32": 4}[moments]
     loads = 1 + 4 + 2 * bytes_a_weight + (writeback == "residual8")
-    # 16 elements a thread: 16 bytes of each byte
+    # A thread takes 16 elements: of arrays of bytes these are 16 bytes.
     assert (wide("ld", built), wide("st", built)) == (loads, loads - 4)
     if costs_as_recorded(built, f"sm_{architecture}", name):
         # keeping -0 beside a residual holds the old codes until they are written: a
@@ -371,8 +373,9 @@ def test_operands_where_no_instruction_converts(name, tmp_path):
 
 
 def test_the_page_has_the_recorded_costs_as_arithmetic():
-    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M
-    weights, 8,192 x 4,096.
+    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, and bytes over 3 TB/s.
+
+    Of 124M weights, and of 8,192 x 4,096 operands.
     """
     page = (Path(__file__).parents[3] / "study" / "study-speed.md").read_text(encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]

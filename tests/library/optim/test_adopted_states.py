@@ -135,7 +135,7 @@ OPTIMIZERS = {
 }
 
 
-every_change = pytest.mark.parametrize(("old", "new"), itertools.product(MOMENTS, repeat=2))
+every_change = pytest.mark.parametrize(("old", "new"), [*itertools.product(MOMENTS, repeat=2)])
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -198,7 +198,7 @@ def test_moments_are_rounded_once_when_they_change(name, old, new):
 
 
 @every_optimizer
-@pytest.mark.parametrize(("old", "new"), itertools.permutations(MOMENTS, 2))
+@pytest.mark.parametrize(("old", "new"), [*itertools.permutations(MOMENTS, 2)])
 def test_a_state_of_other_moments_that_is_not_adopted_warns(name, old, new):
     net = fm.quantize_model(model(), "E4M3", "fp8")
     optimizer = OPTIMIZERS[name](net, moments=old)

@@ -172,7 +172,10 @@ class Renamed(optim.StiffnessAdamW):
 
 A = "s[0][average_of(s[0])]"
 REMOVED = "del groups[0]['params'][1]; o.state.pop(p[1])"
-ADDED = "extra = nn.Parameter(torch.ones(5)); extra.grad = torch.full((5,), 0.5); o.add_param_group({'params': [extra]})"
+ADDED = (
+    "extra = nn.Parameter(torch.ones(5)); extra.grad = torch.full((5,), 0.5); "
+    "o.add_param_group({'params': [extra]})"
+)
 OPTIONS = {
     "weight_decay": 0.3,
     "damping": 0.5,
@@ -305,7 +308,7 @@ def assert_equal_steps(optimizer, forgetful, steps, *, edit="", at=-1, bad_at=-1
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("edit", "kind"), edits_and_kinds())
+@pytest.mark.parametrize(("edit", "kind"), list(edits_and_kinds()))
 def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path):
     """The bits are those of plain PyTorch in an optimizer that forgets everything."""
     # Roots of numbers below 0 have no definition: there both go by one path.

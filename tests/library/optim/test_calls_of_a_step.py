@@ -35,7 +35,8 @@ class Walk:
 class Budget:
     """The most calls of the first step, of the second and of later ones, and files of these.
 
-    Three of the calls hash the prefix of a stream, which a process remembers for later ones."""
+    Three of the calls hash the prefix of a stream, which a process remembers for later ones.
+    """
 
     first: int
     second: int

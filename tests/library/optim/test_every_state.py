@@ -155,7 +155,7 @@ def configurations():
             yield pytest.param(name, options, id=f"{name}-{label}")
 
 
-configured = pytest.mark.parametrize(("name", "options"), configurations())
+configured = pytest.mark.parametrize(("name", "options"), list(configurations()))
 
 
 def options_of(name, options):

@@ -17,8 +17,7 @@ import fp8manifold as fm
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
 KINDS = {kind.__name__: kind for kind in cases.CLASSES}
-#: options that all of them refuse, that those with `betas` do, and that those with
-#: `momentum` do
+#: Options that all of them refuse, that those with `betas` do, and those with `momentum`.
 EVERY = {
     **named(
         "ValueError",
@@ -26,7 +25,8 @@ EVERY = {
     ),
     **named(
         "ValueError",
-        "clip=0.5; clip=nan; refresh_every=0; seed=-1; stabilize_every=0; reset_every=-3; moments=8",
+        "clip=0.5; clip=nan; refresh_every=0; seed=-1; stabilize_every=0; reset_every=-3; "
+        "moments=8",
     ),
     **named(
         "ValueError",
@@ -94,7 +94,7 @@ ALL_OF = {
     }
     for kind in KINDS
 }
-#: what is called of each, where K is its name and `own` one of it that has taken a step
+#: Calls of every optimizer: K is its name, and `own` one that has taken a step.
 CALLS = {
     # parameters
     "K([])": "ValueError: empty parameter list",
@@ -122,13 +122,14 @@ CALLS = {
     "own.load_state_dict(SGD([weight], 0.1).state_dict())": "ValueError: K",
     "own.load_state_dict(optim.AdamW([weight]).state_dict())": "ValueError: K",
     "own.load_state_dict(other(K).state_dict())": "ValueError: not of K",
-    "own.load_state_dict(K([weight, on(FP8Manifold('E4M3'), ones(3))]).state_dict())": "ValueError: "
-    "size",
+    "own.load_state_dict(K([weight, on(FP8Manifold('E4M3'), ones(3))]).state_dict())": (
+        "ValueError: size"
+    ),
     "own.load_state_dict(changed(own, lr=-1.0))": "ValueError: lr=-1.0",
     "own.load_state_dict({})": "ValueError: param_groups",
     "own.load_state_dict(None)": "TypeError: state_dict must be a dict & NoneType",
 }
-#: not of these six
+#: Shapes that StiffnessMuon refuses.
 MUON = {
     "5,": "ValueError: no matrix & direction='adam'",
     "": "ValueError: no matrix",
@@ -192,8 +193,9 @@ OTHERS = {
         f"StiffnessWrapper(SGD([weight], lr=0.1), {given})": said for given, said in WRAPPER.items()
     },
     "StiffnessWrapper([weight])": "TypeError: not list",
-    "StiffnessWrapper(SGD([weight], 0.1)).load_state_dict(SGD([weight], 0.1).state_dict())": "ValueError: "
-    "StiffnessWrapper",
+    "StiffnessWrapper(SGD([weight], 0.1)).load_state_dict(SGD([weight], 0.1).state_dict())": (
+        "ValueError: StiffnessWrapper"
+    ),
     "StiffnessAdamW([weight], metrc='ulp')": "TypeError: StiffnessAdamW got an unexpected keyword "
     "argument 'metrc'",
     "RiemannianSGD([weight], metric='ulp')": "TypeError: RiemannianSGD got an unexpected keyword "
@@ -235,19 +237,21 @@ def trained(kind, weight, **options):
 
 
 def sparse(kind):
-    optimizer = kind([plain := nn.Parameter(torch.ones(3, 2))])
-    plain.grad = torch.ones(3, 2).to_sparse()
+    parameter = nn.Parameter(torch.ones(3, 2))
+    optimizer = kind([parameter])
+    parameter.grad = torch.ones(3, 2).to_sparse()
     return optimizer
 
 
 def calls():
-    """Every call with what is said of it: options to the constructor and in a group."""
+    """Yield every call with its expected error: options of the constructor and of a group."""
     for kind, options in ALL_OF.items():
-        for given, said in options.items():
-            yield f"{kind}([weight], {given})", said
-            yield f"{kind}([{{'params': [weight], **dict({given})}}])", said
-        for call, said in CALLS.items():
-            yield call.replace("K", kind).replace("own", f"own_{kind}"), said.replace("K", kind)
+        for option, expected in options.items():
+            yield f"{kind}([weight], {option})", expected
+            yield f"{kind}([{{'params': [weight], **dict({option})}}])", expected
+        for call, expected in CALLS.items():
+            call_of_kind = call.replace("K", kind).replace("own", f"own_{kind}")
+            yield call_of_kind, expected.replace("K", kind)
     for kind in [name for name in KINDS if name not in ("RiemannianAdam", "RiemannianSGD")]:
         yield f"{kind}([sphere])", "ValueError: RiemannianAdam"
         yield f"own_{kind}.add_param_group({{'params': [sphere]}})", "ValueError: RiemannianAdam"
@@ -289,8 +293,8 @@ MORE = {
 )
 @pytest.mark.parametrize("call", [call for call in REFUSED if call not in OF_FISHER])
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
-    said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
-    assert "load_state_dict" not in call or len(said) < 300
+    message = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+    assert "load_state_dict" not in call or len(message) < 300
 
 
 @pytest.mark.extra("nngeometry")
@@ -302,13 +306,13 @@ def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
 @cases.every_class
 def test_what_is_off_may_be_said(kind):
     flags = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
-    optimizer = kind([grid_weight()], **flags)
-    optimizer.add_param_group({"params": [fine := grid_weight()], **flags})
-    assert optimizer.param_groups[1]["params"] == [fine]
+    optimizer, weight = kind([grid_weight()], **flags), grid_weight()
+    optimizer.add_param_group({"params": [weight], **flags})
+    assert optimizer.param_groups[1]["params"] == [weight]
 
 
-#: options that no constructor takes, and values that the state does not have
-ASTRAY = {given: said for given, said in EVERY.items() if "supported" not in said}
+#: Options that no constructor takes, and values that the state does not have.
+ASTRAY = {option: expected for option, expected in EVERY.items() if "supported" not in expected}
 ASTRAY |= {
     "lr=tensor(nan)": "ValueError: lr=",
     "moments='8bit'": "ValueError: moments='8bit'",
@@ -318,8 +322,8 @@ ASTRAY |= {
 
 
 @cases.every_class
-@pytest.mark.parametrize("given", ASTRAY)
-def test_options_set_between_steps_are_checked(kind, given):
+@pytest.mark.parametrize("option", ASTRAY)
+def test_options_set_between_steps_are_checked(kind, option):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
     more |= {"float_lr": 0.01} if kind in cases.RIEMANNIAN else {}
@@ -327,24 +331,24 @@ def test_options_set_between_steps_are_checked(kind, given):
     put_gradients([plain, weight], 0)
     optimizer.step()
     group = optimizer.param_groups[1]
-    kept = dict(group)
-    group.update(eval(f"dict({given})", NAMES))
+    original = dict(group)
+    group.update(eval(f"dict({option})", NAMES))
     put_gradients([plain, weight], 1)
     before = snapshot(optimizer)
-    error, words = ASTRAY[given].split(": ", 1)
+    error, words = ASTRAY[option].split(": ", 1)
     with pytest.raises(getattr(builtins, error)) as raised:
         optimizer.step()
     assert all(word in str(raised.value) for word in words.split(" & "))
     assert snapshot(optimizer) == before
-    group.update(kept)
+    group.update(original)
     optimizer.step()
     assert optimizer.state[weight]["step"] == 2
 
 
-#: What a state was saved with and what it is loaded for, and the words that say so.
 BLOCK, SQUARE, TENSOR = (
     {"shape": (4, 64), "granularity": kind} for kind in ("block", "square", "tensor")
 )
+#: name: (functions that make the saved parameter and the one it is loaded for, the message)
 ANOTHER = {
     "shape": (
         lambda: stored_weight(shape=(4, 64)),
@@ -374,14 +378,14 @@ ANOTHER = {
 
 
 @cases.every_class
-@pytest.mark.parametrize(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
-def test_a_state_made_for_another_parameter_is_refused(kind, saved, ours, message):
+@pytest.mark.parametrize(("saved", "current", "message"), ANOTHER.values(), ids=ANOTHER)
+def test_a_state_made_for_another_parameter_is_refused(kind, saved, current, message):
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
-    optimizer = trained(kind, ours(), moments="8bit", writeback="residual8")
-    before, kept = snapshot(optimizer), frozen(state)
+    optimizer = trained(kind, current(), moments="8bit", writeback="residual8")
+    before, state_before = snapshot(optimizer), frozen(state)
     with pytest.raises(ValueError, match=message) as raised:
         optimizer.load_state_dict(state)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 300
     assert snapshot(optimizer) == before
-    assert frozen(state) == kept
+    assert frozen(state) == state_before

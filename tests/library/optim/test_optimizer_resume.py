@@ -1,8 +1,7 @@
-"""A run saved after each of its 50 steps, and taken up again from those files: the same
-bits.
+"""A run that is saved after each of its 50 steps has the same bits when it is resumed.
 
-From every third of them, another third from combination to combination; the slow tests
-take every one.
+It is resumed from every third file, from another third in each combination; the slow
+tests take every one.
 """
 
 import copy
@@ -26,22 +25,19 @@ from torch import nn
 from fp8manifold.optim import anneal
 
 STEPS = 50
+#: Steps that are taken from every ninth file; one is taken from all others.
 AHEAD = 4
-"""Steps taken from every ninth file, of which the later start from what the first made
-of it; one from all others.
-"""
+#: A run is resumed from every third file.
 EVERY = 3
-
 
 by_name = pytest.mark.parametrize("name", NAMES)
 
 
 @cache
 def weights_of(seed):
-    """Seven small parameters of different kinds; the same whatever ``seed`` once a
-    state has been loaded.
+    """Return seven small parameters of different kinds, of which copies are trained.
 
-    Made once: what is trained are copies.
+    They are the same for all seeds once a state has been loaded.
     """
     scale = torch.tensor([[2.0**-5], [2.0**-4]])
     of_blocks = {"granularity": "block", "headroom": 1.0, "factors": True}
@@ -59,9 +55,7 @@ def weights_of(seed):
 
 
 class Run:
-    """A module and its optimizer, with a scheduler on request: all that a training
-    script saves and loads.
-    """
+    """A module, its optimizer and perhaps a scheduler: all that a training script saves."""
 
     def __init__(self, make_optimizer, make_scheduler=None, seed=0):
         self.module = copy.deepcopy(weights_of(seed))
@@ -79,8 +73,10 @@ class Run:
             self.scheduler.step()
 
     def parts(self):
-        saved = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return saved | ({"scheduler": self.scheduler.state_dict()} if self.scheduler else {})
+        states = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.scheduler is not None:
+            states["scheduler"] = self.scheduler.state_dict()
+        return states
 
     def load(self, parts):
         self.module.load_state_dict(parts["module"])
@@ -89,47 +85,40 @@ class Run:
             self.scheduler.load_state_dict(parts["scheduler"])
 
     def bits(self):
-        weights = [bits_of(p) for p in self.module]
-        return {
-            "weights": weights,
-            **frozen({k: v for k, v in self.parts().items() if k != "module"}),
-        }
+        states = self.parts()
+        del states["module"]
+        return {"weights": [bits_of(p) for p in self.module], **frozen(states)}
 
 
 def resume(label, begin, every=EVERY):
-    """Take up files in a module of other values and a new optimizer, and compare with
-    the run that went on.
-    """
+    """Resume from files in a new module and optimizer, and compare with the whole run."""
     whole = begin(0)
     files, trajectory = [], []
     for t in range(STEPS + AHEAD):
         whole.step(t)
         files.append(through_disk(whole.parts()))
         trajectory.append(whole.bits())
-    assert (
-        len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2
-    )  # there is something to get wrong
+    # Weights move in most steps: there is something to get wrong.
+    assert len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2
     for t in range(len(label) % every, STEPS, every):
-        again = begin(100)
-        again.load(files[t])
-        assert again.bits() == trajectory[t], f"{label}: loaded after step {t}"
-        for later in range(t + 1, t + 2 + (AHEAD - 1) * (t % 9 >= 9 - every)):
-            again.step(later)
-            assert again.bits() == trajectory[later], (
-                f"{label}: saved after step {t}, differs after {later}"
-            )
+        resumed = begin(100)
+        resumed.load(files[t])
+        assert resumed.bits() == trajectory[t], f"{label}: loaded after step {t}"
+        steps = AHEAD if t % 9 >= 9 - every else 1
+        for later in range(t + 1, t + 1 + steps):
+            resumed.step(later)
+            message = f"{label}: saved after step {t}, differs after {later}"
+            assert resumed.bits() == trajectory[later], message
     return whole
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
-    ("name", "writeback", "moments"), VALID, ids=["-".join(each) for each in VALID]
+    ("name", "writeback", "moments"), VALID, ids=["-".join(combination) for combination in VALID]
 )
 @pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_combination_resumes(name, writeback, moments, every):
-    """S_ref is renewed every 7 steps, which does not divide 50; scales are widened and
-    one step is left out.
-    """
+    """S_ref is renewed every 7 steps, scales are widened, and one step is left out."""
     options = {
         "writeback": writeback,
         "moments": moments,
@@ -194,8 +183,9 @@ def options_of(name):
 
 @by_name
 def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
-    """Back to an earlier state, before or after the weights: nothing of what came later
-    is left over.
+    """Nothing of what came later is left over.
+
+    The state of the optimizer is loaded before or after the weights.
     """
     run = Run(lambda p: make(name, p, moments="8bit", writeback="residual8", refresh_every=7))
     states, trajectory = [], []
@@ -204,21 +194,19 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
         states.append(copy.deepcopy(run.parts()))
         trajectory.append(run.bits())
     for t in (16, 3, 12, 0):
-        kept = frozen(states[t])
+        before = frozen(states[t])
         loads = [(run.module, states[t]["module"]), (run.optimizer, states[t]["optimizer"])]
         for taker, state in loads[:: 1 if t % 2 else -1]:
             taker.load_state_dict(state)
         for later in range(t + 1, t + 3):
             run.step(later)
             assert run.bits() == trajectory[later], f"back to {t}, differs after {later}"
-        assert frozen(states[t]) == kept
+        assert frozen(states[t]) == before
 
 
 @by_name
 def test_weights_loaded_in_the_middle_of_a_run_are_stepped_with_their_own_scales(name):
-    """Another checkpoint's weights, scales included, under the running optimizer: as
-    one made for them would go on.
-    """
+    """The running optimizer goes on as one that was made for them, scales included."""
     options = {"moments": "8bit", "writeback": "nearest", "refresh_every": 1, "seed": 1}
     runs = []
     for fresh in (False, True):

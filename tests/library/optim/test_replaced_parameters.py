@@ -1,5 +1,6 @@
-"""An optimizer made before its model's parameters were replaced trains nothing: it is
-refused at its first step, with their names.
+"""An optimizer that was made before its model's parameters were replaced trains nothing.
+
+It is refused at its first step, with their names.
 """
 
 import copy
@@ -32,7 +33,7 @@ def loss(model):
 
 
 MAKERS = {
-    "ours": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2),
+    "adamw": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2),
     "muon": lambda m: optim.StiffnessMuon.for_model(m, 1e-2),
     "torch": lambda m: torch.optim.AdamW(m.parameters()),
     "wrapper": lambda m: optim.StiffnessWrapper(torch.optim.SGD(m.parameters(), 0.1)),
@@ -45,7 +46,7 @@ def in_codes(model):
     return fm.quantize_model(model, "E4M3", storage="fp8")
 
 
-#: a model before the optimizer is made, what replaces its parameters, and the first names
+#: name: (a model, what replaces its parameters, the first names in the message)
 SURGERIES = {
     "codes": (network, in_codes, "'1.weight', '3.weight'"),
     "grid": (network, lambda m: fm.quantize_model(m, "E4M3", storage="grid"), "'1.weight', "),
@@ -118,29 +119,32 @@ def test_steps_in_backward_are_refused_too(has_handle):
 
 
 def test_what_has_the_new_parameters_goes_on():
-    """As after an edit of the groups; and frozen ones never step."""
+    """The groups may have been edited."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    frozen = network()
-    frozen[1].weight.requires_grad_(False)
-    frozen[3].weight.requires_grad_(False)
-    other = torch.optim.SGD(frozen.parameters(), 0.1)
     in_codes(model)
-    in_codes(frozen)
     optimizer.param_groups[0]["params"] = list(model.parameters())
     before = model[1].weight.dequantize()
     step(model, optimizer)
-    step(frozen, other)
     assert not torch.equal(model[1].weight.dequantize(), before)
 
 
-def test_a_parameter_that_another_model_has_too_is_trained_there():
-    model, other = network(), network()
-    other[1].weight = model[1].weight
-    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+def test_frozen_parameters_may_be_replaced():
+    model = network()
+    model[1].weight.requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     in_codes(model)
-    before = other[1].weight.detach().clone()
-    step(other, optimizer)
-    assert not torch.equal(other[1].weight.detach(), before)
-    again = in_codes(copy.deepcopy(other))
-    step(again, torch.optim.SGD(again.parameters(), 0.1))
+    step(model, optimizer)
+
+
+def test_a_parameter_that_another_model_has_too_is_trained_there():
+    model, sharing = network(), network()
+    sharing[1].weight = model[1].weight
+    optimizer = torch.optim.SGD(sharing.parameters(), 0.1)
+    in_codes(model)
+    before = sharing[1].weight.detach().clone()
+    step(sharing, optimizer)
+    assert not torch.equal(sharing[1].weight.detach(), before)
+    copied = in_codes(copy.deepcopy(sharing))
+    step(copied, torch.optim.SGD(copied.parameters(), 0.1))

@@ -217,7 +217,7 @@ def test_float_lr_follows_the_schedule_of_lr(tensor, kind):
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind, tensor):
-    """w (1 - wd lr / initial_lr), with no gradient left."""
+    """Without a gradient a step leaves ``w (1 - wd lr / initial_lr)``."""
     x = normal(20, dtype=double)
     weight = free_weight(x, "E4M3", 0.3)
     optimizer = kind([weight], torch.tensor(0.5) if tensor else 0.5, weight_decay=0.1)

@@ -1,5 +1,6 @@
-"""A step of every optimizer, write-back and kind of average against the scalar
-definition, bit for bit.
+"""Steps against their scalar definition, bit for bit.
+
+Of every optimizer, write-back and kind of average, over formats, shapes and options.
 """
 
 import math
@@ -24,9 +25,8 @@ from fp8manifold.optim._writeback import WRITEBACKS
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
 FACTORS = torch.tensor([[1.2345679], [1.0], [1.9999999]])
 STEPS = 4
+#: Scales that are powers of two, and others.
 scaled = pytest.mark.parametrize("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
-"""Scales that are powers of two, and others."""
-
 
 pytestmark = pytest.mark.usefixtures("each_path")
 
@@ -41,15 +41,14 @@ OPTIONS = {
 
 
 def first_codes(fmt, count):
-    """Zeros, near the ends, subnormals, powers of two with their inner neighbours, a
-    NaN, and random codes.
+    """Return codes: zeros, near the ends, subnormals, powers of two, and random ones.
 
-    None is the largest: an optimizer would widen its scale first.
+    Powers of two come with their inner neighbours. None is the largest code: an optimizer
+    would widen its scale first.
     """
     m, top = 1 << fmt.mantissa_bits, fmt.max_code - 1
-    if (
-        fmt.exponent_bits == 7
-    ):  # a few dozen binades around one: more would leave all others below the bounds
+    if fmt.exponent_bits == 7:
+        # A few dozen binades around one: more would leave all others below the bounds.
         top = 80
     powers = [code for k in range(1, 4) for code in (k * m, k * m - 1)]
     edge = [code for code in [0, 1, top, top, *powers] if code <= top]
@@ -112,8 +111,9 @@ def assert_same(p, optimizer, slow, context):
 
 
 def follow(kind, p, options, steps=STEPS, moved=0.2, **more):
-    """Step both and compare after every step; more than a share of the weights have to
-    move.
+    """Step both, and compare after every step.
+
+    At least the share `moved` of the weights or residuals has to move.
     """
     optimizer = getattr(optim, kind)([p], **options)
     slow = slow_of(kind, p, options, **more)
@@ -144,9 +144,7 @@ def test_every_combination(kind, writeback, moments, factor):
 
 
 def test_every_optimizer_of_the_registry_has_a_row_here():
-    """But those whose direction is of a whole matrix: their steps are written out in
-    tests of their own.
-    """
+    """But those with a direction of a whole matrix, which have tests of their own."""
     assert OPTIONS.keys() == set(NAMES) - {"FisherNaturalGradient", "StiffnessMuon"}
 
 
@@ -327,21 +325,15 @@ def test_the_residual_of_the_float_weights_is_taken_over():
     """In 1/256 of a step of the chart; the parameter does not keep it."""
     w = normal(3, 14, seed=5, std=0.3)
     p = fm.FP8Parameter(w, "E4M3", keep_remainder=True)
-    kept = p.remainder.view(-1).tolist()
-    assert len(set(kept)) > 20
-    follow(
-        "StiffnessAdamW",
-        p,
-        OPTIONS["StiffnessAdamW"] | {"stiffness": 0.0, "writeback": "residual8"},
-        residual=kept,
-    )
+    remainder = p.remainder.view(-1).tolist()
+    assert len(set(remainder)) > 20
+    options = OPTIONS["StiffnessAdamW"] | {"stiffness": 0.0, "writeback": "residual8"}
+    follow("StiffnessAdamW", p, options, residual=remainder)
     assert p.remainder is None
 
 
 def on_manifold(p, storage, scale):
-    """The parameter's weights as floats: on the grid, off it on the continuous
-    manifold, or ordinary.
-    """
+    """Return the weights as floats: on the grid, free on its manifold, or ordinary."""
     fmt = p.format
     if storage == "plain":
         return torch.nn.Parameter(p.dequantize() * 1.01)
@@ -386,9 +378,7 @@ def test_logarithms():
 
 
 def test_powers_of_two():
-    """The polynomial behind every general exponent; beyond float32's own range the
-    power stops at its ends.
-    """
+    """The polynomial behind a general exponent; beyond float32 the power stops at its ends."""
     x = torch.cat(
         [normal(3000, seed=1, std=60.0), normal(3000, seed=2), torch.arange(-140.0, 140.0, 0.5)]
     )

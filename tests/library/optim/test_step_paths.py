@@ -1,5 +1,6 @@
-"""Native steps have the bits of eager ones where the scalar definition is too slow:
-larger shapes, strides, changes.
+"""Native steps have the bits of eager ones.
+
+With larger shapes, strides and positions, for which the scalar definition is too slow.
 """
 
 import itertools
@@ -17,8 +18,7 @@ from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import View
 
-#: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph
-#: has no size in it.
+#: Square, long, short and odd shapes.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
 
 
@@ -149,9 +149,7 @@ def test_native_steps_have_the_bits_of_eager_ones(kind, make, options, factors):
 
 
 def strided(g, how):
-    """The gradient's values under other strides; if `expanded`, every row is the first
-    one.
-    """
+    """Return the gradient under other strides; if "expanded" every row is the first one."""
     if how == "transposed":
         return g.t().contiguous().t()
     if how == "sliced":
@@ -194,9 +192,7 @@ def test_gradients_of_any_strides(moments):
 
 @pytest.mark.usefixtures("each_path")
 def test_positions_beyond_32_bits():
-    """Parts have the bits of the whole where one begins below 2^32 and ends above it,
-    and draws of their own.
-    """
+    """A parameter that is stepped in parts has the bits of the whole, also beyond 2^32."""
     p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
     optimizer = optim.StiffnessAdamW(
         [p], 0.02, seed=2**40 + 1, writeback="residual8", moments="8bit"
@@ -250,8 +246,6 @@ def test_positions_beyond_32_bits():
     ],
 )
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(case, block, monkeypatch):
-    """Eager steps run some rows at a time; of a different number of rows the same bits
-    come out.
-    """
+    """Eager steps take some rows at a time; their number does not change a bit."""
     monkeypatch.setattr(_step, "block_on", lambda _: block)
     same_steps(*CASES[case], factors=False, steps=2)

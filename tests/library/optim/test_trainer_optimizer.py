@@ -1,5 +1,6 @@
-"""Optimizers that Trainer makes by a factory: the numbers of a plain loop, resumed to
-the bit, nothing overridden.
+"""Optimizers that Trainer makes by a factory.
+
+They have the numbers of a plain loop, are resumed to the bit, and override nothing.
 """
 
 import copy
@@ -18,9 +19,8 @@ import fp8manifold as fm
 from fp8manifold import huggingface, quantize_model
 from fp8manifold.huggingface import trainer_optimizer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # what other libraries announce is their own business
+# What other libraries announce is their own business.
+pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 6
 
 

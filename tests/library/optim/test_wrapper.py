@@ -1,6 +1,4 @@
-"""StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the
-stiffness field.
-"""
+"""StiffnessWrapper: updates or gradients of any torch optimizer scaled by the stiffness."""
 
 from contextlib import nullcontext
 
@@ -34,8 +32,9 @@ def ratio(x, scale, exponent, damping=2.0**-8, clip=16.0):
 @pytest.mark.parametrize("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
 def test_an_update_is_scaled_element_by_element(inner, exponent):
-    """float64 on the continuous manifold: w + scale (S / S_ref)^k (what the optimizer
-    would have added).
+    """``w + scale (S / S_ref)^k u``, where u is what the optimizer would have added.
+
+    In float64 on the continuous manifold.
     """
     weight = free_weight(normal(3, 40, dtype=double), "E4M3", ROWS.double() * 1.3)
     plain = nn.Parameter(values([weight])[0])
@@ -66,12 +65,10 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
             stream = optimizer.streams.get(weight)
             draws = {"seed": 9, "step": 0, "stream": stream} if writeback == "stochastic" else {}
             expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
-            assert (
-                weight.detach() == expected
-            ).double().mean() > 0.98  # the factor may differ in its last bit
-            assert (weight.detach() - expected).abs().max() <= fm.ulp(
-                before / ROWS, "E4M3"
-            ).max() * ROWS.max()
+            # The factor may differ in its last bit.
+            assert (weight.detach() == expected).double().mean() > 0.98
+            largest_ulp = fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
+            assert (weight.detach() - expected).abs().max() <= largest_ulp
 
 
 def test_by_default_the_manifold_says_how_to_round():
@@ -87,9 +84,7 @@ def test_by_default_the_manifold_says_how_to_round():
 
 
 def test_scale_and_exponent_follow_their_schedules():
-    """Asked with the steps taken, one function each; the reference is refreshed when
-    due.
-    """
+    """They are called with the number of steps taken; the reference is refreshed when due."""
     weight = free_weight(normal(30, dtype=double), "E4M3")
     optimizer = StiffnessWrapper(
         SGD([weight], lr=0.01), anneal(1.0, 0.5, 4), anneal(1.0, 0.0, 4), refresh_every=1
@@ -128,11 +123,11 @@ def test_a_gradient_is_scaled_and_put_back():
     for t in range(5):
         put_gradients([weight], t)
         gradient = weight.grad
-        kept = gradient.clone()
-        step_from(optimizer, plain, kept * 0.5 * ratio(values([weight])[0], 1.0, 1.0))
+        original = gradient.clone()
+        step_from(optimizer, plain, original * 0.5 * ratio(values([weight])[0], 1.0, 1.0))
         reference.step()
         assert weight.grad is gradient
-        assert torch.equal(weight.grad, kept)
+        assert torch.equal(weight.grad, original)
         assert (weight - plain).abs().max() < 1e-13
 
 
@@ -163,9 +158,7 @@ def test_a_factor_on_the_gradient_of_what_normalises_it_warns(inner):
 
 @pytest.mark.parametrize("mode", ["update", "gradient"])
 def test_a_closure_is_called_by_the_optimizer(mode):
-    """LBFGS calls it several times: a quadratic is solved, and the last gradients are
-    the closure's own.
-    """
+    """LBFGS calls it several times, and the last gradients are the closure's."""
     weight = nn.Parameter(normal(6))
     optimizer = StiffnessWrapper(
         torch.optim.LBFGS([weight], lr=0.5, max_iter=8), scale=0.9, on=mode

@@ -62,7 +62,7 @@ def test_collectives_are_refused(call) -> None:
 
 
 def test_a_list_of_them_is_refused_by_scatter_and_decoded_by_reduce_scatter() -> None:
-    """torch does not look into such lists; nothing is written to a null address."""
+    """PyTorch does not look into such lists; nothing is written to a null address."""
     p, out = parameter(), zeros()
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         dist.scatter(zeros(), [p.detach()])
