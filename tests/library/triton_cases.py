@@ -554,7 +554,9 @@ def schedule(optimizer, step):
 
 
 @pytest.mark.parametrize(
-    "options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}]
+    "options",
+    [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}],
+    ids=["8bit", "residual8 dither"],
 )
 def test_replays_have_the_bits_of_calls(options, graphs):
     """Under a schedule, a refresh, doubled scales, a refused step and another shape."""
@@ -593,13 +595,14 @@ def scheduled(optimizer, take):
     return lambda *inputs: (take(*inputs), schedule(optimizer, 2))
 
 
+def without_step(optimizer, take):
+    return lambda *inputs: optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("wrapped", "message"),
     [
-        (
-            lambda optimizer, take: lambda *inputs: optimizer.zero_grad(),
-            r"calls the optimizer's step\(\) 0 times",
-        ),
+        (without_step, r"calls the optimizer's step\(\) 0 times"),
         (twice, r"calls the optimizer's step\(\) 2 times"),
         (scheduled, "train_step changes options of the optimizer"),
     ],

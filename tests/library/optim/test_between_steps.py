@@ -1,9 +1,9 @@
 """Nothing is remembered from one step to the next but what the state shows.
 
-An optimizer plans its first steps. Then it keeps a steady plan, by which later steps go without
-being planned. Whatever a user edits between two steps either drops that plan or is read in
-every step, so that an optimizer with such a plan and one that forgets everything agree bit for
-bit.
+An optimizer plans its first steps. Then it keeps a steady plan, by which later steps go
+without being planned. Whatever a user edits between two steps either drops that plan or
+is read in every step, so that an optimizer with such a plan and one that forgets
+everything agree bit for bit.
 """
 
 import copy
