@@ -80,8 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        asked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
-        if asked and hasattr(item, "callspec"):
+        is_sampled = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
+        if is_sampled and hasattr(item, "callspec"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for matrix in matrices.values():
         (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]
@@ -97,9 +97,9 @@ def _installed(package: str) -> bool:
 
 
 def _values(item: Any) -> dict[str, Hashable]:
-    given = item.callspec.params
+    params = item.callspec.params
     return {
-        name: value if isinstance(value, str | int) else id(value) for name, value in given.items()
+        name: value if isinstance(value, str | int) else id(value) for name, value in params.items()
     }
 
 

@@ -72,5 +72,5 @@ def kill_group(group: int) -> None:
         finish(group)
 
 
-def said(folder: Path) -> str:
+def output_of(folder: Path) -> str:
     return (folder / "output.txt").read_text(encoding="utf-8")

@@ -130,10 +130,13 @@ def rewritten(
         index.write_text(json.dumps(listed, indent=2) + "\n")
     if config is not None:
         path = folder / "config.json"
-        said = json.loads(path.read_text())
-        said.pop("quantization_config", None)
+        config_of_folder = json.loads(path.read_text())
+        config_of_folder.pop("quantization_config", None)
         path.write_text(
-            json.dumps(said | ({"quantization_config": config} if config else {}), indent=2) + "\n"
+            json.dumps(
+                config_of_folder | ({"quantization_config": config} if config else {}), indent=2
+            )
+            + "\n"
         )
 
 
@@ -141,8 +144,16 @@ def is_linear(name: str, tensor: Tensor) -> bool:
     """True where recipes quantise the tensor: a layer's matrix, neither the embedding
     nor the head nor a router.
     """
-    kept = ("embed_tokens", "lm_head", "mlp.gate.weight", "block_sparse_moe.gate.weight", "router")
-    return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in kept)
+    floats = (
+        "embed_tokens",
+        "lm_head",
+        "mlp.gate.weight",
+        "block_sparse_moe.gate.weight",
+        "router",
+    )
+    return (
+        tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in floats)
+    )
 
 
 def quantised(
@@ -200,15 +211,15 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
     model.save_pretrained(folder / "floats")
     config = library.FineGrainedFP8Config(**options)
     with mock.patch.object(Quantizer, "validate_environment"):
-        made = type(model).from_pretrained(
+        quantized = type(model).from_pretrained(
             folder / "floats", quantization_config=config, dtype=torch.bfloat16
         )
-    for name, scale in made.named_parameters():
+    for name, scale in quantized.named_parameters():
         if name.endswith("activation_scale"):
             scale.data.fill_(
                 float(torch.rand(())) / 448
             )  # found by calibration; until then whatever was in memory
-    made.save_pretrained(folder, max_shard_size=shards)
+    quantized.save_pretrained(folder, max_shard_size=shards)
     shutil.rmtree(folder / "floats")
 
 
@@ -235,8 +246,12 @@ def squares(
         codes, scales = by_formula(value, (128, 128), code, scale)
         return {name: codes, f"{name}_scale_inv": scales}
 
-    said = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    quantised(folder, change, {"fmt": {E4M3: "e4m3", E5M2: "e5m2"}[code], **said})
+    quantization = {
+        "activation_scheme": "dynamic",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    quantised(folder, change, {"fmt": {E4M3: "e4m3", E5M2: "e5m2"}[code], **quantization})
 
 
 def compressed(
@@ -309,8 +324,8 @@ def _compressed_tensors(
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
         scale = _observed(value.float() if wide else value, scheme.weights)
-        made = compress({"weight": value, "weight_scale": scale}, scheme)
-        return {name.removesuffix("weight") + part: tensor for part, tensor in made.items()}
+        parts = compress({"weight": value, "weight_scale": scale}, scheme)
+        return {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
 
     quantised(
         folder,
@@ -354,12 +369,14 @@ def shared(folder: Path, model: Any, shards: str) -> None:
         "dynamic": False,
     }
     groups = {"group_0": {"targets": ["Linear"], "weights": kind, "format": "float-quantized"}}
-    said = {
+    quantization = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": groups,
     }
-    quantised(folder, change, said | {"quantization_status": "compressed", "ignore": ["lm_head"]})
+    quantised(
+        folder, change, quantization | {"quantization_status": "compressed", "ignore": ["lm_head"]}
+    )
 
 
 def torchao(folder: Path, model: Any, shards: str) -> None:
@@ -371,10 +388,10 @@ def torchao(folder: Path, model: Any, shards: str) -> None:
     library = transformers()
     model.save_pretrained(folder / "floats")
     config = library.TorchAoConfig(ao.Float8WeightOnlyConfig())
-    made = type(model).from_pretrained(
+    quantized = type(model).from_pretrained(
         folder / "floats", quantization_config=config, dtype=torch.bfloat16
     )
-    made.save_pretrained(folder, max_shard_size=shards)
+    quantized.save_pretrained(folder, max_shard_size=shards)
     shutil.rmtree(folder / "floats")
 
 
@@ -392,8 +409,12 @@ def autofp8(folder: Path, model: Any, shards: str) -> None:
     """
     modelopt(folder, model, shards)
     (folder / "hf_quant_config.json").unlink()
-    said = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-    rewritten(folder, lambda k, v: {k: v}, said)
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+    }
+    rewritten(folder, lambda k, v: {k: v}, quantization)
 
 
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
@@ -416,13 +437,13 @@ def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
         } | extra
 
     producer = {"name": "modelopt", "version": "0.35.0"}
-    said = {
+    quantization = {
         "quant_algo": "FP8",
         "kv_cache_quant_algo": "FP8" if kv else None,
         "exclude_modules": ["lm_head"],
     }
     (folder / "hf_quant_config.json").write_text(
-        json.dumps({"producer": producer, "quantization": said}, indent=4)
+        json.dumps({"producer": producer, "quantization": quantization}, indent=4)
     )
     kind = {"dynamic": False, "num_bits": 8, "type": "float"}
     group = {"input_activations": kind, "weights": kind, "targets": ["Linear"]}
@@ -460,13 +481,13 @@ def gpt_oss(folder: Path, model: Any, shards: str) -> None:
             f"{name}_scales": (scales.squeeze(-1) + 127).to(torch.uint8),
         }
 
-    kept = [
+    floats = [
         "model.layers.*.self_attn",
         "model.layers.*.mlp.router",
         "model.embed_tokens",
         "lm_head",
     ]
-    rewritten(folder, change, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    rewritten(folder, change, {"quant_method": "mxfp4", "modules_to_not_convert": floats})
 
 
 def layout(

@@ -23,12 +23,12 @@ def served(folder: Path, dtype: torch.dtype) -> Any:
         "mxfp4": "Mxfp4Config",
         "fp8": "FineGrainedFP8Config",
     }
-    given = (
+    options = (
         {"quantization_config": getattr(library, decode[method])(dequantize=True)}
         if method in decode
         else {}
     )
-    model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).eval()
+    model = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module.weight.data) is not Tensor:
             module.weight = nn.Parameter(module.weight.dequantize().detach().to(dtype))
@@ -39,7 +39,7 @@ def decoded(folder: Path) -> dict[str, Tensor]:
     """Each weight by its name in the files: by compressed-tensors, or its codes times
     one scale or those of squares.
     """
-    found, files, config = {}, tensors_of(folder), settings_of(folder)
+    weights, files, config = {}, tensors_of(folder), settings_of(folder)
     if config.get("quant_method") != "compressed-tensors":
         for name, codes in files.items():
             if codes.dtype in (E4M3, E5M2):
@@ -48,10 +48,10 @@ def decoded(folder: Path) -> dict[str, Tensor]:
                     for end in ("_scale_inv", "_scale")
                     if name + end in files
                 )
-                found[name] = codes.float() * (
+                weights[name] = codes.float() * (
                     spread(scale, (128, 128), codes.shape) if scale.dim() else scale
                 )
-        return found
+        return weights
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -71,5 +71,5 @@ def decoded(folder: Path) -> dict[str, Tensor]:
                 "weight": files[codes],
                 "weight_scale": scale,
             }  # it takes no scales of rows in one dimension
-            found[codes] = decompress(parts, QuantizationScheme.model_validate(group))["weight"]
-    return found
+            weights[codes] = decompress(parts, QuantizationScheme.model_validate(group))["weight"]
+    return weights

@@ -48,10 +48,10 @@ class Pool:
             for end in wait(open_ends, timeout=max(deadline - time.monotonic(), 0)):
                 rank = self.ends.index(end)  # type: ignore[arg-type]
                 try:
-                    said, results[rank] = self.ends[rank].recv()
+                    ok, results[rank] = self.ends[rank].recv()
                 except EOFError:
-                    said, results[rank] = False, "died"
-                if not said:
+                    ok, results[rank] = False, "died"
+                if not ok:
                     failed += f"rank {rank}: {results[rank]}\n"
                     deadline = min(deadline, time.monotonic() + 1)
         if failed or len(results) < self.size:
@@ -73,19 +73,19 @@ class Pool:
         _warm_up()
         store = self.folder / f"store-{self.size}-{self.begun}"
         for rank in range(self.size):
-            ours, theirs = Pipe()
+            parent_end, child_end = Pipe()
             child = os.fork()
             if child == 0:
                 code = 1
                 try:
-                    ours.close()
+                    parent_end.close()
                     torch.set_num_threads(1)
-                    _serve(theirs, self.backend, rank, self.size, store)
+                    _serve(child_end, self.backend, rank, self.size, store)
                     code = 0
                 finally:
                     os._exit(code)
-            theirs.close()
-            self.ends.append(ours)
+            child_end.close()
+            self.ends.append(parent_end)
             self.children.append(child)
 
 

@@ -86,7 +86,7 @@ def forked_run(command, env, **_):
 
     with tempfile.TemporaryDirectory() as folder:
         code = forked.finish(forked.start(Path(folder), benchmark))
-        printed = forked.said(Path(folder))
+        printed = forked.output_of(Path(folder))
         return subprocess.CompletedProcess(command, code, printed, printed)
 
 
@@ -151,17 +151,17 @@ SLOW = ("optimizer_step", "momentum")
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(SLOW)) for each in RUNS],
+    [pytest.param(words, marks=[pytest.mark.slow] * words.startswith(SLOW)) for words in RUNS],
 )
 def test_a_run_prints_its_table(command, corpus, tmp_path):
     printed = run(
         *command.replace("CORPUS", str(corpus)).replace("TMP", str(tmp_path)).split()
     ).splitlines()
-    found = {
+    counts = {
         pattern: sum(re.fullmatch(pattern, line) is not None for line in printed)
         for pattern in RUNS[command]
     }
-    assert found == RUNS[command], printed
+    assert counts == RUNS[command], printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,13 +267,11 @@ def test_fake_quantized_linear_from_end_to_end():
 
 
 def test_muon_step_from_end_to_end():
-    found = rows_of(
-        "muon_step.py", "--sizes", "0.86M", "--pairs", 1, "--processes", 1, opening="[{"
-    )
-    held = {row["label"]: row["bytes"] for row in found}
-    assert held["float32"] == pytest.approx(8.0, abs=0.01)
-    assert held["E4M3 stochastic, 8-bit momentum"] < 2.1
-    assert held["E4M3 residual8, 8-bit momentum"] < 3.1
+    rows = rows_of("muon_step.py", "--sizes", "0.86M", "--pairs", 1, "--processes", 1, opening="[{")
+    bytes_by_label = {row["label"]: row["bytes"] for row in rows}
+    assert bytes_by_label["float32"] == pytest.approx(8.0, abs=0.01)
+    assert bytes_by_label["E4M3 stochastic, 8-bit momentum"] < 2.1
+    assert bytes_by_label["E4M3 residual8, 8-bit momentum"] < 3.1
 
 
 @pytest.mark.slow
@@ -291,7 +289,7 @@ def test_train_is_serve_from_end_to_end():
     nothing else is.
     """
     words = ("--reading", 2, "--prompts", 1, "--written", 4, "--updates", 1)
-    found = rows_of("train_is_serve.py", *words, opening="{")
+    mismatches = rows_of("train_is_serve.py", *words, opening="{")
     alike = {
         "codes in place, squares",
         "codes in place, rows",
@@ -300,12 +298,15 @@ def test_train_is_serve_from_end_to_end():
     alike.add("float32 rounded in training, a copy in squares")
     assert {
         name
-        for name, at in found.items()
+        for name, at in mismatches.items()
         if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in at)
     } == alike
-    assert len(found) == 8
+    assert len(mismatches) == 8
     assert all(
-        m["k3"] > 0 < m["largest"] for name, at in found.items() for m in at if name not in alike
+        m["k3"] > 0 < m["largest"]
+        for name, at in mismatches.items()
+        for m in at
+        if name not in alike
     )
 
 
@@ -325,12 +326,12 @@ def test_the_mismatch_is_what_its_formulas_say(modules):
     drawn = torch.randint(5, (2, 3, 1))
     places = [(i, j, int(drawn[i, j])) for i in range(2) for j in range(3)]
     logs = [float(trained[place].double() - sampling[place].double()) for place in places]
-    found = modules["train_is_serve"].mismatch(trained, sampling, drawn)
-    assert found["k3"] == pytest.approx(sum(math.exp(log) - 1 - log for log in logs) / 6)
-    assert found["ratio"] == pytest.approx(sum(map(math.exp, logs)) / 6)
-    assert found["largest"] == pytest.approx(max(map(abs, logs)))
+    mismatch = modules["train_is_serve"].mismatch(trained, sampling, drawn)
+    assert mismatch["k3"] == pytest.approx(sum(math.exp(log) - 1 - log for log in logs) / 6)
+    assert mismatch["ratio"] == pytest.approx(sum(map(math.exp, logs)) / 6)
+    assert mismatch["largest"] == pytest.approx(max(map(abs, logs)))
     differ = [int(trained[i, j].argmax()) != int(sampling[i, j].argmax()) for i, j, _ in places]
-    assert found["argmax"] == pytest.approx(sum(differ) / 6)
+    assert mismatch["argmax"] == pytest.approx(sum(differ) / 6)
 
 
 @pytest.mark.slow
@@ -450,16 +451,15 @@ def test_moment_formats_from_end_to_end(corpus):
     than fewer.
     """
     for optimizer, rows in rows_by_name("moment_formats.py", corpus, 10):
-        moments, own = (
-            {name: float(cells[2]) for name, cells in rows.items()},
-            "E2M5" if "Muon" in optimizer else "E4M3",
-        )
+        moments = {name: float(cells[2]) for name, cells in rows.items()}
+        default = "E2M5" if "Muon" in optimizer else "E4M3"
         fitted = [
             moments["bfloat16"],
             *(moments[f"{fmt}, fitted"] for fmt in ("E2M5", "E3M4", "E4M3", "E2M1")),
         ]
         assert fitted == sorted(set(fitted))
-        assert moments[f"{own}, the library's"] == pytest.approx(moments[f"{own}, fitted"], rel=0.2)
+        by_library = moments[f"{default}, the library's"]
+        assert by_library == pytest.approx(moments[f"{default}, fitted"], rel=0.2)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
@@ -514,9 +514,9 @@ def test_draws_from_end_to_end(modules, monkeypatch):
     monkeypatch.setattr(script, "FORMATS", ("E5M2",))
     options = script.build_parser().parse_args(["--steps", "200", "--rows", "50"])
     header, lines = ("format", "draws", *script.STREAMS), script.rows(options)
-    found = {line[1]: dict(zip(header, line, strict=True)) for line in lines}
-    assert list(found) == ["independent", "dither"]
-    pull, error = map(float, found["dither"]["every fifth"].split(" ± "))
+    rows = {line[1]: dict(zip(header, line, strict=True)) for line in lines}
+    assert list(rows) == ["independent", "dither"]
+    pull, error = map(float, rows["dither"]["every fifth"].split(" ± "))
     assert pull < -2 * error < 0
     assert all(re.fullmatch(r"[+-]\d+\.\d ± \d+\.\d", cell) for line in lines for cell in line[2:])
 
@@ -557,7 +557,7 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules):
             keys = [KEY | {"seed": seed} for seed in range(8)]  # the bias by one seed is noise
             biases = [script.error_of(start, updates, way, "dither", **key).bias for key in keys]
             assert abs(sum(biases) / len(biases)) < 0.003
-    kept = script.error_of(
+    fixed_scale = script.error_of(
         start[:64], [start[:64] * 0.02] * 60, script.Way("E2M5", every=1000), "dither", **KEY
     )
-    assert kept.bias < -0.05  # a scale that nobody widened cuts weights off
+    assert fixed_scale.bias < -0.05  # a scale that nobody widened cuts weights off

@@ -90,9 +90,9 @@ def test_the_changes_of_the_guide_do_what_it_says(tmp_path):
         ignored = shutil.ignore_patterns("__pycache__", "_build", "measured")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     sections = re.split(r"^###? (.+)$", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    told = dict(zip(sections[::2], sections[1::2], strict=True))
+    code_by_title = dict(zip(sections[::2], sections[1::2], strict=True))
     for kind in KINDS:
-        text = told[f"Add {'an' if kind[0] in 'aeiou' else 'a'} {kind}"]
+        text = code_by_title[f"Add {'an' if kind[0] in 'aeiou' else 'a'} {kind}"]
         changes = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         files = {apply(change, tmp_path) for change in changes}
         assert 0 < len(files) <= 2, kind

@@ -40,14 +40,14 @@ def test_every_table_and_figure_is_fresh(folder):
 def test_what_is_stale_is_named_with_the_command(monkeypatch):
     """A table edited by hand, and results that changed after they were drawn."""
     docs = pages_of("docs")
-    there, record = docs.pieces_on_pages(), docs.read_record()
+    shown, record = docs.pieces_on_pages(), docs.read_record()
     monkeypatch.setattr(
-        docs, "pieces_on_pages", lambda: there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"}
+        docs, "pieces_on_pages", lambda: shown | {"formats.md": f"{shown['formats.md']}\n| E9M9 |"}
     )
     assert set(docs.stale()) == {"formats.md"}
     line = docs.report(docs.stale())
     assert line.endswith("`python docs/_generated.py --write` makes them again")
-    monkeypatch.setattr(docs, "pieces_on_pages", lambda: there)
+    monkeypatch.setattr(docs, "pieces_on_pages", lambda: shown)
     monkeypatch.setattr(
         docs, "read_record", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}}
     )
@@ -65,7 +65,7 @@ def test_what_is_made_again_is_what_stands_there(folder, name):
     they are drawn.
     """
     pages = pages_of(folder)
-    again, there = (
+    again, shown = (
         import_module("_generated").make_pieces([pages.makers[name]]),
         pages.pieces_on_pages(),
     )
@@ -73,7 +73,7 @@ def test_what_is_made_again_is_what_stands_there(folder, name):
     assert of_maker.keys() <= again.keys()
     for piece in of_maker:
         if piece.endswith(".md"):
-            assert again[piece] == there[piece], piece
+            assert again[piece] == shown[piece], piece
         else:
             assert again[piece].startswith(("<?xml", "<svg")), piece
 

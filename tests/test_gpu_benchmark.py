@@ -118,8 +118,8 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     bits, session = sys.modules["_gpu.bits"], gpu.Session(True)
     assert bits.differing_conversions(session) == 0
     assert len(bits.values_of_bfloat16()) == 2 * (0x43E0 + 1)  # to 448, of either sign
-    found = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
-    assert found == {"count": 0, "largest share of the bound": 0.0}
+    wrong = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
+    assert wrong == {"count": 0, "largest share of the bound": 0.0}
     encode, rounded, copied = bits.fm.encode, bits.fm.round_to_grid, []
 
     def one_higher(x, *args):
@@ -140,9 +140,9 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     monkeypatch.setattr(bits.fm, "round_to_grid", one_off)
     assert bits.differing_conversions(session) == bits.differing_in_a_layer(session) == 1
     monkeypatch.setattr(bits.copy, "deepcopy", one_code_off)
-    found = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
-    assert found["count"] > 8
-    assert found["largest share of the bound"] > 1
+    wrong = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
+    assert wrong["count"] > 8
+    assert wrong["largest share of the bound"] > 1
 
 
 def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_do(gpu):
@@ -186,20 +186,20 @@ def test_llama_is_that_of_transformers(gpu):
         "num_key_value_heads": shape.kv_heads,
         "rope_theta": shape.base,
     }
-    ours = llama.Llama(shape)
+    model = llama.Llama(shape)
     config = transformers.LlamaConfig(**sizes, vocab_size=shape.vocabulary, rms_norm_eps=1e-5)
-    theirs = transformers.LlamaForCausalLM(config)
+    published = transformers.LlamaForCausalLM(config)
     names = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
     names |= {"norm2": "post_attention_layernorm"} | {
         part: f"self_attn.{part}_proj" for part in "qkvo"
     }
     names |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-    state = theirs.state_dict()
-    for name, weight in ours.state_dict().items():
+    state = published.state_dict()
+    for name, weight in model.state_dict().items():
         path = ".".join(names.get(part, part) for part in name.split("."))
         state[path if path.startswith("lm_head") else f"model.{path}"].copy_(weight)
     tokens = torch.randint(0, shape.vocabulary, (2, 17))
     expected = torch.nn.functional.cross_entropy(
-        theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
+        published(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
     )
-    torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:], chunk=5), expected)
+    torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:], chunk=5), expected)

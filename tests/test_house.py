@@ -67,8 +67,8 @@ def imported(module):
 
 
 def test_modules_have_rooms_and_import_nothing_from_above_and_not_each_other():
-    own = {m: [m.rsplit(".", i)[0] for i in range(m.count(".") + 1)] for m in MODULES}
-    rooms = {m: next(name for name in names if name in FLOORS) for m, names in own.items()}
+    packages_of = {m: [m.rsplit(".", i)[0] for i in range(m.count(".") + 1)] for m in MODULES}
+    rooms = {m: next(name for name in names if name in FLOORS) for m, names in packages_of.items()}
     assert FLOORS.keys() == set(rooms.values())
     floor = {m: FLOORS[room] for m, room in rooms.items()}
     assert [f"{m} imports {t}" for m in MODULES for t in imported(m) if floor[t] > floor[m]] == []
@@ -113,28 +113,28 @@ PRIVATE = {
 
 def torch_names(tree):
     """Dotted names of torch that a module imports, or reads attribute by attribute."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found |= {f"{node.module}.{name.name}" for name in node.names}
+            names |= {f"{node.module}.{name.name}" for name in node.names}
         parts = []
         while isinstance(node, ast.Attribute):
             parts, node = [node.attr, *parts], node.value
         if parts and isinstance(node, ast.Name) and node.id == "torch":
-            found.add(".".join(["torch", *parts]))
-    return found
+            names.add(".".join(["torch", *parts]))
+    return names
 
 
 def test_private_names_of_torch_are_listed_with_their_reasons():
     """The library inspects no call stack either."""
-    found = set()
+    names = set()
     for path in (path for name, path in MODULES.items() if name.startswith("fp8manifold")):
         assert not re.search("_getframe|f_back", path.read_text(encoding="utf-8")), path
-        found |= {name for name in torch_names(tree(path)) if re.search(r"\._(?!_)", name)}
+        names |= {name for name in torch_names(tree(path)) if re.search(r"\._(?!_)", name)}
     overloads = {
-        name for name in found if name.startswith("torch.ops.aten.") and name.count(".") > 3
+        name for name in names if name.startswith("torch.ops.aten.") and name.count(".") > 3
     }
-    assert found - overloads == PRIVATE.keys()
+    assert names - overloads == PRIVATE.keys()
 
 
 #: what the bench and the examples may use
@@ -156,7 +156,7 @@ def private_uses(source):
     known = {
         f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__
     } | {*NAMESPACES}
-    found = [module if name is None else f"{module}.{name}" for module, name in of_ours]
+    used = [module if name is None else f"{module}.{name}" for module, name in of_ours]
     written = (
         re.findall(r"\bfm((?:\.\w+)+)", ast.unparse(source))
         if ("fp8manifold", None) in of_ours
@@ -164,8 +164,8 @@ def private_uses(source):
     )
     for parts in (name.split(".")[1:] for name in written):
         depth = 2 if f"fp8manifold.{parts[0]}" in NAMESPACES else 1
-        found.append(".".join(["fp8manifold", *parts[:depth]]))
-    return sorted({*found} - known)
+        used.append(".".join(["fp8manifold", *parts[:depth]]))
+    return sorted({*used} - known)
 
 
 def test_the_library_imports_its_core_dependencies_only():
@@ -177,7 +177,7 @@ def test_the_library_imports_its_core_dependencies_only():
 
 def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone():
     paths = [*(ROOT / "nanogpt_bench").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
-    assert {path.name: found for path in paths if (found := private_uses(tree(path)))} == {}
+    assert {path.name: private for path in paths if (private := private_uses(tree(path)))} == {}
     codes = ["from fp8manifold.grid import encode", "import fp8manifold as fm\nfm.grid.encode(x)"]
     assert [code for code in codes if not private_uses(ast.parse(code))] == []
     code = "import fp8manifold as fm\nfm.optim.StiffnessAdamW.step\nfm.encode(x)\nfrom fp8manifold.optim import anneal"

@@ -79,8 +79,8 @@ def built(tmp_path_factory):
 
 
 def only(folder, pattern):
-    (found,) = folder.glob(pattern)
-    return found
+    (path,) = folder.glob(pattern)
+    return path
 
 
 @pytest.mark.slow
@@ -91,14 +91,14 @@ def test_sdist_and_wheel_have_what_they_need_and_nothing_else(built):
         fp8manifold/__init__.py noxfile.py study/make.py study/results/study_q1.json study/study.md LICENSE
         study/sweeps/study_q1.yaml tests/test_package.py CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md"""
     assert {*needed.split()} <= names
-    made = (
+    archives = (
         "runs/",
         "data/",
         "docs/_build/",
         "docs/examples/",
         "docs/generated/",
     )  # also where the site was built
-    assert [name for name in names if name.startswith(made)] == []
+    assert [name for name in names if name.startswith(archives)] == []
     with zipfile.ZipFile(only(built, "*.whl")) as archive:
         names = archive.namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {
@@ -144,8 +144,8 @@ def empty_environment(folder, lent):
         [folder / "bin" / "python", "-m", "pip", "uninstall", "-qy", "setuptools"], folder.parent
     )
     lent.mkdir()
-    here = Path(sysconfig.get_paths()["purelib"])
-    for entry in here.iterdir():
+    site_packages = Path(sysconfig.get_paths()["purelib"])
+    for entry in site_packages.iterdir():
         if needed_by_core(entry.name):
             (lent / entry.name).symlink_to(entry)
     (site,) = folder.glob("lib/python*/site-packages")

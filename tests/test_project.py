@@ -63,11 +63,19 @@ m = n["o"](p)
 
 
 def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(hatch_urls):
-    source, here = "https://github.com/own/fp8", README.replace("RAW/", "").replace("BLOB/", "")
-    there = README.replace("RAW", f"{source}/raw/v1.2").replace("BLOB", f"{source}/blob/v1.2")
-    assert hatch_urls.described(here, source, "1.2") == there
-    assert hatch_urls.described(here, "", "1.2") == here
-    assert hatch_urls.described(here, "https://example.org/own/fp8", "1.2") == here
+    source, readme_of_checkout = (
+        "https://github.com/own/fp8",
+        README.replace("RAW/", "").replace("BLOB/", ""),
+    )
+    readme_elsewhere = README.replace("RAW", f"{source}/raw/v1.2").replace(
+        "BLOB", f"{source}/blob/v1.2"
+    )
+    assert hatch_urls.described(readme_of_checkout, source, "1.2") == readme_elsewhere
+    assert hatch_urls.described(readme_of_checkout, "", "1.2") == readme_of_checkout
+    assert (
+        hatch_urls.described(readme_of_checkout, "https://example.org/own/fp8", "1.2")
+        == readme_of_checkout
+    )
 
 
 def test_one_version_everywhere():
@@ -89,10 +97,10 @@ def test_the_baseline_is_a_processor_without_products_in_bfloat16(name, kernels)
     )[name]
     code = "import torch; from fp8manifold.optim._muon import product_dtype as dtype\n"
     code += "print(torch.backends.cpu.get_cpu_capability(), dtype(torch.device('cpu')))"
-    said = subprocess.check_output(
+    capability = subprocess.check_output(
         [sys.executable, "-c", code], text=True, env=os.environ | variables
     )
-    assert said.split() == [kernels, "torch.float32"]
+    assert capability.split() == [kernels, "torch.float32"]
 
 
 def test_sessions_name_tests_that_exist():
@@ -113,6 +121,6 @@ def test_torch_without_onednn_has_products_in_float32(monkeypatch):
             if has_onednn
             else SimpleNamespace()
         )
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda there=has_onednn: there)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda answer=has_onednn: answer)
         monkeypatch.setattr(torch.ops, "mkldnn", operators)
         assert _muon.product_dtype(torch.device("cpu")) is dtype

@@ -35,11 +35,11 @@ SHAPE = (2, 64, 96, 128, 64, 32)
 
 
 def recipe(page, after=""):
-    found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(
+    block = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(
         page, page.index(after)
     )
-    assert found is not None
-    return found[1]
+    assert block is not None
+    return block[1]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
     }
     read = transformers.AutoModelForCausalLM.from_pretrained
     before, after = (
-        read(each, **decoded)(input_ids=text, labels=text).loss for each in (published, trained)
+        read(source, **decoded)(input_ids=text, labels=text).loss for source in (published, trained)
     )
     assert after < before - 0.5
     assert (trained / "config.json").read_bytes() == (published / "config.json").read_bytes()
@@ -160,9 +160,13 @@ def test_the_ten_lines_train(lines, request):
 
 
 def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(ran, ran_plainly):
-    own, its = (names["optimizer"].param_groups[0] for names in (ran, ran_plainly))
-    assert {**own, "previous_norm": None} == {**its, "previous_norm": None, "params": own["params"]}
-    assert "previous_norm" not in its
+    options, plain_options = (names["optimizer"].param_groups[0] for names in (ran, ran_plainly))
+    assert {**options, "previous_norm": None} == {
+        **plain_options,
+        "previous_norm": None,
+        "params": options["params"],
+    }
+    assert "previous_norm" not in plain_options
 
 
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
@@ -223,19 +227,19 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
     codes is the bench's option.
     """
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
-    given = {key: value for key, value in base.items() if value is not None}
-    given |= {
+    settings = {key: value for key, value in base.items() if value is not None}
+    settings |= {
         "rule": RULE,
         "model.pretrained": llama,
         "model.embeddings": "E4M3",
         "model.tied": "leave",
     }
-    given |= {"train.step_in_backward": "true", "optimizer.clip_by": "previous"}
-    config = resolve(load_config(None, [f"--{key}={value}" for key, value in given.items()]))
+    settings |= {"train.step_in_backward": "true", "optimizer.clip_by": "previous"}
+    config = resolve(load_config(None, [f"--{key}={value}" for key, value in settings.items()]))
     model = quantize(load_causal(str(llama)), config)
-    own = {name: value for name, value in ran["optimizer"].defaults.items() if name != "seed"}
+    defaults = {name: value for name, value in ran["optimizer"].defaults.items() if name != "seed"}
     for group in build_optimizer(model, config).param_groups:
-        assert {name: group[name] for name in own} == own | {"lr": 5e-5}
+        assert {name: group[name] for name in defaults} == defaults | {"lr": 5e-5}
     (factor,) = ran["schedule"].lr_lambdas
     rates = [lr_factor(config.optimizer, step, STEPS) for step in range(STEPS)]
     assert [factor(step) for step in range(STEPS)] == pytest.approx(rates)
@@ -247,16 +251,17 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
         1,
         TOKENS,
     )
-    ours, theirs = (
-        {
-            n: (p.format, tuple(p.scale.shape), p.rounding)
-            if isinstance(p, fm.FP8Parameter)
-            else None
-            for n, p in named
+
+    def storage_of(model):
+        return {
+            name: (weight.format, tuple(weight.scale.shape), weight.rounding)
+            for name, weight in model.named_parameters()
+            if isinstance(weight, fm.FP8Parameter)
         }
-        for named in (ran["model"].named_parameters(), model.named_parameters())
-    )
-    assert ours == theirs
+
+    assert storage_of(ran["model"]) == storage_of(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in ran["model"].named_parameters()] == names
 
 
 @pytest.fixture
@@ -272,10 +277,10 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
     code = measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME)
     assert code.replace(", seed=7", "") == recipe(README)
     ways = ("readme", "float32", "bfloat16")
-    begun, found = (
+    begun, results = (
         {way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12)
     )
-    assert all(found[way]["loss"] < begun[way]["loss"] - 0.01 for way in ways)
+    assert all(results[way]["loss"] < begun[way]["loss"] - 0.01 for way in ways)
     model = cards.Model("llama", *SHAPE, tied=True)
     memory = (
         cards.all_in_codes(model, muon=False),
@@ -283,9 +288,9 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
         cards.in_bfloat16(model, 2),
     )
     for way, counted in zip(ways, memory, strict=True):
-        assert found[way]["bytes"] == pytest.approx(counted.weights_and_state, rel=0.02), way
-    assert found["float32"]["loss"] == found["float32"]["loss_in_float32"]
-    assert found["readme"]["loss"] == pytest.approx(found["readme"]["loss_in_float32"], abs=0.01)
+        assert results[way]["bytes"] == pytest.approx(counted.weights_and_state, rel=0.02), way
+    assert results["float32"]["loss"] == results["float32"]["loss_in_float32"]
+    assert results["readme"]["loss"] == pytest.approx(results["readme"]["loss_in_float32"], abs=0.01)
 
 
 def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_measured(cards):
@@ -329,14 +334,12 @@ def test_the_arithmetic_gives_what_a_live_model_holds(cards, llama, muon):
     model = transformers.AutoModelForCausalLM.from_pretrained(llama)
     assert counted.parameters() == sum(p.numel() for p in model.parameters())
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
-    made = (
-        fm.optim.StiffnessMuon.for_model
-        if muon
-        else lambda m, **more: fm.optim.StiffnessAdamW(m.parameters(), **more)
-    )
-    check_arithmetic(
-        model, made(model, lr=1e-3, moments="8bit"), cards.in_one_byte(counted, muon=muon), rel=0.02
-    )
+    options = {"lr": 1e-3, "moments": "8bit"}
+    if muon:
+        optimizer = fm.optim.StiffnessMuon.for_model(model, **options)
+    else:
+        optimizer = fm.optim.StiffnessAdamW(model.parameters(), **options)
+    check_arithmetic(model, optimizer, cards.in_one_byte(counted, muon=muon), rel=0.02)
 
 
 def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards):

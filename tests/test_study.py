@@ -56,12 +56,13 @@ def test_a_map_has_the_mean_gap_of_every_layer_in_every_format():
     for entry in json.loads(path.read_text(encoding="utf-8")):
         if entry["kind"] == "run":
             losses.setdefault(entry["label"], {})[entry["seed"]] = entry["final_val_loss"]
-    found = import_module("_maps").map_of(read_export(path))
-    for pattern, gaps in zip(found.patterns, found.gap, strict=True):
-        for fmt, gap in zip(found.formats, gaps, strict=True):
-            own = losses[f"{fmt} {'*' if pattern == 'all layers' else pattern}"]
+    layer_map = import_module("_maps").map_of(read_export(path))
+    for pattern, gaps in zip(layer_map.patterns, layer_map.gap, strict=True):
+        for fmt, gap in zip(layer_map.formats, gaps, strict=True):
+            losses_of_layer = losses[f"{fmt} {'*' if pattern == 'all layers' else pattern}"]
             assert gap == pytest.approx(
-                sum(own[seed] - losses["fp32"][seed] for seed in own) / len(own)
+                sum(losses_of_layer[seed] - losses["fp32"][seed] for seed in losses_of_layer)
+                / len(losses_of_layer)
             )
 
 
@@ -102,7 +103,7 @@ def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding
         (run_of(learns, 0.5, 0.01), "refuted"),
         (run_of(STUCK[:9]), "not judged"),
     ):
-        assert [each.answer.value for each in script.predictions(run)] == [answer] * 3
+        assert [prediction.answer.value for prediction in script.predictions(run)] == [answer] * 3
     nearest, other = (
         run_of(STUCK, 0.97, 0.2, optimizer={"writeback": by}) for by in ("nearest", "stochastic")
     )

@@ -94,6 +94,6 @@ def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
 
 def _kibibytes(key: str) -> int:
     with open("/proc/self/status") as file:
-        found = re.search(rf"^{key}:\s+(\d+) kB", file.read(), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
+        match = re.search(rf"^{key}:\s+(\d+) kB", file.read(), re.MULTILINE)
+    assert match is not None
+    return int(match[1])

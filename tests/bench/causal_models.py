@@ -32,7 +32,7 @@ def write(
     with reading(str(folder)) as transformers, torch.random.fork_rng():
         torch.manual_seed(0)
         name, sizes = KINDS[kind]
-        made = getattr(transformers, name)
+        model_class = getattr(transformers, name)
         ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         positions = {"gpt2": "n_positions", "mamba": ""}.get(kind, "max_position_embeddings")
         places = {positions: 64} if positions else {}
@@ -44,7 +44,7 @@ def write(
             "tie_word_embeddings": tied,
             **more,
         }
-        made(made.config_class(**settings)).save_pretrained(folder)
+        model_class(model_class.config_class(**settings)).save_pretrained(folder)
     return write_tokenizer(folder)
 
 
@@ -56,14 +56,14 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
         word: index
         for index, word in enumerate(["<end>", "<unknown>", *WORDS[:words], *"0123456789"])
     }
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<unknown>"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<unknown>"))
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Whitespace(), digits]
     )
     with reading(str(folder)) as transformers:
         fast = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=made, eos_token="<end>", unk_token="<unknown>"
+            tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unknown>"
         )
         fast.save_pretrained(folder)
     return folder
@@ -76,7 +76,7 @@ def write_gguf(
     GGUF file; tensors, too.
     """
     draw, width, inner = np.random.default_rng(0), 32, 48
-    made = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), "llama")
     facts = {
         "context_length": 64,
         "embedding_length": width,
@@ -90,7 +90,7 @@ def write_gguf(
         **facts,
         "token_list": ["<end>", "<unknown>", *"abcdefghijklmnopqrst", "Ġ", "ab"],
     }.items():
-        getattr(made, f"add_{name}")(fact)
+        getattr(writer, f"add_{name}")(fact)
     square = dict.fromkeys(
         ("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v", "blk.0.attn_output"), (width, width)
     )
@@ -101,15 +101,15 @@ def write_gguf(
         "blk.0.ffn_up": (inner, width),
     }
     for name, size in {**sizes, "blk.0.ffn_down": (width, inner)}.items():
-        made.add_tensor(f"{name}.weight", draw.normal(0, 0.02, size).astype(np.float32))
+        writer.add_tensor(f"{name}.weight", draw.normal(0, 0.02, size).astype(np.float32))
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        made.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
     for name, values in (more or {}).items():
-        made.add_tensor(name, values)
+        writer.add_tensor(name, values)
     for write in (
-        made.write_header_to_file,
-        made.write_kv_data_to_file,
-        made.write_tensors_to_file,
-        made.close,
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
     ):
         write()

@@ -54,7 +54,10 @@ def labelled_dir(tmp_path_factory):
         for place, number in enumerate(numbers)
     ]
     labels = [[number, *([7] * (number % 2 == 0))] for number in numbers]
-    documents = [LabelledText(text, held) for text, held in zip(texts, labels, strict=True)]
+    documents = [
+        LabelledText(text, labels_of_text)
+        for text, labels_of_text in zip(texts, labels, strict=True)
+    ]
     out = tmp_path_factory.mktemp("labelled") / "prepared"
     splits = {"train": documents[:240], "val": documents[240:]}
     names = [*(f"{number} dogs" for number in range(7)), "even"]
@@ -79,7 +82,7 @@ def tiny(corpus_dir):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def working_folder(tmp_path, monkeypatch):
     """An empty folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -98,7 +101,7 @@ def refused(capsys):
         assert printed.out == ""
         *before, last = printed.err.splitlines()
         assert last.startswith("nanogpt-bench: error: ")
-        assert not [said for said in before if "error: " in said]
+        assert not [text for text in before if "error: " in text]
         return last
 
     return line

@@ -55,7 +55,7 @@ class Reader:
     files: dict[str, tuple[str, ...]]
     errors: tuple[type[Exception], ...] = (BenchError,)
 
-    def said(self, folder):
+    def messages(self, folder):
         """Return the error of the folder, or its notes."""
         try:
             notes = self.read(folder)

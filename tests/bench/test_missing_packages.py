@@ -17,12 +17,12 @@ from nanogpt_bench.model.weights import checkpoint_shape
 
 
 @pytest.mark.parametrize(
-    ("module", "package", "call", "said"),
+    ("module", "package", "call", "sentence"),
     [
         (
             "data.dataset",
             "datasets",
-            lambda here, _: prepare_eurlex(here / "out", data_dir=here),
+            lambda folder, _: prepare_eurlex(folder / "out", data_dir=folder),
             r"datasets; .*\[hub\]",
         ),
         (
@@ -54,7 +54,7 @@ from nanogpt_bench.model.weights import checkpoint_shape
             (
                 "model.causal",
                 package,
-                lambda here, _: find_model(str(here / "x.gguf")),
+                lambda folder, _: find_model(str(folder / "x.gguf")),
                 rf"{package};.*\[hf\]",
             )
             for package in ("transformers", "gguf")
@@ -62,19 +62,19 @@ from nanogpt_bench.model.weights import checkpoint_shape
         (
             "loop.trackers",
             "wandb",
-            lambda here, tiny: run(tiny(tracking__wandb="offline"), here / "r"),
+            lambda folder, tiny: run(tiny(tracking__wandb="offline"), folder / "r"),
             r"wandb; .*\[wandb\]",
         ),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
-    module, package, call, said, here, tiny, monkeypatch
+    module, package, call, sentence, folder, tiny, monkeypatch
 ):
-    (here / "x.gguf").write_bytes(b"GGUF")
+    (folder / "x.gguf").write_bytes(b"GGUF")
     tokenizers.encoding.cache_clear()
     find = importlib.util.find_spec
     absent = import_module(f"nanogpt_bench.{module}")
     monkeypatch.setattr(absent, "find_spec", lambda name: None if name == package else find(name))
-    with refusal(said):
-        call(here, tiny)
-    assert [path.name for path in here.iterdir()] == ["x.gguf"]
+    with refusal(sentence):
+        call(folder, tiny)
+    assert [path.name for path in folder.iterdir()] == ["x.gguf"]

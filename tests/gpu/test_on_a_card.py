@@ -61,7 +61,7 @@ def passes(net, x, g):
     net.weight.grad = None
     y = net(x)
     y.backward(g)
-    return [each.detach().cpu().float() for each in (y, x.grad, net.weight.grad)]
+    return [tensor.detach().cpu().float() for tensor in (y, x.grad, net.weight.grad)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -79,10 +79,10 @@ def test_products_are_the_emulations(fmt, gradient, size, dtype, compiled):
     x, g = torch.randn(rows, length).to(dtype), torch.randn(rows, width).mul(1e-3).to(dtype)
     expected = passes(net, x, g)
     net.to(CARD)
-    found = passes(torch.compile(net) if compiled else net, x.to(CARD), g.to(CARD))
+    outcome = passes(torch.compile(net) if compiled else net, x.to(CARD), g.to(CARD))
     w, x, g = net.weight.dequantize().cpu().float().abs(), x.float().abs(), g.float().abs()
     for name, one, other, sums in zip(
-        ["y", "dx", "dw"], found, expected, (x @ w.t(), g @ w, g.t() @ x), strict=True
+        ["y", "dx", "dw"], outcome, expected, (x @ w.t(), g @ w, g.t() @ x), strict=True
     ):
         if UNITS[fmt] == "int8" and name != "dw":
             assert torch.equal(one, other), name

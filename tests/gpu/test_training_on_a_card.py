@@ -22,7 +22,7 @@ def parameters(device):
     """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary
     floats.
     """
-    made = [
+    params = [
         fm.FP8Parameter(normal(24, 256, seed=1) * 0.1, "E4M3", seed=1),
         fm.FP8Parameter(
             normal(6, 64, seed=2) * 0.1, "E2M5", granularity="block", seed=2, draws="dither"
@@ -30,7 +30,7 @@ def parameters(device):
         fm.FP8Parameter(normal(300, seed=3) * 0.1, "E5M2", granularity="tensor", seed=3),
         nn.Parameter(normal(5, 77, seed=4)),
     ]
-    return [nn.Parameter(p.detach().to(device)) for p in made]
+    return [nn.Parameter(p.detach().to(device)) for p in params]
 
 
 KINDS = {
@@ -51,16 +51,16 @@ def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
     if "eager" in kind:  # as where there are no kernels
         monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
-    ours, there = parameters(torch.device("cpu")), parameters(CARD)
-    made = [KINDS[kind](some) for some in (ours, there)]
-    take_steps(made, (ours, there), range(4))
+    on_cpu, on_card = parameters(torch.device("cpu")), parameters(CARD)
+    optimizers = [KINDS[kind](some) for some in (on_cpu, on_card)]
+    take_steps(optimizers, (on_cpu, on_card), range(4))
     exact = (
-        ours[:3] if kind == "RiemannianAdam" else ours
+        on_cpu[:3] if kind == "RiemannianAdam" else on_cpu
     )  # floats go by torch's operators, which contract there
-    for i, (p, q) in enumerate(zip(exact, there, strict=False)):
+    for i, (p, q) in enumerate(zip(exact, on_card, strict=False)):
         assert frozen(p) == frozen(q), f"parameter {i}"
-        assert frozen(made[0].state[p]) == frozen(made[1].state[q])
-    torch.testing.assert_close(there[3].cpu(), ours[3], rtol=1e-5, atol=1e-6)
+        assert frozen(optimizers[0].state[p]) == frozen(optimizers[1].state[q])
+    torch.testing.assert_close(on_card[3].cpu(), on_cpu[3], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
@@ -68,14 +68,14 @@ def test_muon_goes_the_way_of_the_cpus(moments):
     """Its products are of other precision, so not to the bit: within a spacing of the
     format, and on average closer.
     """
-    ours, there = (
+    on_cpu, on_card = (
         [fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2)
     )
-    there = [nn.Parameter(p.detach().to(CARD)) for p in there]
-    for some in (ours, there):
+    on_card = [nn.Parameter(p.detach().to(CARD)) for p in on_card]
+    for some in (on_cpu, on_card):
         take_steps([optim.StiffnessMuon(some, lr=0.02, moments=moments)], [some], range(3))
     begun = fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1).dequantize()
-    one, other = ours[0].dequantize() - begun, there[0].dequantize().cpu() - begun
+    one, other = on_cpu[0].dequantize() - begun, on_card[0].dequantize().cpu() - begun
     assert float(nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) > 0.95
     assert 0.9 < float(one.norm() / other.norm()) < 1.1
 
@@ -89,7 +89,7 @@ def network():
 
 
 def losses(model, optimizer, steps):
-    found = []
+    values = []
     device = next(model.parameters()).device
     for step in range(steps):
         x = normal(128, 64, seed=step).to(device)
@@ -98,40 +98,40 @@ def losses(model, optimizer, steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
-    return [float(x) for x in found]
+        values.append(loss.detach())
+    return [float(x) for x in values]
 
 
 @pytest.mark.parametrize("compiled", [False, "default", "reduce-overhead"])
 def test_a_model_learns(compiled):
     model = network().to(CARD)
     forward = torch.compile(model, mode=compiled) if compiled else model
-    found = losses(forward, optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit"), 60)
-    assert sum(found[-5:]) < 0.6 * sum(found[:5])
+    history = losses(forward, optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit"), 60)
+    assert sum(history[-5:]) < 0.6 * sum(history[:5])
 
 
-@pytest.mark.parametrize(("here", "there"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_run_goes_on_from_its_state_dict_on_the_other_device(here, there):
-    model = network().to(here)
+@pytest.mark.parametrize(("first_device", "second_device"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_goes_on_from_its_state_dict_on_the_other_device(first_device, second_device):
+    model = network().to(first_device)
     optimizer = optim.StiffnessAdamW(
         model.parameters(), 3e-3, moments="8bit", writeback="residual8"
     )
     losses(model, optimizer, 5)
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again = network().to(there)
-    again.load_state_dict(kept[0])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = network().to(second_device)
+    again.load_state_dict(saved[0])
     resumed = optim.StiffnessAdamW(again.parameters(), 3e-3, moments="8bit", writeback="residual8")
-    resumed.load_state_dict(kept[1])
+    resumed.load_state_dict(saved[1])
     for step in range(3):  # one at a gradient that is not finite
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
             assert frozen(p) == frozen(q)
             gradient = normal(*p.shape, seed=7 + step) * (torch.nan if step == 1 else 1.0)
-            p.grad, q.grad = gradient.to(here), gradient.to(there)
+            p.grad, q.grad = gradient.to(first_device), gradient.to(second_device)
         optimizer.step()
         resumed.step()
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         assert frozen(p) == frozen(q)
-        assert resumed.state[q]["step"].device.type == there
+        assert resumed.state[q]["step"].device.type == second_device
     assert frozen(optimizer.state_dict()["state"]) == frozen(resumed.state_dict()["state"])
 
 
@@ -157,7 +157,7 @@ def test_training_makes_no_wait():
 
 
 def test_steps_in_backward_leave_the_bits_of_a_step():
-    found = []
+    outcomes = []
     for way in ("step", "in backward"):
         model = network().to(CARD)
         make = partial(optim.StiffnessAdamW, lr=3e-3, moments="8bit", writeback="stochastic")
@@ -172,28 +172,28 @@ def test_steps_in_backward_leave_the_bits_of_a_step():
         if handle is not None:
             handle.remove()
         torch.cuda.synchronize()
-        found.append([frozen(p) for p in model.parameters()])
-    assert found[1] == found[0]
+        outcomes.append([frozen(p) for p in model.parameters()])
+    assert outcomes[1] == outcomes[0]
 
 
 @pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E2M5", "E7M0"])
 def test_tensors_round_print_and_travel(fmt):
-    here = fm.FP8Parameter(normal(8, 64, seed=1), fmt, seed=1)
-    there = nn.Parameter(here.detach().to(CARD))
-    assert frozen(there) == frozen(here)
-    assert frozen(there.cpu()) == frozen(here.detach())
-    assert torch.equal(there.dequantize().cpu(), here.dequantize())
-    assert fmt in repr(there)
+    on_cpu = fm.FP8Parameter(normal(8, 64, seed=1), fmt, seed=1)
+    on_card = nn.Parameter(on_cpu.detach().to(CARD))
+    assert frozen(on_card) == frozen(on_cpu)
+    assert frozen(on_card.cpu()) == frozen(on_cpu.detach())
+    assert torch.equal(on_card.dequantize().cpu(), on_cpu.dequantize())
+    assert fmt in repr(on_card)
     with torch.no_grad():
-        for p in (here, there):
+        for p in (on_cpu, on_card):
             p.copy_(normal(8, 64, seed=2).to(p.device))
             p.mul_(1.1)
-    assert frozen(there) == frozen(here)
+    assert frozen(on_card) == frozen(on_cpu)
 
 
 def test_a_graphed_training_step_has_the_bits_of_calls():
     """A small model, under a schedule, over a refresh of S_ref."""
-    found = []
+    outcomes = []
     for graphed in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(CARD)
@@ -213,8 +213,8 @@ def test_a_graphed_training_step_has_the_bits_of_calls():
         for i in range(20):
             optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i % 3)
             losses.append(float(step(normal(32, 64, seed=i).to(CARD))))
-        found.append(
+        outcomes.append(
             (losses, frozen(list(model.parameters())), frozen(optimizer.state_dict()["state"]))
         )
         assert not graphed or (step.recorded == 1 and step.replayed == 17)
-    assert found[0] == found[1]
+    assert outcomes[0] == outcomes[1]

@@ -17,7 +17,7 @@ warnings.simplefilter("ignore")
 
 #: called before an operation that changes a file or folder, or makes it durable: the
 #: operation's name and the path
-Told = Callable[[str, str], None]
+BeforeOperation = Callable[[str, str], None]
 #: exit code of a command that ended with an exception, as no command of the bench does
 CRASHED = 70
 
@@ -33,15 +33,17 @@ _EVENTS = {
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-def command(folder: str, words: Sequence[str], told: Told | None = None) -> NoReturn:
+def command(
+    folder: str, words: Sequence[str], before_operation: BeforeOperation | None = None
+) -> NoReturn:
     """Run a command line of the bench in `folder`, its output in output.txt, and end
     with its exit code.
     """
     os.chdir(folder)
     _redirect("output.txt")
     torch.set_num_threads(1)
-    if told is not None:
-        watch_files(told)
+    if before_operation is not None:
+        watch_files(before_operation)
     from nanogpt_bench.cli import main
 
     try:
@@ -61,27 +63,28 @@ def _redirect(name: str) -> None:
     os.close(output)
 
 
-def watch_files(told: Told) -> None:
-    """Call `told` before every such operation of this process, from now on; writes are
-    done in two halves.
+def watch_files(before_operation: BeforeOperation) -> None:
+    """Call `before_operation` before every such operation of this process from now on.
+
+    Writes are done in two halves.
     """
     fsync, write = os.fsync, os.write
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _EVENTS and _changes(event, arguments):
-            told(event.removeprefix("os."), _path(arguments, *_EVENTS[event]))
+            before_operation(event.removeprefix("os."), _path(arguments, *_EVENTS[event]))
 
     def sync(file: Any) -> None:
-        told("fsync", _name_of(file if isinstance(file, int) else file.fileno()))
+        before_operation("fsync", _name_of(file if isinstance(file, int) else file.fileno()))
         fsync(file)
 
     def write_in_halves(file: int, data: Any) -> int:
         half, path = len(data) // 2, _name_of(file)
-        told("write", path)
+        before_operation("write", path)
         done = write(file, data[:half])
         if done < half:
             return done
-        told("write", path)
+        before_operation("write", path)
         return done + write(file, data[half:])
 
     sys.addaudithook(hook)

@@ -34,11 +34,13 @@ _ONE_AT_A_TIME = Lock()
 PATIENCE_S = 120.0
 
 
-def start(folder: Path, words: Sequence[str], told: bench_child.Told | None = None) -> Any:
+def start(
+    folder: Path, words: Sequence[str], before_operation: bench_child.BeforeOperation | None = None
+) -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(list(_PRELOAD))
     child = _FORKSERVER.Process(
-        target=bench_child.command, args=(str(folder), list(words), told), daemon=True
+        target=bench_child.command, args=(str(folder), list(words), before_operation), daemon=True
     )
     with _ONE_AT_A_TIME:
         child.start()

@@ -56,7 +56,7 @@ class Injector:
     def __init__(self, patch, kind, at, value):
         self.before = self.after = None
         spoiling = False
-        accumulate, train_step, made = Trainer._accumulate, Trainer.train_step, Trainer.__init__
+        accumulate, train_step, init = Trainer._accumulate, Trainer.train_step, Trainer.__init__
 
         def spoil_activation(module, inputs, output):
             if spoiling and module.training:
@@ -65,7 +65,7 @@ class Injector:
             return output
 
         def make_trainer(trainer, *arguments, **options):
-            made(trainer, *arguments, **options)
+            init(trainer, *arguments, **options)
             trainer.model.blocks[0].mlp.fc.register_forward_hook(spoil_activation)
 
         def step_once(trainer, step, observers):
@@ -78,12 +78,12 @@ class Injector:
                 if kind == "weight":
                     bias.data[3] = value
                 elif kind == "state":
-                    kept = [
+                    stored = [
                         entry
                         for entry in trainer.optimizer.state[bias].values()
                         if isinstance(entry, Tensor)
                     ]
-                    next(entry for entry in kept if entry.numel() > 1).view(-1)[1] = value
+                    next(entry for entry in stored if entry.numel() > 1).view(-1)[1] = value
             spoiling = step.number == at and kind == "activation"
             return train_step(trainer, step, observers)
 
@@ -99,15 +99,15 @@ class Injector:
 
 
 def same(one, other):
-    own, others = (
+    own_bits, others = (
         {
-            name: each
-            for name, each in bits(state).items()
+            name: value
+            for name, value in bits(state).items()
             if name.startswith(("model/", "optimizer/"))
         }
         for state in (one, other)
     )
-    return own == others
+    return own_bits == others
 
 
 def inject(make, run_dir, kind, policy, number, count):
@@ -123,9 +123,9 @@ def inject(make, run_dir, kind, policy, number, count):
         range((number if fails else STEPS) + 1)
     )
     assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
-    kept = step_file(run_dir / "anomaly", number)
-    verify(kept)
-    assert read(kept).facts["anomaly"]["step"] == number
+    stored = step_file(run_dir / "anomaly", number)
+    verify(stored)
+    assert read(stored).facts["anomaly"]["step"] == number
     if fails:
         assert summary["failure"]["step"] == number
         assert WHERE[kind] in summary["failure"]["message"]

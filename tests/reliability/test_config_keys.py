@@ -23,11 +23,13 @@ def typos(key):
     """Every word that one letter too many, too few, another or two swapped make of a
     key, and that is no key itself.
     """
-    made = set()
+    misspelt = set()
     for head, tail in ((key[:place], key[place:]) for place in range(len(key) + 1)):
-        made |= {head + tail[1:], head + tail[1:2] + tail[:1] + tail[2:]}
-        made |= {head + letter + rest for letter in LETTERS for rest in (tail, tail[1:])}
-    return sorted(word for word in made - {key} if word not in FIELDS and not mapping_above(word))
+        misspelt |= {head + tail[1:], head + tail[1:2] + tail[:1] + tail[2:]}
+        misspelt |= {head + letter + rest for letter in LETTERS for rest in (tail, tail[1:])}
+    return sorted(
+        word for word in misspelt - {key} if word not in FIELDS and not mapping_above(word)
+    )
 
 
 def nested(key, value):
@@ -92,13 +94,13 @@ def out_of_range(key):
     if kind not in (int, float):
         return []
     beyond = {"gt": 0, "lt": 0, "ge": -1, "le": 1}
-    found = [
+    values = [
         getattr(bound, name) + by
         for bound in bounds
         for name, by in beyond.items()
         if hasattr(bound, name)
     ]
-    return [kind(value) for value in found] + (
+    return [kind(value) for value in values] + (
         [math.nan, math.inf, -math.inf] if kind is float else []
     )
 

@@ -42,7 +42,7 @@ pytestmark = [
 E4M3 = {"model.format": "E4M3"}
 
 
-def own(optimizer, writeback, storage, moments, granularity, fmt):
+def optimizer_group(optimizer, writeback, storage, moments, granularity, fmt):
     course = (
         {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0}
         if optimizer == "stiffness_adamw"
@@ -227,8 +227,8 @@ def check_case(case, corpus, tmp_path):
             summary = run(config, parts, resume=True, stop=request, say=lambda line: None)
             assert summary["status"] == ("stopped" if step < steps else "finished")
             assert summary["steps"] == step
-    for ours, theirs in zip(recorded(parts), recorded(whole), strict=True):
-        assert ours == theirs, f"step {theirs['step']}"
+    for part, undisturbed in zip(recorded(parts), recorded(whole), strict=True):
+        assert part == undisturbed, f"step {undisturbed['step']}"
     alerts = [
         path.read_bytes() if path.exists() else None
         for path in (f / "alerts.jsonl" for f in (parts, whole))
@@ -251,16 +251,20 @@ def covered(make, values):
     """The cases of a matrix: in those of the default tier every value occurs, the
     others take minutes.
     """
-    sample = covering([dict(zip("abcdef", each, strict=False)) for each in values], 1)
+    sample = covering(
+        [dict(zip("abcdef", values_of_case, strict=False)) for values_of_case in values], 1
+    )
     return [
         pytest.param(
-            make(*each), id="-".join(each), marks=[] if place in sample else pytest.mark.slow
+            make(*values_of_case),
+            id="-".join(values_of_case),
+            marks=[] if place in sample else pytest.mark.slow,
         )
-        for place, each in enumerate(values)
+        for place, values_of_case in enumerate(values)
     ]
 
 
-CASES = [*covered(own, list(sample_of_own())), *covered(master, MASTER)]
+CASES = [*covered(optimizer_group, list(sample_of_own())), *covered(master, MASTER)]
 CASES += [pytest.param(case, id=name) for name, case in OTHERS.items()]
 CASES += [
     pytest.param(case, id=f"{MANY}-steps-{name}", marks=pytest.mark.slow)

@@ -129,11 +129,11 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         assert main(words(KIND, small_corpus)) == 1
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(line)
-    assert said.endswith("--resume goes on; see runs/r")
-    found, skipped = newest(run_dir)
-    assert (found, skipped) == (step_file(run_dir, last), [])
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed.startswith(line)
+    assert printed.endswith("--resume goes on; see runs/r")
+    state, skipped = newest(run_dir)
+    assert (state, skipped) == (step_file(run_dir, last), [])
     assert [path.name for path in run_dir.rglob(".*")] == []
     if steps is None:
         assert not (run_dir / "summary.json").exists()

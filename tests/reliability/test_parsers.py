@@ -55,32 +55,34 @@ def is_taken(parse, kind=BenchError):
         with at_most(MOST_SECONDS):
             parse()
     except kind as error:
-        said = str(error)
-        assert said, "an error without a word"
-        assert said.isprintable(), (
-            f"an error of more than one line, or of what a terminal obeys: {said!r}"
+        message = str(error)
+        assert message, "an error without a word"
+        assert message.isprintable(), (
+            f"an error of more than one line, or of what a terminal obeys: {message!r}"
         )
-        assert len(said) <= LONGEST_MESSAGE, f"an error of {len(said):,} characters: {said[:200]!r}"
+        assert len(message) <= LONGEST_MESSAGE, (
+            f"an error of {len(message):,} characters: {message[:200]!r}"
+        )
         return False
     return True
 
 
 def config(path, arguments):
-    found = load_config(path, arguments)
-    found.model.init_from = None
-    resolve(found)
+    settings = load_config(path, arguments)
+    settings.model.init_from = None
+    resolve(settings)
 
 
 def sweep(path, arguments):
-    found = read_sweep(path, [*arguments, "--model.init_from=null"])
-    if count_points(found) <= MOST_PLANNED:
-        plan_sweep(found)
+    plan = read_sweep(path, [*arguments, "--model.init_from=null"])
+    if count_points(plan) <= MOST_PLANNED:
+        plan_sweep(plan)
 
 
 def format_name(name):
-    found = fm.FloatFormat.from_string(name)
-    assert fm.FloatFormat.from_string(found.name) == found
-    assert math.isfinite(found.max)
+    fmt = fm.FloatFormat.from_string(name)
+    assert fm.FloatFormat.from_string(fmt.name) == fmt
+    assert math.isfinite(fmt.max)
 
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
@@ -305,9 +307,9 @@ def fuzz(inputs, once, examples, full):
     ],
 )
 def test_a_file_is_taken_or_refused_in_one_line(parse, inputs, examples, tried, tmp_path, full):
-    def once(given):
-        (tmp_path / "x.yaml").write_bytes(given[0])
-        tried(is_taken(partial(parse, tmp_path / "x.yaml", given[1])))
+    def once(draw):
+        (tmp_path / "x.yaml").write_bytes(draw[0])
+        tried(is_taken(partial(parse, tmp_path / "x.yaml", draw[1])))
 
     fuzz(inputs, once, examples, full)
 
@@ -350,7 +352,7 @@ NODES = st.recursive(
 )
 
 
-def places(outline, found):
+def places(outline, values):
     for key in (
         list(outline)
         if isinstance(outline, dict)
@@ -358,9 +360,9 @@ def places(outline, found):
         if isinstance(outline, list)
         else []
     ):
-        found.append((outline, key))
-        places(outline[key], found)
-    return found
+        values.append((outline, key))
+        places(outline[key], values)
+    return values
 
 
 def test_a_changed_tree_is_restored_or_refused_in_one_line(tried, full):

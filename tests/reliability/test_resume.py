@@ -62,12 +62,12 @@ def taken_up_at(run_dir):
 def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
     before = traces(RUN)
     assert main(line(changed)) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "the run was made with other settings" in said
-    assert said.endswith("give the same, or --allow-config-change to go on with the new ones")
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "the run was made with other settings" in message
+    assert message.endswith("give the same, or --allow-config-change to go on with the new ones")
     for part in named:
-        assert part in said
-    assert said.count(" was ") >= len(changed)
+        assert part in message
+    assert message.count(" was ") >= len(changed)
     assert differences(before, traces(RUN)) == []
 
 
@@ -80,19 +80,19 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
         assert why in capsys.readouterr().err
     more = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
     assert main(line(more, "--allow-config-change")) == 0
-    said = capsys.readouterr().err
-    assert f"train.max_steps was {STEPS}, is {STEPS + 3}" in said
-    assert ", is 0.125" in said
-    assert f"goes on after step {STEPS}\n" in said
+    printed = capsys.readouterr().err
+    assert f"train.max_steps was {STEPS}, is {STEPS + 3}" in printed
+    assert ", is 0.125" in printed
+    assert f"goes on after step {STEPS}\n" in printed
     records = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(STEPS + 4))
     assert taken_up_at(RUN) == [STEPS]
     # What the run is from now on is in its folder, and the next start asks for nothing.
     assert main(line(more)) == 0
     # That its configuration does not repeat it, the folder says wherever it shows it.
-    told = f"settings were changed after step {STEPS}: optimizer.lr was 0.002, is 0.125, train.max_steps was {STEPS}, "
-    told += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
-    assert (RUN / "config.yaml").read_text().startswith(f"# {told}\nrule: ")
+    announced = f"settings were changed after step {STEPS}: optimizer.lr was 0.002, is 0.125, train.max_steps was {STEPS}, "
+    announced += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
+    assert (RUN / "config.yaml").read_text().startswith(f"# {announced}\nrule: ")
     (change,) = read_json(RUN / "summary.json")["config_history"]
     assert change == {
         "step": STEPS,
@@ -100,10 +100,10 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     }
     capsys.readouterr()
     assert main(["verify", str(RUN)]) == 0
-    assert f"  note: {told}\n" in capsys.readouterr().out
+    assert f"  note: {announced}\n" in capsys.readouterr().out
     loaded = load_run(RUN)
-    assert told in loaded.notes
-    assert f"# {told}" in configuration_text(loaded)
+    assert announced in loaded.notes
+    assert f"# {announced}" in configuration_text(loaded)
 
 
 def test_settings_that_change_no_number_are_free_and_so_is_the_place_of_the_corpus(
@@ -114,9 +114,9 @@ def test_settings_that_change_no_number_are_free_and_so_is_the_place_of_the_corp
         main(line({"checkpoint.keep": 5, "tracking.wandb": "off", "data.dir": tmp_path / "moved"}))
         == 0
     )
-    said = capsys.readouterr().err
-    assert "settings that differ from the checkpoint's: data.dir was" in said
-    assert ", checkpoint.keep was 2, is 5\n" in said
+    printed = capsys.readouterr().err
+    assert "settings that differ from the checkpoint's: data.dir was" in printed
+    assert ", checkpoint.keep was 2, is 5\n" in printed
     assert read_json(RUN / "summary.json")["config_history"] == []
     assert (RUN / "config.yaml").read_text().startswith("rule: ")
 
@@ -128,9 +128,10 @@ def test_another_corpus_is_refused_or_remembered(line, small_corpus, tmp_path, c
     prepare_text(tmp_path / "text", tmp_path / "other", "byte")
     before = traces(RUN)
     assert main(line({"data.dir": tmp_path / "other"})) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
+    message = capsys.readouterr().err.splitlines()[-1]
     assert (
-        "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)" in said
+        "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)"
+        in message
     )
     assert differences(before, traces(RUN)) == []
     more = {"data.dir": tmp_path / "other", "train.max_steps": STEPS + 1}
@@ -157,9 +158,9 @@ def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(finished, lin
         f"skipped checkpoint 'runs/r/checkpoints/step-{STEPS}.safetensors': "
     )
     assert "sha256" in lines[0]
-    beside = "step-22.safetensors.sha256: No such file"
+    no_digest = "step-22.safetensors.sha256: No such file"
     assert lines[1].startswith(
-        f"skipped checkpoint 'runs/r/checkpoints/step-22.safetensors': {beside}"
+        f"skipped checkpoint 'runs/r/checkpoints/step-22.safetensors': {no_digest}"
     )
     assert lines[2] == "runs/r goes on after step 21"
     differing = differences(traces(finished / RUN), traces(RUN))
@@ -173,11 +174,11 @@ def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys):
     shutil.rmtree(RUN / "checkpoints")
     (RUN / "checkpoints" / "step-24").mkdir(parents=True)
     before = traces(RUN)
-    said = "checkpoint 'runs/r/checkpoints/step-24' is a folder, the layout of an earlier version, which this one does"
+    message = "checkpoint 'runs/r/checkpoints/step-24' is a folder, the layout of an earlier version, which this one does"
     for command, code in ((line(), 2), (["verify", "runs/r"], 1), (["evaluate", "runs/r"], 2)):
         assert main(command) == code
         printed = capsys.readouterr()
-        assert said in (printed.out if code == 1 else printed.err.splitlines()[-1])
+        assert message in (printed.out if code == 1 else printed.err.splitlines()[-1])
     assert differences(before, traces(RUN)) == []
 
 

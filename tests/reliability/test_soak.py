@@ -59,7 +59,7 @@ def test_a_long_run_leaks_nothing(small_corpus, tmp_path, full, tally, long):
     assert children.wait_for(child, 3600) == 0, children.output(tmp_path)
     lines = (tmp_path / "samples").read_text(encoding="utf-8").splitlines()
     warm = [[*map(int, line.split())] for line in lines][WARM:]
-    assert len({tuple(held) for _, *held in warm}) == 1, warm
+    assert len({tuple(resources) for _, *resources in warm}) == 1, warm
     before, after = (
         statistics.median(memory for memory, *_ in part)
         for part in (warm[:SAMPLES], warm[-SAMPLES:])

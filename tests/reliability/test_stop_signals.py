@@ -238,8 +238,10 @@ def test_killed_runs_end_as_if_nothing_had_happened(undisturbed, tmp_path, full,
     wanted, kills, runs = FULL if full else enough, [], 0
     with ThreadPoolExecutor(CHILDREN) as pool:
         while sum(kill.counts for kill in kills) < wanted:
-            for found in pool.map(partial(_survive, undisturbed, tmp_path), range(runs, runs + 8)):
-                kills += found
+            for outcome in pool.map(
+                partial(_survive, undisturbed, tmp_path), range(runs, runs + 8)
+            ):
+                kills += outcome
             runs += 8
     counted = [kill for kill in kills if kill.counts]
     early = len(kills) - len(counted)
@@ -271,10 +273,11 @@ def _survive(undisturbed, above, seed):
             break
         kills.append(kill)
         # the last commit must be whole, whatever has been left beside it
-        there = _steps(folder)
-        assert newest(run_dir) == (step_file(run_dir, max(there)) if there else None, []), (
-            f"run {seed}, {kind}, {kill}"
-        )
+        steps_done = _steps(folder)
+        assert newest(run_dir) == (
+            step_file(run_dir, max(steps_done)) if steps_done else None,
+            [],
+        ), f"run {seed}, {kind}, {kill}"
     if code == -SIGKILL:
         last = max(_steps(folder), default=0)
         code = children.finish(children.start(folder, whole.words), folder)
@@ -295,8 +298,8 @@ def _kill(whole, chance, folder):
     aimed = chance.random() < 0.5
     first, litter = not _steps(folder), _litter(folder)
     if aimed:
-        told = DieBefore(_operation(whole.operations, chance), folder / "died")
-        code = children.finish(children.start(folder, whole.words, told), folder)
+        death = DieBefore(_operation(whole.operations, chance), folder / "died")
+        code = children.finish(children.start(folder, whole.words, death), folder)
     else:
         child = children.start(folder, whole.words)
         rest = 1 - STEPPING * max(_steps(folder), default=0) / STEPS
@@ -324,7 +327,7 @@ def _operation(operations, chance):
     wanted = chance.choice([SAVING, RENAMING, RENAMED, REMOVING, None])
     if wanted is None:
         return chance.randint(0, places.index(RENAMING))
-    return chance.choice([index for index, found in enumerate(places) if found == wanted])
+    return chance.choice([index for index, outcome in enumerate(places) if outcome == wanted])
 
 
 def _forget_unpruned(run_dir, whole):
@@ -333,9 +336,9 @@ def _forget_unpruned(run_dir, whole):
     A kill between the last commit and the removal of older checkpoints leaves them: no
     later commit removes them.
     """
-    kept = steps(whole.folder / "runs" / "r")
+    steps_of_whole = steps(whole.folder / "runs" / "r")
     for step in steps(run_dir):
-        if step < min(kept):
+        if step < min(steps_of_whole):
             verify(step_file(run_dir, step))
             step_file(run_dir, step).unlink()
             step_file(run_dir, step).with_suffix(".safetensors.sha256").unlink()

@@ -95,19 +95,19 @@ def interrupted(small_corpus, tmp_path_factory):
     os.rename(folder / "again" / "output.txt", folder / "first.txt")
     statuses = {path.parent.name: read_json(path)["status"] for path in out.glob("*/summary.json")}
     assert statuses == {"bf16-mixed-seed=42": "finished", "E4M3-stochastic-seed=42": "stopped"}
-    kept = traces(out / "bf16-mixed-seed=42")
+    before = traces(out / "bf16-mixed-seed=42")
     assert finish(start(folder / "again", going)) == 0, said(folder / "again")
-    assert differences(kept, traces(out / "bf16-mixed-seed=42")) == []
+    assert differences(before, traces(out / "bf16-mixed-seed=42")) == []
     return folder
 
 
 def comparison(corpus, **settings):
-    asked = {"data_dir": corpus, "out": Path("out"), "overrides": words(SMALL | settings), **ROWS}
-    return lambda: compared(**asked)
+    options = {"data_dir": corpus, "out": Path("out"), "overrides": words(SMALL | settings), **ROWS}
+    return lambda: compared(**options)
 
 
-def compared(**asked):
-    return command.main(argparse.Namespace(**{**vars(parse(["compare"])), **asked}))
+def compared(**options):
+    return command.main(argparse.Namespace(**{**vars(parse(["compare"])), **options}))
 
 
 def planned_of(corpus, **settings):
@@ -233,7 +233,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
 
 
 @pytest.mark.parametrize(
-    ("status", "settings", "kept"),
+    ("status", "settings", "steps"),
     [
         *(
             ("finished", settings, bool(settings))
@@ -243,13 +243,13 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     ],
 )
 def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(
-    status, settings, kept, tmp_path
+    status, settings, steps, tmp_path
 ):
     (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
     if status is not None:
         (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
     drop_checkpoints(tmp_path, settings)
-    assert (tmp_path / "checkpoints").exists() is kept
+    assert (tmp_path / "checkpoints").exists() is steps
     (tmp_path / ".checkpoints.removed" / "step-6").mkdir(parents=True)  # as a kill leaves it
     drop_checkpoints(tmp_path, settings)
-    assert (tmp_path / ".checkpoints.removed").exists() is kept
+    assert (tmp_path / ".checkpoints.removed").exists() is steps

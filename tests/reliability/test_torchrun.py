@@ -66,7 +66,7 @@ def finished(folder, words, processes):
         return child.wait(PATIENCE_S)
 
 
-def said(folder):
+def output_of(folder):
     """The command's own lines, without torchrun's about it."""
     return [
         line
@@ -137,9 +137,11 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path,
     assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, (
         gone
     )  # the stop's own, and what it displaced
-    ours, theirs = (found["checkpoints/step-24.safetensors"] for found in (left, whole))
-    weights = [name for name in theirs if name.startswith("model/")]
-    assert [ours[name] for name in weights] == [theirs[name] for name in weights] != []
+    gone_on, undisturbed = (
+        contents["checkpoints/step-24.safetensors"] for contents in (left, whole)
+    )
+    weights = [name for name in undisturbed if name.startswith("model/")]
+    assert [gone_on[name] for name in weights] == [undisturbed[name] for name in weights] != []
 
 
 @pytest.mark.parametrize(("dying", "then"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.slow)])
@@ -153,7 +155,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dyi
         os.kill(ranks_of(child)[dying], signal.SIGKILL)
         assert child.wait(PATIENCE_S) == 1
         assert time.monotonic() - begun < WITHIN_S
-    assert said(tmp_path) == [LOST], (tmp_path / "output.txt").read_text()[-4000:]
+    assert output_of(tmp_path) == [LOST], (tmp_path / "output.txt").read_text()[-4000:]
     assert main(["verify", str(run_dir)]) == 0
     step = max(steps(run_dir))
     more = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}
@@ -191,7 +193,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dyi
 )
 def test_one_line_and_nothing_on_the_disk(small_corpus, tmp_path, processes, settings, line):
     code = finished(tmp_path, words(small_corpus, **settings), processes)
-    (only,) = said(tmp_path)
+    (only,) = output_of(tmp_path)
     assert only.startswith(f"nanogpt-bench: error: {line}")
     assert code == (2 if processes == 1 else 1)
     assert processes == 1 or (tmp_path / "output.txt").read_text().count("exitcode  : 2 ") == 2
@@ -201,7 +203,7 @@ def test_one_line_and_nothing_on_the_disk(small_corpus, tmp_path, processes, set
 @pytest.mark.slow
 def test_other_commands_take_one_process(tmp_path):
     assert finished(tmp_path, ["compare"], 2) == 1
-    assert said(tmp_path) == [
+    assert output_of(tmp_path) == [
         "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without "
         "torchrun"
     ]

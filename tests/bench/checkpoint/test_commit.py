@@ -49,12 +49,12 @@ def contents(step: int, best: bool = False) -> Contents:
     )
 
 
-def assert_same(found: Contents, wanted: Contents) -> None:
-    assert found.step == wanted.step
-    assert found.facts == {**wanted.facts, "step": wanted.step}
-    assert found.metadata == wanted.metadata
-    assert found.tensors.keys() == {stem for stem, tensors in wanted.tensors.items() if tensors}
-    for stem, tensors in found.tensors.items():
+def assert_same(contents: Contents, wanted: Contents) -> None:
+    assert contents.step == wanted.step
+    assert contents.facts == {**wanted.facts, "step": wanted.step}
+    assert contents.metadata == wanted.metadata
+    assert contents.tensors.keys() == {stem for stem, tensors in wanted.tensors.items() if tensors}
+    for stem, tensors in contents.tensors.items():
         assert tensors.keys() == wanted.tensors[stem].keys()
         for name, tensor in tensors.items():
             other = wanted.tensors[stem][name]
@@ -76,9 +76,9 @@ def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path, dtyp
         "scalar": filled[1].clone(),
     }
     wanted = Contents(1, {"model": tensors}, facts={})
-    found = read(commit(tmp_path, wanted, keep_last=1))
-    assert_same(found, wanted)
-    found.tensors["model"]["filled"].zero_()
+    contents = read(commit(tmp_path, wanted, keep_last=1))
+    assert_same(contents, wanted)
+    contents.tensors["model"]["filled"].zero_()
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):

@@ -24,7 +24,7 @@ QUICK = [
     "--model.n_head=2",
 ]
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_help_has_examples_and_that_of_run_is_short(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
     assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert "examples:\n  nanogpt-bench " in said
-    assert command or (main([]), capsys.readouterr().out) == (0, said)
+    printed = capsys.readouterr().out
+    assert "examples:\n  nanogpt-bench " in printed
+    assert command or (main([]), capsys.readouterr().out) == (0, printed)
     if command == ["run"]:
-        assert len(said.splitlines()) < 40
-        assert "nanogpt-bench run --defaults" in said
+        assert len(printed.splitlines()) < 40
+        assert "nanogpt-bench run --defaults" in printed
         assert (main(["run", "--defaults"]), capsys.readouterr().out.strip()) == (
             0,
             defaults_yaml().strip(),
@@ -123,12 +123,12 @@ def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
 
 
 def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, capsys):
-    for steps, said in ((2, False), (3, True)):
+    for steps, warned in ((2, False), (3, True)):
         words = [*QUICK, "--data.dir", str(corpus_dir), f"--optimizer.warmup_steps={steps}"]
         assert main(["run", "bf16_baseline.yaml", *words]) == 0
         assert (
             "steps of warm-up in a run of 3: the learning rate rises to" in capsys.readouterr().err
-        ) is said
+        ) is warned
 
 
 def test_a_byte_order_mark_is_no_token(tmp_path):
@@ -142,11 +142,11 @@ def test_a_byte_order_mark_is_no_token(tmp_path):
 
 
 def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
-    tiny, here, corpus_dir, monkeypatch, refused
+    tiny, working_folder, corpus_dir, monkeypatch, refused
 ):
-    (here / "d").symlink_to(corpus_dir)
-    run(tiny(data__dir="d", train__max_steps=1), here / "r")
-    (here / "inner").mkdir()
-    monkeypatch.chdir(here / "inner")
-    said = refused("evaluate", "../r", "--formats", "E4M3")
-    assert "start where it is, or give its whole path as --data.dir" in said
+    (working_folder / "d").symlink_to(corpus_dir)
+    run(tiny(data__dir="d", train__max_steps=1), working_folder / "r")
+    (working_folder / "inner").mkdir()
+    monkeypatch.chdir(working_folder / "inner")
+    message = refused("evaluate", "../r", "--formats", "E4M3")
+    assert "start where it is, or give its whole path as --data.dir" in message

@@ -25,7 +25,7 @@ from nanogpt_bench.sweep.workers import Pool
 
 
 @pytest.fixture
-def run_cli(here, capsys):
+def run_cli(working_folder, capsys):
     """Return a function that runs the command in an empty folder: its exit code, what
     it printed, and its errors.
     """
@@ -147,8 +147,8 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     ]
     assert table[0]["verdict"] == "reference"
     assert 0 <= float(table[2]["stall"]) <= 1
-    held = [float(line["bytes_per_parameter"]) for line in table]
-    assert held == pytest.approx(
+    bytes_of_rows = [float(line["bytes_per_parameter"]) for line in table]
+    assert bytes_of_rows == pytest.approx(
         [12.0, 12.0, 9.99], abs=0.01
     )  # measured; embeddings and norms stay floats
     manifest = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
@@ -157,10 +157,10 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     # The folder alone tells the same story again.
     monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     report([out], out=tmp_path / "again")
-    again, own = (
+    again, first = (
         (folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out)
     )
-    assert sorted(again) == sorted(own)
+    assert sorted(again) == sorted(first)
     # And against another row: nothing is trained again.
     code, _, errors = run_cli(*options, *SMALL, "--reference", "fp23")
     assert (code, "did you mean 'fp32'" in errors) == (2, True)
@@ -178,14 +178,12 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
         "E4M3 nearest"
     ] * 2
     assert main(["report", "results.json", "--out", "of_file"]) == 0
-    found, wanted = (
-        [
-            [line[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")]
-            for line in read_table(folder)
-        ]
-        for folder in (tmp_path / "of_file", out)
-    )
-    assert found == wanted
+    columns = ("run", "seeds", "gap", "final_val_loss", "verdict")
+
+    def compared(folder):
+        return [[line[column] for column in columns] for line in read_table(folder)]
+
+    assert compared(tmp_path / "of_file") == compared(out)
 
 
 @pytest.mark.usefixtures("_forked_workers", "_no_figures")
@@ -215,8 +213,10 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
         metrics = tmp_path / "out" / "bf16-mixed-seed=42" / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
         os.killpg(group, signal.SIGINT)  # as a terminal does: to the whole group
-        assert forked.finish(group) == 75, forked.said(tmp_path)
-        assert str(Path("out") / "report.html") in forked.said(tmp_path).strip().splitlines()[-2:]
+        assert forked.finish(group) == 75, forked.output_of(tmp_path)
+        assert (
+            str(Path("out") / "report.html") in forked.output_of(tmp_path).strip().splitlines()[-2:]
+        )
         assert summary_of(tmp_path / "out" / "bf16-mixed-seed=42")["status"] == "stopped"
         table = {line["run"]: line for line in read_table(tmp_path / "out")}
         assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
@@ -231,13 +231,15 @@ def test_the_command_that_goes_on_says_where(run_cli, monkeypatch):
     """Without --out the folder's name has the time, so that the same command would
     begin anew.
     """
-    asked = []
-    monkeypatch.setattr(session, "sweep_grid", lambda *_, **more: asked.append(more["again"]) or 0)
+    questions = []
+    monkeypatch.setattr(
+        session, "sweep_grid", lambda *_, **more: questions.append(more["again"]) or 0
+    )
     monkeypatch.setattr(sys, "argv", ["nanogpt-bench", "compare", "--formats", "E4M3"])
     assert run_cli("--formats", "E4M3")[0] == 0
     assert run_cli("--formats", "E4M3", "--out", "out")[0] == 0
-    assert asked[0].startswith("nanogpt-bench compare --formats E4M3 --out runs/compare-")
-    assert asked[1] is None
+    assert questions[0].startswith("nanogpt-bench compare --formats E4M3 --out runs/compare-")
+    assert questions[1] is None
 
 
 def test_the_shipped_sweep_is_the_comparison(tmp_path):
@@ -266,8 +268,8 @@ def test_the_shipped_sweep_is_the_comparison(tmp_path):
     assert main(["sweep", str(path), "--sensitivity", "--out", str(tmp_path / "out")]) == 2
 
 
-def test_a_file_of_its_name_in_the_working_folder_changes_no_comparison(here):
+def test_a_file_of_its_name_in_the_working_folder_changes_no_comparison(working_folder):
     before = comparison()
     shipped.cache_clear()
-    (here / "compare.yaml").write_text("settings: {rule: fp32}\naxes: {seed: [1]}\n")
+    (working_folder / "compare.yaml").write_text("settings: {rule: fp32}\naxes: {seed: [1]}\n")
     assert comparison() == before

@@ -71,12 +71,12 @@ def law(model, text_file):
 
 @pytest.fixture(scope="session")
 def settings(model, law):
-    def made(**more):
-        given = {**SMALL, "model.pretrained": model, "data.dir": law, **more}
-        given |= {"model.format": "null"} if given.get("rule") == "fp32" else {}
-        return load_config(find_config("finetune.yaml"), flags(given))
+    def settings_of(**more):
+        settings = {**SMALL, "model.pretrained": model, "data.dir": law, **more}
+        settings |= {"model.format": "null"} if settings.get("rule") == "fp32" else {}
+        return load_config(find_config("finetune.yaml"), flags(settings))
 
-    return made
+    return settings_of
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monke
     )
     wanted = quantize(load_causal(str(model)), config).state_dict()
     monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
-    found = trainer_of(config).model.state_dict()
-    assert list(found) == list(wanted)
+    state = trainer_of(config).model.state_dict()
+    assert list(state) == list(wanted)
     for name, value in wanted.items():
         assert torch.equal(
-            found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
+            state[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
         ), name
 
 
@@ -123,14 +123,14 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
     for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
         run(settings(rule="muon-stochastic", **more), tmp_path / name)
     one, other = (recorded(tmp_path / name) for name in ("after", "within"))
-    for ours, theirs in zip(one, other, strict=True):
-        assert (ours.get("train/loss"), ours.get("val/loss")) == (
-            theirs.get("train/loss"),
-            theirs.get("val/loss"),
+    for weight, other_weight in zip(one, other, strict=True):
+        assert (weight.get("train/loss"), weight.get("val/loss")) == (
+            other_weight.get("train/loss"),
+            other_weight.get("val/loss"),
         )
-        for key in ours.keys() & {"stall/arrived", "stall/update_lost"}:
-            assert theirs[key] == pytest.approx(ours[key], rel=1e-12)
-        assert "grad/norm" not in theirs
+        for key in weight.keys() & {"stall/arrived", "stall/update_lost"}:
+            assert other_weight[key] == pytest.approx(weight[key], rel=1e-12)
+        assert "grad/norm" not in other_weight
     peaks = [summary_of(tmp_path / name)["gradient_peak_bytes"] for name in ("after", "within")]
     assert peaks == [4 * 19616, 4 * 64 * 32]
 
@@ -165,9 +165,11 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
 
 def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     run(settings(), tmp_path / "run")
-    said = refused("evaluate", tmp_path / "run")
-    assert "is of the pretrained model" in said
-    assert "its finetune command with --resume --name run --save DIR writes it as a model" in said
+    message = refused("evaluate", tmp_path / "run")
+    assert "is of the pretrained model" in message
+    assert (
+        "its finetune command with --resume --name run --save DIR writes it as a model" in message
+    )
 
 
 def test_recomputed_activations_change_nothing_and_a_fine_tuning_goes_on_where_it_was(
@@ -195,7 +197,9 @@ def validated(*words):
     return trainer_of(load_config(find_config("finetune"), words)).validate()
 
 
-def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, here, capsys):
+def test_the_command_trains_says_its_memory_and_saves(
+    model, law, text_file, working_folder, capsys
+):
     options = flags(SMALL)
     words = [
         "finetune",
@@ -209,10 +213,10 @@ def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, her
         "saved",
     ]
     assert main([*words, *options]) == 0
-    said = capsys.readouterr().out
-    assert "memory: weights and state" in said
-    assert "float32 AdamW by arithmetic: 0.3 MiB" in said
-    loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
+    printed = capsys.readouterr().out
+    assert "memory: weights and state" in printed
+    assert "float32 AdamW by arithmetic: 0.3 MiB" in printed
+    loss = summary_of(working_folder / "runs" / "finetune")["final_val_loss"]
     assert validated(*options, f"--data.dir={law}") == pytest.approx(loss, rel=1e-5)
     with reading("saved") as transformers:
         assert len(transformers.AutoTokenizer.from_pretrained("saved")) == 23
@@ -226,7 +230,7 @@ def test_the_command_trains_says_its_memory_and_saves(model, law, text_file, her
 @pytest.mark.parametrize(
     ("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")]
 )
-def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, here):
+def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law, working_folder):
     words = [
         "finetune",
         "--model",
@@ -247,7 +251,9 @@ def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law,
     tokens = torch.arange(8).view(1, 8)
     with torch.no_grad():
         assert torch.equal(coded(tokens).logits, floats(tokens).logits)
-    size = [(here / name / "model.safetensors").stat().st_size for name in ("coded", "floats")]
+    size = [
+        (working_folder / name / "model.safetensors").stat().st_size for name in ("coded", "floats")
+    ]
     assert size[0] < 0.6 * size[1]
 
 
@@ -258,7 +264,7 @@ def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
         for record in recorded(tmp_path / "run")
     ]
     assert [also is None for _, also in losses] == [False, True, False, True, False]
-    assert all(own == also for own, also in losses)
+    assert all(own_loss == also for own_loss, also in losses)
     first = load_run(tmp_path / "run")
     assert first.number("also_loss") == losses[-1][1]
     other = replace(first, summary={**first.summary, "also_loss": losses[-1][1] + 0.25})
@@ -309,26 +315,26 @@ def prepared(folder, text_file, kind, **more):
         ("llama", True, ["--model.embeddings", "E4M3"], "stochastic"),
     ],
 )
-def test_every_kind_of_layer_is_saved(kind, tied, more, rule, here, text_file):
-    words = prepared(here, text_file, kind, tied=tied)
+def test_every_kind_of_layer_is_saved(kind, tied, more, rule, working_folder, text_file):
+    words = prepared(working_folder, text_file, kind, tied=tied)
     assert (
         main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"])
         == 0
     )
-    loss = summary_of(here / "runs" / "finetune")["final_val_loss"]
+    loss = summary_of(working_folder / "runs" / "finetune")["final_val_loss"]
     assert validated(*QUICK, "--data.dir=law") == pytest.approx(loss, rel=1e-5)
 
 
 def test_what_is_in_the_way_of_saving_is_said_before_the_training(
-    here, text_file, refused, monkeypatch
+    working_folder, text_file, refused, monkeypatch
 ):
-    words = prepared(here, text_file, "llama")
-    for more, told in {
+    words = prepared(working_folder, text_file, "llama")
+    for more, message in {
         "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
         "--save model/config.json/saved": "'model/config.json' is a file; give a name in a folder",
         "--save saved --layout gguf": "--layout: 'gguf' is not known",
     }.items():
-        assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
+        assert message in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(
@@ -341,8 +347,10 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     assert not Path("saved").exists()
 
 
-def test_weights_that_could_not_be_written_are_not_lost(here, text_file, monkeypatch, capsys):
-    words = prepared(here, text_file, "llama")
+def test_weights_that_could_not_be_written_are_not_lost(
+    working_folder, text_file, monkeypatch, capsys
+):
+    words = prepared(working_folder, text_file, "llama")
 
     def fails(*_):
         Path("saved", "model.safetensors").write_text("the beginning")

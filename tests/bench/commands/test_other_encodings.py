@@ -26,13 +26,13 @@ WORDS = {
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_a_text_that_is_no_utf_8_is_refused_in_one_line(words, here, trained, refused):
-    said = refused(*(str(trained["float"]) if word == "RUN" else word for word in WORDS[words]))
-    assert r"caf\udce9" in said
+def test_a_text_that_is_no_utf_8_is_refused_in_one_line(words, working_folder, trained, refused):
+    message = refused(*(str(trained["float"]) if word == "RUN" else word for word in WORDS[words]))
+    assert r"caf\udce9" in message
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
-def test_a_file_of_such_a_name_is_prepared(tokenizer, here):
+def test_a_file_of_such_a_name_is_prepared(tokenizer, working_folder):
     Path(f"{LATIN}.txt").write_text("a fox and a dog\n" * 200)
     assert main(["prepare", "text", "--input", f"{LATIN}.txt", "--tokenizer", tokenizer]) == 0
     corpus = load_corpus(Path("data") / LATIN, 16)

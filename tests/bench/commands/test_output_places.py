@@ -35,7 +35,7 @@ def fail(*_, **__):
 
 
 @pytest.fixture
-def line(here, monkeypatch, trained, corpus_dir, text_file):
+def line(working_folder, monkeypatch, trained, corpus_dir, text_file):
     """Return a function from a command of `COMMANDS` and a place to the command's words;
     nothing can be computed.
     """
@@ -60,8 +60,8 @@ def line(here, monkeypatch, trained, corpus_dir, text_file):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_place_that_can_not_be_is_refused_at_once(command, place, line, refused):
-    name, said = PLACES[place]
-    assert said in refused(*line(command, name))
+    name, message = PLACES[place]
+    assert message in refused(*line(command, name))
     assert Path("file").read_text() == "mine"
     assert os.readlink("link.json") == "nothing.json"
     assert sorted(os.listdir()) == ["file", "link.json", "locked"]
@@ -73,22 +73,22 @@ def test_a_folder_that_can_not_be_written_is_refused_at_once(command, line, refu
     monkeypatch.setattr(
         os, "access", lambda path, mode: Path(path).name != "locked" and writable(path, mode)
     )
-    said = refused(*line(command, "locked/new.json"))
-    assert "nothing may be written in 'locked'; give another name" in said
+    message = refused(*line(command, "locked/new.json"))
+    assert "nothing may be written in 'locked'; give another name" in message
     assert os.listdir("locked") == []
 
 
 @pytest.mark.parametrize("name", ["data/stdlib", "data/mine"])
-def test_a_corpus_behind_a_link_to_nothing_is_named(name, here, refused):
+def test_a_corpus_behind_a_link_to_nothing_is_named(name, working_folder, refused):
     Path("data").mkdir()
     Path(name).symlink_to("gone")
-    said = refused("run", "fp32", "--data.dir", name)
-    assert f"data.dir {name!r} is a link to nothing; mend it, or give another folder" in said
+    message = refused("run", "fp32", "--data.dir", name)
+    assert f"data.dir {name!r} is a link to nothing; mend it, or give another folder" in message
     assert os.listdir("data") == [Path(name).name]
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_a_link_to_a_folder_is_one(trained, here):
+def test_a_link_to_a_folder_is_one(trained, working_folder):
     Path("there").mkdir()
     Path("link").symlink_to("there")
     assert main(["report", str(trained["float"]), "--out", "link"]) == 0

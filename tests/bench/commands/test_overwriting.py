@@ -91,28 +91,28 @@ MINE = '{"mine": [1, 2, 3]}\n'
 
 
 @pytest.mark.parametrize("words", WRITTEN)
-@pytest.mark.parametrize("own", [MINE, "no JSON\n"])
-def test_a_file_of_the_users_stays(words, own, trained, corpus_dir, here, refused):
-    file = here / WRITTEN[words]
+@pytest.mark.parametrize("own_place", [MINE, "no JSON\n"])
+def test_a_file_of_the_users_stays(words, own_place, trained, corpus_dir, working_folder, refused):
+    file = working_folder / WRITTEN[words]
     file.parent.mkdir(exist_ok=True, parents=True)
-    file.write_text(own)
-    sweep = here / "a sweep"
+    file.write_text(own_place)
+    sweep = working_folder / "a sweep"
     shutil.copytree(trained["float"], sweep / "run", dirs_exist_ok=True)
     places = {
         "RUN": trained["float"],
         "CORPUS": corpus_dir,
         "FILE": file,
-        "DIR": here / "dir",
+        "DIR": working_folder / "dir",
         "SWEEP": sweep,
     }
-    said = refused(*(places.get(word, word) for word in words.split()))
-    assert str(file) in said or str(here / "dir") in said
-    assert file.read_text() == own
+    message = refused(*(places.get(word, word) for word in words.split()))
+    assert str(file) in message or str(working_folder / "dir") in message
+    assert file.read_text() == own_place
     assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_what_a_command_wrote_it_writes_again(trained, here):
+def test_what_a_command_wrote_it_writes_again(trained, working_folder):
     Path("x.json").touch()  # as mktemp leaves one
     for words in (
         "evaluate --out x.json",

@@ -32,18 +32,20 @@ def uncompiled():
 
 @pytest.fixture
 def peer_config(tiny):
-    def made(rule, peer="null", width=64, **more):
+    def config_with(rule, peer="null", width=64, **more):
         if rule not in available_rules():
             pytest.skip(f"the package of rule {rule}, {RULES[rule].needs}, is not installed")
-        given = {
+        settings = {
             "rule": rule,
             "model__peer": peer,
             "train__precision": "float32",
             "model__n_embd": width,
         }
-        return tiny(**given, train__batch_size=12, train__max_steps=12, eval__interval=12, **more)
+        return tiny(
+            **settings, train__batch_size=12, train__max_steps=12, eval__interval=12, **more
+        )
 
-    return made
+    return config_with
 
 
 @pytest.mark.parametrize(("rule", "peer", "_"), PEERS)
@@ -70,16 +72,16 @@ def test_bytes_are_those_of_the_tensors_inside(rule, peer, expected, peer_config
     rows = 4 / weight.shape[1]
     tables = memory_of([value.qmap for value in state if hasattr(value, "qmap")])
     counts = sum(4 for value in state if value.dim() == 0)
-    found = memory_of([weight, *state]) - tables - counts
-    assert found / weight.numel() == pytest.approx(expected + rows, rel=1e-6)
-    assert held_bytes(trainer.model, trainer.optimizer) >= found
+    tensor_bytes = memory_of([weight, *state]) - tables - counts
+    assert tensor_bytes / weight.numel() == pytest.approx(expected + rows, rel=1e-6)
+    assert held_bytes(trainer.model, trainer.optimizer) >= tensor_bytes
 
 
 @pytest.mark.parametrize(("rule", "peer"), [peer[:2] for peer in PEERS])
 def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
     sizes = []
-    for given in ((rule, peer), ("fp32", "null")):
-        trainer = trainer_of(peer_config(*given, 128))
+    for rule_and_peer in ((rule, peer), ("fp32", "null")):
+        trainer = trainer_of(peer_config(*rule_and_peer, 128))
         layers = {
             name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"
         }
@@ -100,10 +102,10 @@ def test_what_layers_hold_is_the_packages_own(name, peer_config):
     )
     assert peers
     for key, layer in peers.items():
-        mine, theirs = forward_weight(layer), forward_weight(floats[key])
+        mine, peer_weight = forward_weight(layer), forward_weight(floats[key])
         assert (is_packaged(layer.weight), type(mine)) == (True, torch.Tensor)
-        assert 0 < float((mine - theirs).norm() / theirs.norm()) < 0.06
-        assert math.isclose(float(mine.std()), float(theirs.std()), rel_tol=0.02)
+        assert 0 < float((mine - peer_weight).norm() / peer_weight.norm()) < 0.06
+        assert math.isclose(float(mine.std()), float(peer_weight.std()), rel_tol=0.02)
 
 
 def test_a_checkpoint_of_them_starts_no_other_run(peer_config, tiny, tmp_path):

@@ -33,13 +33,13 @@ SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, 
 
 
 @pytest.fixture
-def words(here, text_file):
+def words(working_folder, text_file):
     """Give the words of a small fine-tuning of a folder in the layout of that name,
     `model` beside its text `law`.
     """
 
-    def made(layout):
-        causal_models.write_tokenizer(fp8_folders.make(layout, here / "model"))
+    def folder_of(layout):
+        causal_models.write_tokenizer(fp8_folders.make(layout, working_folder / "model"))
         text = [
             "prepare",
             "text",
@@ -53,7 +53,7 @@ def words(here, text_file):
         assert main([*text, "--limit-tokens", "2000"]) == 0
         return ["finetune", "--model", "./model", "--data.dir", "law", *SMALL]
 
-    return made
+    return folder_of
 
 
 def resolved_of(finetune):
@@ -131,12 +131,12 @@ def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(words,
         for out in ("stored", "rounded")
     )
     assert (stored["format"], stored["scale"], stored["gap"]) == ("E4M3", "square", None)
-    found = outline("./model")
+    model_outline = outline("./model")
     assert stored["bytes_per_parameter"] == pytest.approx(
-        found.stored_bytes / found.parameters, rel=0.01
+        model_outline.stored_bytes / model_outline.parameters, rel=0.01
     )
     assert stored["quantized_parameters"] == sum(
-        math.prod(each.shape) for each in found.stored.values()
+        math.prod(tensor.shape) for tensor in model_outline.stored.values()
     )
     assert (floats["format"], floats["val_loss"]) == ("none", stored["val_loss"])
     assert floats["bytes_per_parameter"] == pytest.approx(4, rel=0.01)
@@ -190,8 +190,8 @@ REFUSED = {
 
 def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
     finetune = words(SQUARES)
-    for more, told in REFUSED.items():
-        assert told in refused(*finetune, *more.split()), more
+    for more, message in REFUSED.items():
+        assert message in refused(*finetune, *more.split()), more
     assert not Path("runs").exists()
     config = resolved_of(finetune)
     assert (config.model.formats, config.model.granularity) == ({"*": "E4M3"}, "square")
@@ -208,38 +208,41 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, ref
         finetune,
         ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"],
     ):
-        told = refused(*command)
+        message = refused(*command)
         assert (
             "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds "
-            "F8_E4M3" in told
+            "F8_E4M3" in message
         )
-        assert "its scale is missing" in told
+        assert "its scale is missing" in message
 
 
 def test_files_are_read_once(words, monkeypatch):
     """On the hub that is a question to a server, which may be out of reach."""
-    asked = []
+    opened = []
     real = fm.published_weights
-    monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or real(name))
+    monkeypatch.setattr(fm, "published_weights", lambda name: opened.append(name) or real(name))
     finetune = words(SQUARES)
     for _ in range(2):
         resolved_of(finetune)
-    assert asked == ["./model"]
+    assert opened == ["./model"]
 
 
 def test_memory_is_that_of_codes(words, monkeypatch):
     finetune = words(SQUARES)
-    found = outline("./model")
-    codes = sum(math.prod(each.shape) for each in found.stored.values())
+    model_outline = outline("./model")
+    codes = sum(math.prod(tensor.shape) for tensor in model_outline.stored.values())
     scales = sum(
         value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv")
     )
-    assert found.stored_bytes == 4 * (found.parameters - codes) + codes + 4 * scales
+    assert model_outline.stored_bytes == 4 * (model_outline.parameters - codes) + codes + 4 * scales
     assert (
-        _bytes_each(resolved_of(finetune)) == found.stored_bytes / found.parameters + 2 + 4
+        _bytes_each(resolved_of(finetune))
+        == model_outline.stored_bytes / model_outline.parameters + 2 + 4
     )  # two averages of a byte, a gradient
-    monkeypatch.setattr(free_memory, "free_memory", lambda: 3 * found.parameters)
-    load_causal("./model", bytes_each=found.stored_bytes / found.parameters, quantization={})
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 3 * model_outline.parameters)
+    load_causal(
+        "./model", bytes_each=model_outline.stored_bytes / model_outline.parameters, quantization={}
+    )
     with refusal("needs about"):
         load_causal("./model")  # codes and floats at once
 
@@ -247,8 +250,8 @@ def test_memory_is_that_of_codes(words, monkeypatch):
 def test_a_trained_folder_says_its_formats(words):
     words(EXPERTS)
     model = load_causal("./model", quantization={"seed": 3, "rounding": "nearest"})
-    own = {
+    own_formats = {
         name: value for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)
     }
-    assert all("experts" in name or name.endswith("_proj.weight") for name in own)
-    assert {value.rounding for value in own.values()} == {"nearest"}
+    assert all("experts" in name or name.endswith("_proj.weight") for name in own_formats)
+    assert {value.rounding for value in own_formats.values()} == {"nearest"}

@@ -234,7 +234,7 @@ def pretrained(text_file):
     """A model of transformers, and the text in its tokens."""
     import causal_models
 
-    model, own = (
+    model, own_model = (
         causal_models.write(text_file.parent / "pretrained"),
         text_file.parent / "own tokens",
     )
@@ -248,17 +248,17 @@ def pretrained(text_file):
                 "--tokenizer",
                 str(model),
                 "--out",
-                str(own),
+                str(own_model),
             ]
         )
         == 0
     )
-    return {"MODEL": str(model), "OWN": str(own)}
+    return {"MODEL": str(model), "OWN": str(own_model)}
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(words.split()[0] for words in REFUSED))
 def test_a_wrong_command_line_is_refused_in_one_line(
-    command, refused, trained, corpus_dir, text_file, here, request
+    command, refused, trained, corpus_dir, text_file, working_folder, request
 ):
     for name, text in FILES.items():
         Path(name).write_text(text)
@@ -272,13 +272,13 @@ def test_a_wrong_command_line_is_refused_in_one_line(
     for words in (words for words in REFUSED if words.split()[0] == command):
         if "MODEL" in words:
             stand_ins |= request.getfixturevalue("pretrained")
-        given = shlex.split(words)
-        for word, meant in stand_ins.items():
-            given = [part.replace(word, str(meant)) for part in given]
-        said = refused(*given)
-        assert said.isprintable(), words
-        assert [part for part in REFUSED[words].split(" & ") if part not in said] == [], words
-        assert {path.name for path in here.iterdir()} == FILES.keys(), words
+        arguments = shlex.split(words)
+        for word, replacement in stand_ins.items():
+            arguments = [part.replace(word, str(replacement)) for part in arguments]
+        message = refused(*arguments)
+        assert message.isprintable(), words
+        assert [part for part in REFUSED[words].split(" & ") if part not in message] == [], words
+        assert {path.name for path in working_folder.iterdir()} == FILES.keys(), words
 
 
 SOURCES = sorted(Path(nanogpt_bench.__file__).parent.rglob("*.py"))
@@ -313,11 +313,11 @@ def texts(path: Path) -> Iterator[str]:
 
 ADVISED = sorted(
     {
-        found[1]
+        match[1]
         for path in SOURCES
         for text in texts(path)
-        for found in COMMAND.finditer(text)
-        if not re.search(r"[\[|`]|--help|a\.yaml", found[0])
+        for match in COMMAND.finditer(text)
+        if not re.search(r"[\[|`]|--help|a\.yaml", match[0])
     }
 )
 
@@ -331,17 +331,17 @@ def test_what_is_advised_can_be_parsed(line):
 
 
 def test_advice_for_a_model_of_a_bare_name_and_a_folder_with_blanks_works(
-    here, text_file, corpus_dir, refused
+    working_folder, text_file, corpus_dir, refused
 ):
     import causal_models
 
     for name in ("m", "gpt2", "with blanks"):
         causal_models.write(Path(name))
-        said = refused(
+        message = refused(
             "finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16"
         )
         advised = (
-            said.partition("nanogpt-bench ")[2]
+            message.partition("nanogpt-bench ")[2]
             .replace("FILE", str(text_file))
             .replace("DIR", f"'of {name}'")
         )
@@ -352,8 +352,8 @@ def test_advice_for_a_model_of_a_bare_name_and_a_folder_with_blanks_works(
         main(["prepare", "text", "--input", str(text_file), "--tokenizer", "m", "--out", "bare"])
         == 0
     )
-    said = refused(
-        "run", "fp32.yaml", "--data.dir", here / "a folder; of mine"
+    message = refused(
+        "run", "fp32.yaml", "--data.dir", working_folder / "a folder; of mine"
     )  # as a shell reads it
-    advised = shlex.split(said.partition("prepare it with: nanogpt-bench ")[2])
-    assert advised == ["prepare", "stdlib", "--out", str(here / "a folder; of mine")]
+    advised = shlex.split(message.partition("prepare it with: nanogpt-bench ")[2])
+    assert advised == ["prepare", "stdlib", "--out", str(working_folder / "a folder; of mine")]

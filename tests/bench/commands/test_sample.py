@@ -50,12 +50,12 @@ def test_a_cache_gives_the_logits_of_a_whole_pass(model):
 def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(model, prompt, options):
     """By definition every token is from a pass over the last `block_size` before it."""
     seen, drawn = tokens(2, prompt), generator()
-    found = torch.stack(list(model.generate(seen, 12, generator=generator(), **options)), 1)
+    sampled = torch.stack(list(model.generate(seen, 12, generator=generator(), **options)), 1)
     model.eval()
     for _ in range(12):
         logits = model(seen[:, -SMALL.block_size :])[:, -1]
         seen = torch.cat([seen, sample(logits.detach(), generator=drawn, **options)[:, None]], 1)
-    assert torch.equal(found, seen[:, prompt:])
+    assert torch.equal(sampled, seen[:, prompt:])
 
 
 def test_draws_follow_the_softmax_of_the_k_likeliest():
@@ -106,8 +106,8 @@ def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
     }
     assert all(row["tokens"] <= 20 for row in rows)
     for seed in (5, 6):
-        found = sample_run(trained["float"], Draw("def ", 20, 0.9, 9, seed))[0].text
-        assert (found == rows[0]["text"]) is (seed == 5)
+        text = sample_run(trained["float"], Draw("def ", 20, 0.9, 9, seed))[0].text
+        assert (text == rows[0]["text"]) is (seed == 5)
 
 
 @pytest.mark.parametrize("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])

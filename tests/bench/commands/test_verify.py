@@ -35,8 +35,13 @@ def folder(finished, tmp_path):
 
 
 def test_a_finished_run_is_whole(folder, capsys):
-    found = check_run(folder)
-    assert (found.problems, found.notes, found.last_step, found.whole) == ([], [], 6, [4, 6])
+    findings = check_run(folder)
+    assert (findings.problems, findings.notes, findings.last_step, findings.whole) == (
+        [],
+        [],
+        6,
+        [4, 6],
+    )
     assert main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}: whole, steps up to 6, 2 whole checkpoints\n"
 
@@ -120,9 +125,9 @@ def test_no_file_of_a_finished_run_or_of_one_that_was_killed_is_damaged_without_
 
 def test_digests_cut_to_whole_lines_are_noticed(folder):
     lines = (folder / SUMS).read_text().splitlines(keepends=True)
-    for kept in (*(lines[:left] for left in range(1, len(AT_END) - 1)), lines[:2] + lines[3:]):
-        assert len(kept) < len(lines)
-        (folder / SUMS).write_text("".join(kept))
+    for remaining in (*(lines[:left] for left in range(1, len(AT_END) - 1)), lines[:2] + lines[3:]):
+        assert len(remaining) < len(lines)
+        (folder / SUMS).write_text("".join(remaining))
         assert any(SUMS in problem for problem in check_run(folder).problems)
 
 

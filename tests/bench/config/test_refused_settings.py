@@ -78,8 +78,8 @@ REFUSED = {
     f"{WITHIN} runtime.compile=true": "optimizer.clip_by=exact",
 }
 CASES = [
-    (word.partition("=")[0], f"{beside} {word}")
-    for beside, words in REFUSED.items()
+    (word.partition("=")[0], f"{settings} {word}")
+    for settings, words in REFUSED.items()
     for word in words.split()
 ]
 #: what is refused because something else is not given, or by another name
@@ -156,24 +156,27 @@ def flagged(words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [*UNREADABLE.items(), *((flagged(words), said) for words, said in CONTRADICTIONS.items())],
+    ("words", "message"),
+    [
+        *UNREADABLE.items(),
+        *((flagged(words), message) for words, message in CONTRADICTIONS.items()),
+    ],
 )
-def test_what_a_setting_or_beside_its_rule_can_not_have_is_refused_by_name(words, said):
-    with refusal(f"^{re.escape(said)}"):
+def test_what_a_setting_or_beside_its_rule_can_not_have_is_refused_by_name(words, message):
+    with refusal(f"^{re.escape(message)}"):
         resolve(load_config(None, words.split()))
 
 
 ADVICE = re.compile(r"; add ((?:--\S+ [^\s,;]+ ?)+)")
 
 
-def agreed(given: list[str], path: Path | None = None) -> Config | None:
+def agreed(words: list[str], path: Path | None = None) -> Config | None:
     """The configuration once the flags that are advised were added; none where a
     refusal advises nothing.
     """
     for _ in range(6):
         try:
-            return resolve(load_config(path, given))
+            return resolve(load_config(path, words))
         except BenchError as error:
             if (advised := ADVICE.search(str(error))) is None:
                 return None
@@ -181,18 +184,18 @@ def agreed(given: list[str], path: Path | None = None) -> Config | None:
             f"{key}={value}" for key, value in zip(*[iter(advised[1].split())] * 2, strict=True)
         ]
         keys = {word.partition("=")[0] for word in added}
-        given = [word for word in given if word.partition("=")[0] not in keys] + added
-    raise AssertionError(given)
+        words = [word for word in words if word.partition("=")[0] not in keys] + added
+    raise AssertionError(words)
 
 
 @pytest.mark.parametrize(("key", "words"), CASES)
 def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advised_make_it_agree(
     key, words
 ):
-    given = flagged(words).split()
+    words_of_case = flagged(words).split()
     with refusal(f"^{re.escape(key)}: "):
-        resolve(load_config(None, given))
-    agreed(given)
+        resolve(load_config(None, words_of_case))
+    agreed(words_of_case)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +203,11 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
 )
 def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name):
     for rule in available_rules():
-        given = [
+        arguments = [
             f"--rule={rule}",
             *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format=E4M3"]),
         ]
-        config = agreed(given, find_config(name))
+        config = agreed(arguments, find_config(name))
         assert rule_name(config) == config.rule == rule
 
 
@@ -286,5 +289,5 @@ def test_a_number_that_a_float_can_not_have_is_refused(key, text, tmp_path):
 
 @pytest.mark.parametrize("text", ["0", "0.0", "0e-400", "0e400", "-0.0", "5e-324"])
 def test_a_number_that_a_float_has_is_taken(text):
-    given = load_config(None, ["--optimizer.weight_decay", text.removeprefix("-")])
-    assert given.optimizer.weight_decay == float(text)
+    config = load_config(None, ["--optimizer.weight_decay", text.removeprefix("-")])
+    assert config.optimizer.weight_decay == float(text)

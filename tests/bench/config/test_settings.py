@@ -99,20 +99,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("text", "words", "found"), READ)
-def test_a_file_and_the_words_beside_it_are_read(tmp_path, text, words, found):
+@pytest.mark.parametrize(("text", "words", "expected"), READ)
+def test_a_file_and_the_words_beside_it_are_read(tmp_path, text, words, expected):
     (tmp_path / "a.yaml").write_text(text)
     config = load_config(tmp_path / "a.yaml", words.split())
-    assert {key: get(config, key) for key in found} == found
+    assert {key: get(config, key) for key in expected} == expected
     assert text != "{}" or words or config == Config()
 
 
-@pytest.mark.parametrize(("text", "said"), REFUSED.items())
-def test_wrong_files_are_refused_in_one_line(tmp_path, text, said):
+@pytest.mark.parametrize(("text", "message"), REFUSED.items())
+def test_wrong_files_are_refused_in_one_line(tmp_path, text, message):
     (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
     with refusal() as caught:
         load_config(tmp_path / "bad.yaml")
-    assert [part for part in said.split(" & ") if part not in str(caught.value)] == []
+    assert [part for part in message.split(" & ") if part not in str(caught.value)] == []
 
 
 def test_the_file_of_all_defaults_is_read_as_none_at_all_and_explains_every_setting(tmp_path):
@@ -120,13 +120,13 @@ def test_the_file_of_all_defaults_is_read_as_none_at_all_and_explains_every_sett
     path.write_text(defaults_yaml())
     assert load_config(path) == build_config({}) == Config()
     lines = path.read_text().splitlines()
-    given = [
+    settings = [
         place
         for place, line in enumerate(lines)
         if not line.lstrip().startswith("#") and line.partition(":")[2]
     ]
-    assert len(given) == len(FIELDS)
-    assert all(lines[place - 1].lstrip().startswith("#") for place in given)
+    assert len(settings) == len(FIELDS)
+    assert all(lines[place - 1].lstrip().startswith("#") for place in settings)
 
 
 def test_a_small_version_changes_one_setting_of_a_section_and_leaves_the_others(tmp_path):
@@ -165,21 +165,21 @@ def test_every_shipped_file_is_valid(name, tmp_path):
 
 
 def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered_with_the_nearest(
-    here,
+    working_folder,
 ):
     for name in ("e4m3", "e4m3.yaml", "configs/e4m3.yaml"):
         assert find_config(name) == FOLDER / "e4m3.yaml"
     for name in ("e4m33.yaml", "elsewhere/e4m3.yaml"):
         with refusal(r"does not exist; did you mean 'e4m3.yaml'\?"):
             find_config(name)
-    (here / "e4m3.yaml").write_text("seed: 1\n")
+    (working_folder / "e4m3.yaml").write_text("seed: 1\n")
     assert load_config(find_config("e4m3.yaml")).seed == 1
 
 
-def test_a_name_without_its_ending_means_one_file_or_none(here):
-    (here / "small.yaml").write_text("seed: 1\n")
+def test_a_name_without_its_ending_means_one_file_or_none(working_folder):
+    (working_folder / "small.yaml").write_text("seed: 1\n")
     assert find_config("small") == Path("small.yaml")
-    (here / "e4m3.yaml").write_text("seed: 1\n")
+    (working_folder / "e4m3.yaml").write_text("seed: 1\n")
     with refusal("config 'e4m3' means 'e4m3.yaml' here and the shipped '.*configs/e4m3.yaml'"):
         find_config("e4m3")
     assert find_config("e4m3.yaml") == Path("e4m3.yaml")
@@ -256,7 +256,7 @@ ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "o
 
 
 @pytest.fixture
-def planned(monkeypatch, here):
+def planned(monkeypatch, working_folder):
     """Return a function from a command line to the records of what it would have
     trained, by label.
     """

@@ -192,10 +192,12 @@ def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp
     assert prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")["labels"] == names
     corpus = load_corpus(tmp_path / "out", 16)
     assert documents_of(corpus, "val").labels.shape == (5, 7)
-    found = documents_of(corpus, "train")
-    ends = zip(found.starts, found.ends, strict=True)
-    assert [ByteTokenizer().decode(found.tokens[start:end]) for start, end in ends] == TEXTS[1:15]
-    assert [np.flatnonzero(row).tolist() for row in found.labels] == LABELS[1:15]
+    documents = documents_of(corpus, "train")
+    ends = zip(documents.starts, documents.ends, strict=True)
+    assert [ByteTokenizer().decode(documents.tokens[start:end]) for start, end in ends] == TEXTS[
+        1:15
+    ]
+    assert [np.flatnonzero(row).tolist() for row in documents.labels] == LABELS[1:15]
 
 
 @pytest.mark.parametrize(
@@ -227,42 +229,42 @@ def test_labels_that_are_none_are_named(tmp_path, labels, reason):
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_the_command_says_how_many_labels_there_are(here, capsys):
-    write_copy(here / "copy", TEXTS, [*LABELS])
+def test_the_command_says_how_many_labels_there_are(working_folder, capsys):
+    write_copy(working_folder / "copy", TEXTS, [*LABELS])
     assert main(["prepare", "eurlex", "--task", "labels", "--data-dir", "copy"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("data/eurlex-labels: ")
-    assert "; 5 labels, 15 documents for training, 5 for validation" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("data/eurlex-labels: ")
+    assert "; 5 labels, 15 documents for training, 5 for validation" in printed
     Path("a.txt").write_text("one two three\n" * 100)
     # a text over it leaves none of its files
-    prepare_text(Path("a.txt"), here / "data" / "eurlex-labels", replace=True)
-    names = {path.name for path in (here / "data" / "eurlex-labels").iterdir()}
+    prepare_text(Path("a.txt"), working_folder / "data" / "eurlex-labels", replace=True)
+    names = {path.name for path in (working_folder / "data" / "eurlex-labels").iterdir()}
     assert names == {"meta.json", "train.bin", "val.bin"}
 
 
 def test_rows_are_first_tokens_with_padding_behind(prepared):
-    found = documents_of(load_corpus(prepared, 16), "train")
-    length = int(found.ends[0])
+    documents = documents_of(load_corpus(prepared, 16), "train")
+    length = int(documents.ends[0])
     for block in (16, length, 64):
-        tokens, labels = found.rows(np.array([0, 3]), block)
+        tokens, labels = documents.rows(np.array([0, 3]), block)
         assert tokens.shape == (2, block)
-        whole = found.tokens[found.starts[3] : found.ends[3]].astype(np.int64)
-        kept = min(block, len(whole))
-        assert tokens[1, :kept].tolist() == whole[:kept].tolist()
-        assert (tokens[1, kept:] == PADDING).all()
-        assert found.lengths(np.array([3]), block).tolist() == [kept]
-        assert torch.equal(labels[1], torch.from_numpy(found.labels[3]).float())
+        whole = documents.tokens[documents.starts[3] : documents.ends[3]].astype(np.int64)
+        token_count = min(block, len(whole))
+        assert tokens[1, :token_count].tolist() == whole[:token_count].tolist()
+        assert (tokens[1, token_count:] == PADDING).all()
+        assert documents.lengths(np.array([3]), block).tolist() == [token_count]
+        assert torch.equal(labels[1], torch.from_numpy(documents.labels[3]).float())
 
 
 def test_drawing_depends_on_seed_step_and_micro_step_only(prepared):
-    found = documents_of(load_corpus(prepared, 16), "train")
-    draw = draw_documents(found, 8, seed=1, step=5, micro_step=2)
-    assert np.array_equal(draw, draw_documents(found, 8, seed=1, step=5, micro_step=2))
+    documents = documents_of(load_corpus(prepared, 16), "train")
+    draw = draw_documents(documents, 8, seed=1, step=5, micro_step=2)
+    assert np.array_equal(draw, draw_documents(documents, 8, seed=1, step=5, micro_step=2))
     for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}):
         assert not np.array_equal(
-            draw, draw_documents(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
+            draw, draw_documents(documents, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
         )
-    batches = held_out_batches(found, 4, 4, seed=7)
+    batches = held_out_batches(documents, 4, 4, seed=7)
     assert [len(part) for part in batches] == [4, 4, 4, 3]
     assert sorted(np.concatenate(batches)) == list(range(15))
-    assert [len(part) for part in held_out_batches(found, 2, 4, seed=7)] == [4, 4]
+    assert [len(part) for part in held_out_batches(documents, 2, 4, seed=7)] == [4, 4]

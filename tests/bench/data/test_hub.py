@@ -129,15 +129,15 @@ def outcomes(tmp_path_factory, hub):
         command, input=json.dumps(COMMANDS), env=surroundings, cwd=place, check=False, **piped
     )
     assert (done.returncode, done.stderr) == (0, "")
-    asked: dict[str, list[str]] = {}
+    questions: dict[str, list[str]] = {}
     for request in hub.requests:
         if request.startswith("GET /begin/"):
-            asked[request.removeprefix("GET /begin/")] = []
+            questions[request.removeprefix("GET /begin/")] = []
         elif "/datasets/" in request:
-            asked[[*asked][-1]].append(request)
+            questions[[*questions][-1]].append(request)
     return {
-        name: Preparation(*said, place / name, asked[name])
-        for name, said in json.loads(done.stdout).items()
+        name: Preparation(*answer, place / name, questions[name])
+        for name, answer in json.loads(done.stdout).items()
     }
 
 
@@ -214,10 +214,12 @@ def test_a_hub_out_of_reach_in_trouble_or_silent_is_given_up_in_one_line(
         started = time.monotonic()
         with refusal(r"can't be reached \(.+\); give a local copy"):
             find_commit("some/set", None)
-    said = refused("prepare", "eurlex", "--out", tmp_path / "out")  # nobody listens there any more
+    message = refused(
+        "prepare", "eurlex", "--out", tmp_path / "out"
+    )  # nobody listens there any more
     assert time.monotonic() - started < 10
     parts = ["hub can't be reached", "'coastalcph/lex_glue'", "--data-dir DIR", "prepare stdlib"]
-    assert [part for part in parts if part not in said] == []
+    assert [part for part in parts if part not in message] == []
     assert list(tmp_path.iterdir()) == []
 
 

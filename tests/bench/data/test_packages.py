@@ -26,7 +26,7 @@ from nanogpt_bench.system.files import sha256
 TWICE = "This sentence stands in every archive, as a licence or a header does."
 
 
-def said(what: str, number: int = 0) -> str:
+def sentence(what: str, number: int = 0) -> str:
     return f"{TWICE} Here the text number {number} of {what} goes on, and nothing else says so."
 
 
@@ -78,34 +78,34 @@ def archives() -> dict[str, bytes]:
         b'/* %s */\nchar *a = "/* a text in quotes, which is not a comment of the program. */";\n'
     )
     linux = {
-        "linux-source-6.1/Documentation/a.rst": said("a.rst").encode(),
+        "linux-source-6.1/Documentation/a.rst": sentence("a.rst").encode(),
         "linux-source-6.1/Documentation/translations/fr/b.rst": b"Une phrase en fran\xc3\xa7ais, qui n'est pas utile.",
-        "linux-source-6.1/lib/c.c": comment % said("c.c").encode(),
+        "linux-source-6.1/lib/c.c": comment % sentence("c.c").encode(),
         "linux-source-6.1/lib/d.h": b"/* SPDX: this header says under which licence one may use the file. */\n",
         "linux-source-6.1/lib/e.rs": b"// The lines of one comment in the other form\n// belong to one another.\nx\n",
         "linux-source-6.1/lib/e.bin": b"/* A comment in a file that holds no source code at all. */",
     }
     java = {
-        "java.base/A.java": comment % said("A {@code java}").encode(),
+        "java.base/A.java": comment % sentence("A {@code java}").encode(),
         "java.base/A.class": b"\xca\xfe",
     }
-    s3 = gzip.compress(described("documentation", said("s3 &amp; more")))
+    s3 = gzip.compress(described("documentation", sentence("s3 &amp; more")))
     services = {
-        service.format(f"x{n}", "1"): described("documentation", said("a service", n))
+        service.format(f"x{n}", "1"): described("documentation", sentence("a service", n))
         for n in range(200)
     }
-    old = described("documentation", said("an old version"))
+    old = described("documentation", sentence("an old version"))
     services |= {
         service.format("s3", "2006-03-01"): old,
         service.format("s3", "2016-03-01") + ".gz": s3,
     }
     return {
         "oci": wheel(
-            {"oci/a.py": f'"""{said("a module")}"""'.encode(), "oci/z.py": b"def broken("}
+            {"oci/a.py": f'"""{sentence("a module")}"""'.encode(), "oci/z.py": b"def broken("}
         ),
         "botocore": wheel(services),
         "google-api-python-client": wheel(
-            {google.format("v1"): described("description", said("v1"))}
+            {google.format("v1"): described("description", sentence("v1"))}
         ),
         "openjdk-17-source": deb(
             {"./usr/share/doc": b"", "./usr/lib/jvm/openjdk-17/lib/src.zip": wheel(java)}
@@ -119,21 +119,21 @@ def folder(tmp_path, monkeypatch):
     """A folder with an archive of each package, whose sha256 are those that are
     expected.
     """
-    made = tmp_path / "archives"
-    made.mkdir()
+    archive_folder = tmp_path / "archives"
+    archive_folder.mkdir()
     for name, data in archives().items():
-        archive = made / PACKAGES[name].archive
+        archive = archive_folder / PACKAGES[name].archive
         archive.write_bytes(data)
         monkeypatch.setitem(PACKAGES, name, replace(PACKAGES[name], sha256=sha256(archive)))
-    return made
+    return archive_folder
 
 
 def documents(out: Path) -> dict[str, list[str]]:
-    corpus, made = load_corpus(out, 16), make_tokenizer("byte", "")
+    corpus, tokenizer = load_corpus(out, 16), make_tokenizer("byte", "")
     return {
         split: [
-            made.decode(part)
-            for part in np.split(tokens, np.flatnonzero(tokens == made.end_of_text) + 1)
+            tokenizer.decode(part)
+            for part in np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_text) + 1)
         ][:-1]
         for split, tokens in (("train", corpus.train), ("val", corpus.val))
     }
@@ -192,18 +192,18 @@ def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(f
     prepare_packages(tmp_path / "all", data_dir=folder)
     prepare_packages(tmp_path / "botocore", packages=["botocore"], data_dir=folder)
     every, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
-    found = {
+    texts = {
         split: [text.replace(TWICE, "").strip() for text in alone[split]]
         for split in ("train", "val")
     }
-    assert len(found["train"]) + len(found["val"]) == 201
-    assert 0.2 < len(found["val"]) * VAL_EVERY / 201 < 4
+    assert len(texts["train"]) + len(texts["val"]) == 201
+    assert 0.2 < len(texts["val"]) * VAL_EVERY / 201 < 4
     for split in ("train", "val"):
         assert [
             text for text in every[split] if "of a service" in text or "of s3" in text
-        ] == found[split]
+        ] == texts[split]
     numbers = [
-        text.split("number ")[1].split(" ")[0] for text in found["train"] if "of a service" in text
+        text.split("number ")[1].split(" ")[0] for text in texts["train"] if "of a service" in text
     ]
     assert numbers != sorted(numbers)  # as they are in the archive: a limit takes of all packages
 
@@ -280,7 +280,7 @@ def test_a_client_that_fails_is_one_line(tmp_path, monkeypatch, program, message
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_the_command(folder, here, capsys):
+def test_the_command(folder, working_folder, capsys):
     assert (
         main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
     )

@@ -18,16 +18,16 @@ LINES = "".join(f"{number} lazy dogs.\n" for number in range(200))
 
 
 @pytest.fixture
-def two(here):
+def two(working_folder):
     """The current folder, with texts and data of nanoGPT that share their names."""
     for folder, word in (("a", "dogs"), ("b", "cats")):
         text = LINES.replace("dogs", word)
-        (here / folder / "book").mkdir(parents=True)
-        (here / folder / "book.txt").write_text(text)
+        (working_folder / folder / "book").mkdir(parents=True)
+        (working_folder / folder / "book.txt").write_text(text)
         tokens = np.frombuffer(text.encode(), dtype=np.uint8).astype("<u2")
         for split in ("train", "val"):
-            tokens.tofile(here / folder / "book" / f"{split}.bin")
-    return here
+            tokens.tofile(working_folder / folder / "book" / f"{split}.bin")
+    return working_folder
 
 
 #: words of `prepare` for one text, and for another one that goes to the same folder
@@ -46,9 +46,9 @@ def test_a_corpus_of_another_text_stays(pair, two, refused):
     first, second = (["prepare", *words.split()] for words in PAIRS[pair])
     assert main(first) == 0
     before = contents(two)
-    said = refused(*second)
-    assert "holds another text ('book" in said
-    assert "give another --out, or --replace to replace it" in said
+    message = refused(*second)
+    assert "holds another text ('book" in message
+    assert "give another --out, or --replace to replace it" in message
     assert contents(two) == before
     assert main([*second, "--replace"]) == 0
     assert contents(two) != before

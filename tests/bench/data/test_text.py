@@ -44,10 +44,10 @@ class Trap:
 def folder_of(folder: Path, tokenizer: str) -> Path:
     """Files as nanoGPT's own scripts write them, and a meta.pkl that nobody may read."""
     folder.mkdir()
-    made = make_tokenizer(tokenizer, TEXT)
+    tokens_of = make_tokenizer(tokenizer, TEXT)
     cut = int(len(TEXT) * 0.9)
     for name, text in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
-        made.encode(text).astype(np.uint16).tofile(folder / f"{name}.bin")
+        tokens_of.encode(text).astype(np.uint16).tofile(folder / f"{name}.bin")
     (folder / "input.txt").write_text(TEXT)
     (folder / "meta.pkl").write_bytes(pickle.dumps(Trap()))
     return folder
@@ -55,14 +55,14 @@ def folder_of(folder: Path, tokenizer: str) -> Path:
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "gpt2"])
 def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
-    given, out = folder_of(tmp_path / "shakespeare", tokenizer), tmp_path / "out"
+    prepared, out = folder_of(tmp_path / "shakespeare", tokenizer), tmp_path / "out"
     assert (
         main(
             [
                 "prepare",
                 "nanogpt",
                 "--input",
-                str(given),
+                str(prepared),
                 "--tokenizer",
                 tokenizer,
                 "--out",
@@ -73,12 +73,12 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
     )
     assert f"{tokenizer} tokenizer, vocabulary" in capsys.readouterr().out
     corpus = load_corpus(out, 16)
-    made = tokenizer_from_meta(corpus.meta)
+    tokenizer_again = tokenizer_from_meta(corpus.meta)
     for split, text in (("train", corpus.train), ("val", corpus.val)):
-        assert (out / f"{split}.bin").read_bytes() == (given / f"{split}.bin").read_bytes()
-        assert corpus.meta["splits"][split]["bytes"] == len(made.decode(text).encode())
-    assert made.decode(np.concatenate([corpus.train, corpus.val])) == TEXT
-    digests = {split: sha256(given / f"{split}.bin") for split in ("train", "val")}
+        assert (out / f"{split}.bin").read_bytes() == (prepared / f"{split}.bin").read_bytes()
+        assert corpus.meta["splits"][split]["bytes"] == len(tokenizer_again.decode(text).encode())
+    assert tokenizer_again.decode(np.concatenate([corpus.train, corpus.val])) == TEXT
+    digests = {split: sha256(prepared / f"{split}.bin") for split in ("train", "val")}
     source = {"kind": "nanogpt", "file": "shakespeare", "sha256": digests}
     assert corpus.meta["source"] == source
 
@@ -122,23 +122,23 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
     ],
 )
 def test_what_is_no_such_data_is_refused(tmp_path, damage, tokenizer, message):
-    given = folder_of(tmp_path / "in", "char" if tokenizer == "char" else "byte")
-    damage(given)
+    source = folder_of(tmp_path / "in", "char" if tokenizer == "char" else "byte")
+    damage(source)
     with refusal(message):
-        prepare_nanogpt(given, tmp_path / "out", tokenizer)
+        prepare_nanogpt(source, tmp_path / "out", tokenizer)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
-    given = folder_of(tmp_path / "in", "byte")
-    assert main(["prepare", "nanogpt", "--input", str(given)]) == 2
+    source = folder_of(tmp_path / "in", "byte")
+    assert main(["prepare", "nanogpt", "--input", str(source)]) == 2
     assert (
         "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled"
         in capsys.readouterr().err
     )
     line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
     with refusal(line):
-        load_corpus(given, 16)
+        load_corpus(source, 16)
 
 
 def fake_library(root: Path) -> Path:

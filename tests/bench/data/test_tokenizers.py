@@ -84,12 +84,12 @@ def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
         address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         shutil.copy(folder / name, tmp_path / hashlib.sha1(address.encode()).hexdigest())
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    theirs = tiktoken.Encoding(**openai_public.gpt2())
-    ours = make_tokenizer("gpt2", "")
-    assert ours.vocab_size == theirs.n_vocab
+    published = tiktoken.Encoding(**openai_public.gpt2())
+    tokenizer = make_tokenizer("gpt2", "")
+    assert tokenizer.vocab_size == published.n_vocab
     awkward = "  \n\n\tif x:\r\n      y = 'it''s'  \u00a0\u2003 1234567890 \U0001f600  "
     for text in (TEXT, awkward, *stdlib_documents()[:40]):
-        assert ours.encode(text).tolist() == theirs.encode_ordinary(text)
+        assert tokenizer.encode(text).tolist() == published.encode_ordinary(text)
 
 
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(1, 12))
@@ -111,7 +111,7 @@ def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json():
 
 def longest_word(text: str) -> int:
     """The characters of a text's longest word, a blank before it left out."""
-    words = (found[0] for found in tokenizers._words().finditer(text))
+    words = (match[0] for match in tokenizers._words().finditer(text))
     return max(
         (len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0
     )
@@ -166,24 +166,24 @@ def test_what_names_no_tokenizer_or_one_of_another_text_is_refused():
         make_tokenizer("bpe-300", "", ["ab"])
     with refusal("'z'"):
         CharTokenizer.of("abc").encode("az")
-    said = r"unknown tokenizer 'bite'; did you mean 'byte'\? allowed: byte, char, gpt2, bpe-N"
-    with refusal(said):
+    message = r"unknown tokenizer 'bite'; did you mean 'byte'\? allowed: byte, char, gpt2, bpe-N"
+    with refusal(message):
         make_tokenizer("bite", "")
 
 
 def test_damaged_byte_pairs_are_refused():
     meta = own_pairs().meta()
-    kept = [pair for pair in meta["pairs"] if base64.b64decode(pair) != b"a"] + [
+    remaining = [pair for pair in meta["pairs"] if base64.b64decode(pair) != b"a"] + [
         base64.b64encode(b"qqq").decode()
     ]
     for pairs in ("aa", [1], ["!"], [], ["YQ=="] * 279):
         with pytest.raises((TypeError, ValueError)):
             tokenizer_from_meta(meta | {"pairs": pairs})
-    for change, said in (
+    for change, message in (
         ({"tokenizer": "bpe-281"}, "281"),
-        ({"pairs": kept}, "lack a single byte"),
+        ({"pairs": remaining}, "lack a single byte"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             tokenizer_from_meta(meta | change)
 
 

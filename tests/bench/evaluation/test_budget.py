@@ -44,11 +44,11 @@ def test_no_mixture_is_better(patterns, spare, share):
     least = sum(min(size for _, _, size in pattern) for pattern in choices.values())
     most = sum(max(size for _, _, size in pattern) for pattern in choices.values())
     budget = least + int(share * (most - least)) + spare
-    found, best = best_mixture(choices, budget), least_loss(choices, budget)
+    mixture, best = best_mixture(choices, budget), least_loss(choices, budget)
     if best is None:
-        assert found is None
+        assert mixture is None
     else:
-        loss, size = loss_of(choices, found)
+        loss, size = loss_of(choices, mixture)
         assert size <= budget
         assert loss == pytest.approx(best, abs=1e-12)
 
@@ -71,8 +71,8 @@ def test_a_large_model_takes_a_moment():
             formats.append((f"format {number}", loss, size + 2**14 * number))
         choices[f"blocks.{block}.{kind}"] = formats
     begun = time.perf_counter()
-    found = best_mixture(choices, 2 * 80 * sum(kinds.values()))
-    assert 0 < list(found.values()).count("none") < len(found)
+    mixture = best_mixture(choices, 2 * 80 * sum(kinds.values()))
+    assert 0 < list(mixture.values()).count("none") < len(mixture)
     assert time.perf_counter() - begun < 30
 
 

@@ -45,22 +45,26 @@ def test_figures_are_scikit_learns(seed):
     logits = (
         torch.randint(-4, 5, (40, 9), generator=generator).float() / 2 - 0.25
     )  # some of them alike
-    held = (torch.rand((40, 9), generator=generator) < 0.3).float()
-    held[:, 2], held[3], logits[:, 2] = 0, 0, -1  # one label nobody has, one document has none
-    micro, macro = f1_scores(logits, held)
-    given, true = (logits > 0).numpy(), held.numpy()
+    true_labels = (torch.rand((40, 9), generator=generator) < 0.3).float()
+    true_labels[:, 2], true_labels[3], logits[:, 2] = (
+        0,
+        0,
+        -1,
+    )  # one label nobody has, one document has none
+    micro, macro = f1_scores(logits, true_labels)
+    predicted, true = (logits > 0).numpy(), true_labels.numpy()
     assert micro == pytest.approx(
-        judge.f1_score(true, given, average="micro", zero_division=0), abs=1e-12
+        judge.f1_score(true, predicted, average="micro", zero_division=0), abs=1e-12
     )
     assert macro == pytest.approx(
-        judge.f1_score(true, given, average="macro", zero_division=0), abs=1e-12
+        judge.f1_score(true, predicted, average="macro", zero_division=0), abs=1e-12
     )
     top = np.zeros_like(true)
     for row, scores, labels in zip(top, logits.numpy(), true, strict=True):
         row[np.argsort(-scores, kind="stable")[: int(labels.sum())]] = 1
     known = true.sum(1) > 0
     expected = judge.precision_score(true[known], top[known], average="samples", zero_division=0)
-    assert r_precision(logits, held) == pytest.approx(expected, abs=1e-12)
+    assert r_precision(logits, true_labels) == pytest.approx(expected, abs=1e-12)
     logits_of_none, none = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
     assert r_precision(logits_of_none, none) is None
     assert (
@@ -72,7 +76,7 @@ def test_figures_are_scikit_learns(seed):
         judge.log_loss(row, p, labels=[0, 1])
         for row, p in zip(true, logits.double().sigmoid(), strict=True)
     ]
-    assert document_losses(logits, held).tolist() == pytest.approx(losses, abs=1e-6)
+    assert document_losses(logits, true_labels).tolist() == pytest.approx(losses, abs=1e-6)
 
 
 def test_a_head_sees_a_document_whatever_stands_behind_it():
@@ -201,11 +205,11 @@ def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
     assert "is of task 'classify', whose weights write no text; nanogpt-bench" in refused(
         "sample", classified
     )
-    said = refused("evaluate", classified, "--formats", "all")
-    assert "is of task 'classify', and a report of formats measures windows of a text;" in said
+    message = refused("evaluate", classified, "--formats", "all")
+    assert "is of task 'classify', and a report of formats measures windows of a text;" in message
     for task in ("language", "classify"):
-        said = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
-        with refusal(said):
+        message = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
+        with refusal(message):
             resolve(classify(task=task, model__init_from=classified))
     with refusal(r"'classify' needs documents with labels.*prepare eurlex --task labels"):
         run(classify(data__dir=corpus_dir), tmp_path / "r")
@@ -217,11 +221,11 @@ def test_a_classifier_starts_from_a_language_model(classify, tiny, labelled_dir,
     run(tiny(data__dir=labelled_dir, model__tie_weights=tied), tmp_path / "before")
     settings = classify(model__init_from=tmp_path / "before", rule="fp32")
     language = trainer_of(tiny(data__dir=labelled_dir, model__init_from=tmp_path / "before"))
-    own, fresh = trainer_of(settings), trainer_of(classify(rule="fp32"))
-    theirs = language.model.state_dict()
-    for name, value in own.model.state_dict().items():
-        assert name == "lm_head.weight" or torch.equal(value, theirs[name]), name
-    assert torch.equal(own.model.lm_head.weight, fresh.model.lm_head.weight)
+    weights_of, fresh = trainer_of(settings), trainer_of(classify(rule="fp32"))
+    language_state = language.model.state_dict()
+    for name, value in weights_of.model.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(value, language_state[name]), name
+    assert torch.equal(weights_of.model.lm_head.weight, fresh.model.lm_head.weight)
     assert run(settings, tmp_path / "after")["status"] == "finished"
 
 

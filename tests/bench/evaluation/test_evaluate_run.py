@@ -38,26 +38,26 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(trained, kind, ca
 
 
 def test_rounding_a_run_is_rounding_what_starts_from_it(tiny, trained, tmp_path):
-    own, *rows = evaluate_run(trained["float"], formats=["E4M3", "e2m1"])
+    floats, *rows = evaluate_run(trained["float"], formats=["E4M3", "e2m1"])
     start = {"model__init_from": trained["float"], "runtime__threads": 1, "train__max_steps": 1}
     configs = [tiny(**start), *(tiny(**start, model__format=fmt) for fmt in ("E4M3", "E2M1"))]
     firsts = [
         run(config, tmp_path / str(at))["first_val_loss"] for at, config in enumerate(configs)
     ]
-    assert [own.val_loss, *(row.val_loss for row in rows)] == firsts
+    assert [floats.val_loss, *(row.val_loss for row in rows)] == firsts
     assert [row.format for row in rows] == ["E4M3", "E2M1"]
-    assert rows[1].gap == rows[1].val_loss - own.val_loss
+    assert rows[1].gap == rows[1].val_loss - floats.val_loss
     assert abs(rows[1].gap) > abs(rows[0].gap) > 0
 
 
 def test_layers_that_a_run_left_alone_stay_so(trained):
-    kept = evaluate_run(trained["master copy"], formats=["E5M2"])[-1]
-    assert kept.quantized_parameters == 12 * 16**2  # lm_head is `none` in the run
-    asked = evaluate_run(
+    row = evaluate_run(trained["master copy"], formats=["E5M2"])[-1]
+    assert row.quantized_parameters == 12 * 16**2  # lm_head is `none` in the run
+    row_of_all = evaluate_run(
         trained["float"], formats=["E5M2"], overrides=["--model.formats.attn", "none"]
     )[-1]
     whole = evaluate_run(trained["float"], formats=["E5M2"])[-1]
-    assert whole.quantized_parameters - asked.quantized_parameters == 4 * 16**2
+    assert whole.quantized_parameters - row_of_all.quantized_parameters == 4 * 16**2
 
 
 def test_an_earlier_checkpoint_and_the_table_as_json(trained, tmp_path):
@@ -95,9 +95,9 @@ def test_it_says_why_a_loss_is_another_one_or_that_there_is_none_to_compare_with
 
 def test_a_run_that_goes_on_by_stiffness_without_rounding_is_rounded(tiny, tmp_path):
     run(tiny(rule="stiffness-unrounded", model__format="E2M1", train__max_steps=1), tmp_path / "a")
-    own, floats, rounded = evaluate_run(tmp_path / "a", formats=["E2M1"])
-    assert (own.storage, rounded.storage) == ("continuous", "master")
-    assert floats.val_loss == own.val_loss != rounded.val_loss
+    continuous, floats, rounded = evaluate_run(tmp_path / "a", formats=["E2M1"])
+    assert (continuous.storage, rounded.storage) == ("continuous", "master")
+    assert floats.val_loss == continuous.val_loss != rounded.val_loss
 
 
 def test_a_tied_head_is_decided_on_in_one_line(trained, capsys):
@@ -130,12 +130,14 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
         main(["evaluate", str(trained["float"]), f"--data.dir={moved}"]) == 0
     )  # the same text elsewhere
     (tmp_path / "other.txt").write_text(text_file.read_text() + "the fox\n" * 200)
-    for source, tokenizer, said in (
+    for source, tokenizer, message in (
         (text_file, "byte", "was trained on text of tokenizer 'char'"),
         (tmp_path / "other.txt", "char", "numbers the tokens of each text on its own"),
     ):
         prepare_text(source, tmp_path / tokenizer, tokenizer)
-        assert said in refused("evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}")
+        assert message in refused(
+            "evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}"
+        )
     run(tiny(data__dir=tmp_path / "byte", train__max_steps=1), tmp_path / "run")
     # under it
     prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte", replace=True)
@@ -153,8 +155,10 @@ def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:
 
 def test_every_format_and_scale_of_a_run_beside_its_floats(trained, tmp_path):
     run_dir = trained["float"]
-    found = report_of(run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor")
-    rows = found["rows"]
+    evaluation = report_of(
+        run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor"
+    )
+    rows = evaluation["rows"]
     every = [(name, scale) for name in ALL for scale in ("channel", "tensor")]
     assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *every]
     recorded = summary_of(run_dir)["final_val_loss"]
@@ -216,21 +220,21 @@ def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(trained
         "--sensitivity",
         "layers",
     ]
-    found = report_of(trained["float"], tmp_path / "out", *words)
-    mixture = found["rows"][-1]
-    own = {"attn": "none", "blocks.0.mlp.fc": "none", "lm_head": "E5M2"}
-    assert (mixture["format"], {key: mixture["formats"].get(key) for key in own}) == (
+    evaluation = report_of(trained["float"], tmp_path / "out", *words)
+    mixture = evaluation["rows"][-1]
+    own_formats = {"attn": "none", "blocks.0.mlp.fc": "none", "lm_head": "E5M2"}
+    assert (mixture["format"], {key: mixture["formats"].get(key) for key in own_formats}) == (
         "mixture",
-        own,
+        own_formats,
     )
-    assert mixture["formats"].keys() <= {*own, "blocks.0.mlp.proj", "embeddings"}
+    assert mixture["formats"].keys() <= {*own_formats, "blocks.0.mlp.proj", "embeddings"}
     assert mixture["bytes_per_parameter"] <= 3
     table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
     assert table["patterns"] == ["blocks.0.mlp.proj", "embeddings"]
     assert table["reference"] == "the same weights in the formats given"
-    gap = table["reference_loss"] - found["rows"][0]["val_loss"]
+    gap = table["reference_loss"] - evaluation["rows"][0]["val_loss"]
     for row, cell in zip(
-        found["rows"][1:3], table["gap"][0], strict=True
+        evaluation["rows"][1:3], table["gap"][0], strict=True
     ):  # all that is left is one layer
         assert row["gap"] == pytest.approx(gap + cell, abs=1e-9)
     (advised,) = re.findall(
@@ -248,8 +252,8 @@ def test_byte_pairs_learned_from_another_text_are_other_tokens(tiny, tmp_path, r
         (tmp_path / f"{name}.txt").write_text(words * 300)
         prepare_text(tmp_path / f"{name}.txt", tmp_path / name, "bpe-265")
     run(tiny(data__dir=tmp_path / "one", train__max_steps=1), tmp_path / "run")
-    said = "tokenizer 'bpe-265' numbers the tokens of each text on its own"
-    assert said in refused("evaluate", tmp_path / "run", f"--data.dir={tmp_path / 'two'}")
+    message = "tokenizer 'bpe-265' numbers the tokens of each text on its own"
+    assert message in refused("evaluate", tmp_path / "run", f"--data.dir={tmp_path / 'two'}")
     config = tiny(data__dir=tmp_path / "one", eval__also=tmp_path / "two")
     with pytest.raises(BenchError, match="has other tokens than"):
         run(config, tmp_path / "also")

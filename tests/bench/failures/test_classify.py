@@ -180,8 +180,8 @@ def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn
     """In every fourth look it is there; of layers that are always looked at that would
     be four looks apart.
     """
-    own = {step: 0.3 for index, step in enumerate(LOOKS) if index % 4 == 0}
-    series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": own}
+    shares = {step: 0.3 for index, step in enumerate(LOOKS) if index % 4 == 0}
+    series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": shares}
     finding = judged(make(series=series, settings={"monitor": {"turns": turns}}), "overflow")
     assert (finding.state, finding.step) == (state, 20 if state == "found" else None)
 
@@ -313,8 +313,8 @@ def test_the_sweep_judges_what_a_dead_process_left_and_writes_nothing_where_a_fu
     if kind == "crash":
         summary = json.loads((path / "summary.json").read_text())
         assert (summary["status"], summary["failure"]["kind"]) == ("failed", "crash")
-        found = {entry["kind"]: entry["step"] for entry in summary["failures"]}
-        assert found == {"divergence": 3, "exploding_gradients": 3, "nan": 4}
+        steps_by_kind = {entry["kind"]: entry["step"] for entry in summary["failures"]}
+        assert steps_by_kind == {"divergence": 3, "exploding_gradients": 3, "nan": 4}
 
 
 LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
@@ -442,15 +442,15 @@ PROVOKED = {
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_class_is_found_in_the_run_that_provokes_it(runs, name):
     expected, step, metric, figure, low, high = PROVOKED[name]
-    found = {finding.kind: finding for finding in diagnose(runs(name)).found}
-    assert found.keys() >= set(expected)
+    findings = {finding.kind: finding for finding in diagnose(runs(name)).found}
+    assert findings.keys() >= set(expected)
     if name in ("frozen", "lr of nothing"):
-        assert list(found) == expected
-    last = found[expected[-1]]
+        assert list(findings) == expected
+    last = findings[expected[-1]]
     assert step in (None, last.step)
     assert last.evidence["metric"] == metric
     assert low <= float(last.evidence[figure] or 0) <= high
     if name == "frozen":
         assert str(last.evidence["worst_layer"]).startswith("blocks.0.")
     if name == "unclipped sgd":
-        assert (last.step or 0) < (found["nan"].step or 0)
+        assert (last.step or 0) < (findings["nan"].step or 0)

@@ -43,23 +43,27 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_an_outline_is_the_model_s(models, kind):
-    found, model = outline(str(models[kind])), load_causal(str(models[kind])).eval()
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (found.n_layer, found.n_head, found.n_embd, found.positions, found.vocab_size) == (
+    model_outline, model = outline(str(models[kind])), load_causal(str(models[kind])).eval()
+    assert model_outline.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (
+        model_outline.n_layer,
+        model_outline.n_head,
+        model_outline.n_embd,
+        model_outline.positions,
+        model_outline.vocab_size,
+    ) == (
         2,
         2,
         32,
         64,
         64,
     )
-    assert len(found.layers) == {"llama": 15, "gpt2": 9}[kind]
-    assert list(found.shared) == {"llama": ["lm_head"], "gpt2": []}[kind]
+    assert len(model_outline.layers) == {"llama": 15, "gpt2": 9}[kind]
+    assert list(model_outline.shared) == {"llama": ["lm_head"], "gpt2": []}[kind]
     tokens = torch.randint(0, 23, (3, 9))
-    theirs = model(input_ids=tokens, labels=tokens).loss
-    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(
-        theirs.item(), rel=1e-6
-    )
-    assert sum(window_losses(model, tokens, 2)) / 3 == pytest.approx(theirs.item(), rel=1e-6)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert sum(window_losses(model, tokens, 2)) / 3 == pytest.approx(loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -109,15 +113,21 @@ def test_a_mixture_is_the_best_of_all():
         dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*choices.values())
     ]
     for budget in (224.0, 225.0, 400.0, 600.0, 1100.0, 1800.0):
-        fitting = [made for made in mixtures if sum(size for _, _, size in made.values()) <= budget]
-        best = min(fitting, key=lambda made: sum(gap for _, gap, _ in made.values()), default={})
+        fitting = [
+            mixture
+            for mixture in mixtures
+            if sum(size for _, _, size in mixture.values()) <= budget
+        ]
+        best = min(
+            fitting, key=lambda mixture: sum(gap for _, gap, _ in mixture.values()), default={}
+        )
         assert best_mixture(choices, budget) == (
             {name: fmt for name, (fmt, _, _) in best.items()} or None
         )
 
 
 def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path, capsys):
-    out, own = tmp_path / "out", str(tmp_path / "own")
+    out, own_copy = tmp_path / "out", str(tmp_path / "own")
     words = [
         "prepare",
         "text",
@@ -126,9 +136,9 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
         "--tokenizer",
         str(models["llama"]),
     ]  # whose words are alike
-    assert main([*words, "--out", own]) == 0
+    assert main([*words, "--out", own_copy]) == 0
     capsys.readouterr()
-    words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", own, "--windows", "3"]
+    words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", own_copy, "--windows", "3"]
     more = [
         "--formats",
         "E4M3,e5m2",
@@ -145,7 +155,7 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
         )
         == 0
     )
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     content, table = (
         json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json")
     )
@@ -163,8 +173,8 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
     assert 0 < rows[1]["gap_se"] < rows[1]["val_loss_se"]
     assert rows[5]["bytes_per_parameter"] <= 2
     assert table["patterns"] == ["transformer.h.0", "transformer.h.1", EMBEDDINGS]
-    assert "lm_head (2,048): no pattern names it" in said.err
-    assert all(f"{row['val_loss']:.4f}" in said.out for row in rows)
+    assert "lm_head (2,048): no pattern names it" in printed.err
+    assert all(f"{row['val_loss']:.4f}" in printed.out for row in rows)
     page = (out / "report.html").read_text()
     assert all(
         word in page
@@ -172,7 +182,7 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
     )
 
 
-def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, here):
+def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, working_folder):
     words = [
         "evaluate",
         "--model",
@@ -184,7 +194,9 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(models, text_file, here):
     ]
     for _ in range(2):  # the second replaces the first
         assert main([*words, "--formats", "E4M3", "--embeddings", "--model.block_size=16"]) == 0
-    rows = json.loads((here / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
+    rows = json.loads((working_folder / "runs" / "evaluate-llama" / "evaluation.json").read_text())[
+        "rows"
+    ]
     tokens = torch.from_numpy(
         model_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64")
     )
@@ -232,10 +244,10 @@ def test_what_transformers_leaves_out_of_a_gguf_is_refused(name, tmp_path):
     import gguf
 
     causal_models.write_gguf(tmp_path / "x.gguf", gguf, {name: np.arange(1, 9, dtype=np.float32)})
-    said = f"unexpected weight {name!r}, which transformers leaves"
+    message = f"unexpected weight {name!r}, which transformers leaves"
     if name == "rope_freqs.weight":
-        said = f"{name!r} scales rotary frequencies by up to 8, and transformers leaves"
-    with refusal(re.escape(said)):
+        message = f"{name!r} scales rotary frequencies by up to 8, and transformers leaves"
+    with refusal(re.escape(message)):
         load_causal(str(tmp_path))
 
 
@@ -283,7 +295,7 @@ ENCODER = [
     ("architectures", ["T5ForConditionalGeneration"]),
     ("is_encoder_decoder", True),
 ]
-T5 = both(*(put(*each) for each in ENCODER))
+T5 = both(*(put(*entry) for entry in ENCODER))
 #: what is said of a model, how it is made, and what is done then to which of its files
 UNFIT = [
     (
@@ -296,7 +308,7 @@ UNFIT = [
         "is T5ForConditionalGeneration, no causal language model",
         written(),
         "config.json",
-        both(*(put(*each) for each in ENCODER)),
+        both(*(put(*entry) for entry in ENCODER)),
     ),
     ("reads the tokens that follow", written("bert"), "", both()),
     (
@@ -357,9 +369,9 @@ def test_a_model_that_does_not_fit_is_one_line(
         ),
     ],
 )
-def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, capsys):
+def test_every_text_that_is_read_has_tokens_of_the_model(words, named, working_folder, capsys):
     model = str(
-        causal_models.write(here / "MODEL", vocab_size=16)
+        causal_models.write(working_folder / "MODEL", vocab_size=16)
     )  # digits from 3 on are tokens from 16 on
     plain, digits = "the quick brown fox .\n" * 200, "7 8 9\n" * 400
     for name, text in (
@@ -374,32 +386,32 @@ def test_every_text_that_is_read_has_tokens_of_the_model(words, named, here, cap
             == 0
         )
     assert main([*words.split(), "--model", model]) == (2 if named else 0)
-    told = f"model '{model}' has 16 token embeddings, '{named}' has token 22"
-    assert (told in capsys.readouterr().err) == bool(named)
+    message = f"model '{model}' has 16 token embeddings, '{named}' has token 22"
+    assert (message in capsys.readouterr().err) == bool(named)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_head_of_its_own_counts_whatever_the_settings_say(kind, tmp_path):
     folder = causal_models.write(tmp_path / kind, kind, tied=False)
     put("tie_word_embeddings", True)(folder / "config.json")
-    found, model = outline(str(folder)), load_causal(str(folder))
+    model_outline, model = outline(str(folder)), load_causal(str(folder))
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert not found.shared
+    assert model_outline.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert not model_outline.shared
 
 
 def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
     folder = causal_models.write(tmp_path / "same")
     file = folder / "model.safetensors"
-    held = load_file(file)
+    tensors = load_file(file)
     save_file(
-        {**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()},
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
         file,
         {"format": "pt"},
     )
-    found, model = outline(str(folder)), load_causal(str(folder))
-    assert list(found.shared) == ["lm_head"]
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    model_outline, model = outline(str(folder)), load_causal(str(folder))
+    assert list(model_outline.shared) == ["lm_head"]
+    assert model_outline.parameters == sum(parameter.numel() for parameter in model.parameters())
     other = causal_models.write(tmp_path / "none")
     put("tie_word_embeddings", False)(other / "config.json")
     with refusal(r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
@@ -419,12 +431,12 @@ def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkey
 
 @pytest.mark.slow
 @needs_smollm
-def test_a_language_model_bears_e4m3(here):
+def test_a_language_model_bears_e4m3(working_folder):
     """SmolLM2-135M on Python's own prose: E4M3 costs little, E7M0 much."""
     from pydoc_data.topics import topics
 
     folder = next(iter(SMOLLM.submodule_search_locations))
-    (here / "prose.txt").write_text("\n".join(topics.values())[:60_000])
+    (working_folder / "prose.txt").write_text("\n".join(topics.values())[:60_000])
     words = [
         "evaluate",
         "--model",
@@ -437,7 +449,9 @@ def test_a_language_model_bears_e4m3(here):
         "4",
     ]
     assert main([*words, "--out", "out"]) == 0
-    floats, e4m3, e7m0 = json.loads((here / "out" / "evaluation.json").read_text())["rows"]
+    floats, e4m3, e7m0 = json.loads((working_folder / "out" / "evaluation.json").read_text())[
+        "rows"
+    ]
     assert 1.0 < floats["val_loss"] < 4.0
     assert abs(e4m3["gap"]) < 0.1 < e7m0["gap"]
     assert e4m3["quantized_parameters"] == 106_168_320

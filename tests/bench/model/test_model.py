@@ -119,7 +119,7 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("there", "words"),
+    ("folder", "words"),
     [
         (
             {"width": 16},
@@ -129,8 +129,8 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
         ({"storage": "grid"}, "float32 .* there, E4M3 codes .* here"),
     ],
 )
-def test_weights_of_another_model_are_refused(tmp_path, there, words):
-    save_weights(wrapped(**{"storage": "fp8", "seed": 0, **there}), tmp_path / "w")
+def test_weights_of_another_model_are_refused(tmp_path, folder, words):
+    save_weights(wrapped(**{"storage": "fp8", "seed": 0, **folder}), tmp_path / "w")
     model = wrapped("fp8", 1)
     before = {name: layer.weight_codes().clone() for name, layer in quantized_layers(model).items()}
     with refusal(words):
@@ -157,7 +157,7 @@ def test_experts_in_one_parameter_are_measured_around_and_named(
     assert rows[1]["quantized_parameters"] == 2 * 4 * 32 * 32
 
 
-def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, here, capsys):
+def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, working_folder, capsys):
     assert (
         main(
             [
@@ -209,8 +209,8 @@ def test_a_tied_weight_is_named_once(tied):
 @pytest.mark.parametrize("command", ["evaluate", "finetune"])
 def test_a_model_without_attention_is_refused(command, text_file, tmp_path, corpus_dir, refused):
     text = ["--input", text_file] if command == "evaluate" else ["--data.dir", corpus_dir]
-    said = refused(command, "--model", causal_models.write(tmp_path / "mamba", "mamba"), *text)
-    assert "is of type 'mamba', without attention" in said
+    message = refused(command, "--model", causal_models.write(tmp_path / "mamba", "mamba"), *text)
+    assert "is of type 'mamba', without attention" in message
 
 
 def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused):
@@ -219,10 +219,10 @@ def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused):
     for value in (float("nan"), float("inf")):
         tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
         save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-        said = refused("evaluate", "--model", model, "--input", text_file)
+        message = refused("evaluate", "--model", model, "--input", text_file)
         assert (
             "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values"
-            in said
+            in message
         )
 
 
@@ -257,30 +257,30 @@ def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(
         "--model.block_size=16",
     ]
     words += ["--formats", "E4M3,E2M1", "--scales", "tensor,channel"]
-    held = []
+    dtypes = []
 
     def losses(model, *rest):
         layers = [
-            each
-            for each in model.modules()
-            if is_linear(each) or isinstance(each, fm.QuantizedLinear)
+            module
+            for module in model.modules()
+            if is_linear(module) or isinstance(module, fm.QuantizedLinear)
         ]
         codes = [
-            isinstance(each.weight, fm.FP8Tensor)
-            for each in layers
-            if each is not model.get_output_embeddings()
+            isinstance(module.weight, fm.FP8Tensor)
+            for module in layers
+            if module is not model.get_output_embeddings()
         ]
-        held.append({torch.uint8} if all(codes) else {each.weight.dtype for each in layers})
+        dtypes.append({torch.uint8} if all(codes) else {module.weight.dtype for module in layers})
         return window_losses(model, *rest)
 
     monkeypatch.setattr(measurement, "window_losses", losses)
     assert main([*words, "--out", str(tmp_path / "anew")]) == 0
-    assert held == [{dtype}, *[{torch.uint8}] * 4]
+    assert dtypes == [{dtype}, *[{torch.uint8}] * 4]
     monkeypatch.setattr(
         report, "find_model", lambda _: {"gguf_file": ""}
     )  # of which floats alone are read
     assert main([*words, "--out", str(tmp_path / "floats")]) == 0
-    assert held[5] == {torch.float32}
+    assert dtypes[5] == {torch.float32}
     assert rows_of(tmp_path / "anew") == rows_of(tmp_path / "floats")
 
 
@@ -307,6 +307,6 @@ def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path):
     assert load_narrow(str(causal_models.write(tmp_path / "floats"))) is None
     narrow = load_narrow(str(written(tmp_path / "llama", "llama", torch.bfloat16)))
     assert narrow.config.dtype is torch.float32
-    made = torch.nn.Linear(2, 2).bfloat16()
-    made.register_buffer("cache", torch.ones(2, dtype=torch.bfloat16), persistent=False)
-    assert not computes_in_float32(made)
+    layer = torch.nn.Linear(2, 2).bfloat16()
+    layer.register_buffer("cache", torch.ones(2, dtype=torch.bfloat16), persistent=False)
+    assert not computes_in_float32(layer)

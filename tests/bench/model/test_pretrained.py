@@ -52,17 +52,17 @@ def test_the_logits_are_those_of_transformers(tmp_path, function, tied):
         "tie_word_embeddings": tied,
         "initializer_range": 0.3,
     }
-    theirs = transformers.GPT2LMHeadModel(
+    published = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)
     ).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = loaded(tmp_path)
+    published.save_pretrained(tmp_path)
+    model = loaded(tmp_path)
     tokens = torch.randint(0, 61, (3, 32))
     with torch.no_grad():
-        expected, logits = theirs(tokens).logits, ours(tokens)
+        expected, logits = published(tokens).logits, model(tokens)
     assert float(expected.std()) > 0.5  # logits that say something
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    assert (ours.lm_head.weight is ours.token_embedding.weight) is tied
+    assert (model.lm_head.weight is model.token_embedding.weight) is tied
 
 
 def test_gpt2_s_own_size_has_gpt2_s_parameters():
@@ -88,9 +88,11 @@ def halved(stored: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("edit", [renamed, halved])
 def test_names_with_and_without_their_prefix_masks_and_bfloat16_are_read(tmp_path, folder, edit):
     edited = gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
-    for ours, theirs in zip(loaded(folder).parameters(), loaded(edited).parameters(), strict=True):
-        assert theirs.dtype is torch.float32
-        assert torch.equal(ours.bfloat16().float() if edit is halved else ours, theirs)
+    for weight, edited_weight in zip(
+        loaded(folder).parameters(), loaded(edited).parameters(), strict=True
+    ):
+        assert edited_weight.dtype is torch.float32
+        assert torch.equal(weight.bfloat16().float() if edit is halved else weight, edited_weight)
 
 
 def test_fewer_positions_take_the_first_and_an_untied_head_a_copy(folder):
@@ -211,10 +213,10 @@ NAMES |= {"mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj", "blocks.": "h.", "fina
 NAMES |= {"token_embedding": "wte", "position_embedding": "wpe"}
 
 
-def settings(data: Path, *given: str) -> Resolved:
+def settings(data: Path, *words: str) -> Resolved:
     """The shipped file, with AdamW in float32 and what else is given."""
     return resolve(
-        load_config(find_config("gpt2_124m.yaml"), [f"--data.dir={data}", *PLAIN, *given])
+        load_config(find_config("gpt2_124m.yaml"), [f"--data.dir={data}", *PLAIN, *words])
     )
 
 
@@ -235,17 +237,17 @@ def transformers_model(config: Resolved, vocabulary: int) -> Any:
     zeros = dict.fromkeys(
         ("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0
     )
-    made = transformers.GPT2LMHeadModel(
+    published = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=vocabulary, **sizes, **zeros)
     )
-    theirs = dict(made.transformer.named_parameters())
+    published_weights = dict(published.transformer.named_parameters())
     for name, weight in build_model(shape, config.seed).named_parameters():
-        for ours, other in NAMES.items():
-            name = name.replace(ours, other)
-        held = theirs.pop(name)
-        held.data.copy_(weight.T if ".c_" in name and weight.dim() == 2 else weight)
-    assert not theirs
-    return made
+        for name_of_ours, other in NAMES.items():
+            name = name.replace(name_of_ours, other)
+        fused = published_weights.pop(name)
+        fused.data.copy_(weight.T if ".c_" in name and weight.dim() == 2 else weight)
+    assert not published_weights
+    return published
 
 
 def transformers_losses(config: Resolved, steps: int) -> list[float]:
@@ -295,13 +297,13 @@ def transformers_losses(config: Resolved, steps: int) -> list[float]:
 
 def check(config: Resolved, folder: Path, moves: float) -> None:
     steps = config.train.max_steps
-    ours = [line["train/loss"] for line in records_of(config, folder) if "train/loss" in line]
-    theirs = transformers_losses(config, steps)
-    assert len(ours) == steps
-    assert ours == pytest.approx(
-        theirs, abs=1e-5, rel=0
+    losses = [line["train/loss"] for line in records_of(config, folder) if "train/loss" in line]
+    published_losses = transformers_losses(config, steps)
+    assert len(losses) == steps
+    assert losses == pytest.approx(
+        published_losses, abs=1e-5, rel=0
     )  # ten of float32's units at losses from 8 to 16
-    assert max(ours) - min(ours) > moves
+    assert max(losses) - min(losses) > moves
 
 
 def test_a_small_model_has_the_losses_of_transformers(tmp_path, text_file):

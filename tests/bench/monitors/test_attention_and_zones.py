@@ -88,11 +88,11 @@ def test_zones_are_found_by_trial(output):
             w = on_grid(name, 5, 40, std=3.0) * SCALES[0]
             x = normal(rows, 40, seed=1) * torch.logspace(-4, 0, 40)
             x[:, 3] = 0
-            found = zero_gradient_zone(w, x, of(name), SCALES[0], output=output)
-            assert found == pytest.approx(
+            share = zero_gradient_zone(w, x, of(name), SCALES[0], output=output)
+            assert share == pytest.approx(
                 zone_by_trial(w, x, name, SCALES[0], output), abs=1.5 / 200
             )
-            assert 0 < found < 1
+            assert 0 < share < 1
 
 
 def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch):

@@ -44,27 +44,27 @@ def test_figures_are_the_counts(name):
     fmt = of(name)
     x = normal(1000, seed=5, std=2.0 if name == "E7M0" else fmt.max / 4)
     codes = [reference.encode(v, fmt) for v in fm.round_to_grid(x, fmt).tolist()]
-    size, found = bit_figures(code_histogram(x, fmt), fmt)
+    size, figures = bit_figures(code_histogram(x, fmt), fmt)
     m = fmt.mantissa_bits
     fields = [(c & (fmt.sign_bit - 1)) >> m for c in codes]
     finite = [c for c in range(2**fmt.bits) if math.isfinite(reference.decode(c, fmt))]
     top = max((c & (fmt.sign_bit - 1)) >> m for c in finite)
     assert size == 1000
     shares = [codes.count(code) / 1000 for code in set(codes)]
-    assert found.pop(UNIFORMITY) == pytest.approx(
+    assert figures.pop(UNIFORMITY) == pytest.approx(
         -sum(p * math.log2(p) for p in shares) / math.log2(len(finite))
     )
-    assert found.pop(CODES_USED) == len(set(codes)) / len(finite)
-    assert found.pop(TOP_EXPONENT) == fields.count(top) / 1000
+    assert figures.pop(CODES_USED) == len(set(codes)) / len(finite)
+    assert figures.pop(TOP_EXPONENT) == fields.count(top) / 1000
     assert (fields.count(top) > 0) is (name != "E7M0")
-    assert not found
+    assert not figures
 
 
 def test_codes_that_are_no_number_are_left_out():
     counts = code_histogram(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
     assert counts[127] == 1
-    size, found = bit_figures(counts, of("E4M3"))
-    assert (size, found[CODES_USED]) == (2, 2 / 254)
+    size, figures = bit_figures(counts, of("E4M3"))
+    assert (size, figures[CODES_USED]) == (2, 2 / 254)
     size, empty = bit_figures(code_histogram(torch.empty(0), of("E5M2")), of("E5M2"))
     assert (size, set(empty.values())) == (0, {0.0})
 
@@ -101,8 +101,8 @@ def test_spacings_are_the_definition(columns):
         w = normal(3, columns, std=0.1)
         scale = fm.storage_scale(w, name)
         stiffness = fm.ulp(w / scale, name) * scale
-        found = geometry_figures(w, of(name), scale)
-        assert found[STIFFNESS_MEAN] == pytest.approx(stiffness.double().mean().item(), rel=1e-5)
+        figures = geometry_figures(w, of(name), scale)
+        assert figures[STIFFNESS_MEAN] == pytest.approx(stiffness.double().mean().item(), rel=1e-5)
 
 
 def test_the_off_grid_share():

@@ -33,12 +33,12 @@ def test_norms_and_signal(shape, size):
     ):
         g = ((normal(*shape, seed=1) - 0.3) * size).to(dtype)
         g.view(-1)[:2] = 0
-        found, wide = gradient_figures(g), g.double()
-        assert found[GRAD_L2] == pytest.approx(wide.norm().item(), rel=1e-5)
-        assert found[GRAD_SNR] == pytest.approx(
+        figures, wide = gradient_figures(g), g.double()
+        assert figures[GRAD_L2] == pytest.approx(wide.norm().item(), rel=1e-5)
+        assert figures[GRAD_SNR] == pytest.approx(
             (wide.mean().abs() / wide.std(correction=0)).item(), rel=1e-4
         )
-        assert found[GRAD_ZERO] == 2 / g.numel()
+        assert figures[GRAD_ZERO] == 2 / g.numel()
 
 
 def test_gradients_without_signal():
@@ -48,8 +48,8 @@ def test_gradients_without_signal():
     assert (constant[GRAD_L2], constant[GRAD_SNR]) == (pytest.approx(math.sqrt(10)), None)
     assert gradient_figures(torch.tensor([1.0, -1.0]))[GRAD_SNR] == 0
     for bad in (math.nan, math.inf):
-        found = gradient_figures(torch.tensor([0.0, bad, 1.0, 2.0]))
-        assert (math.isfinite(found[GRAD_L2] or 0.0), found[GRAD_SNR], found[GRAD_ZERO]) == (
+        figures = gradient_figures(torch.tensor([0.0, bad, 1.0, 2.0]))
+        assert (math.isfinite(figures[GRAD_L2] or 0.0), figures[GRAD_SNR], figures[GRAD_ZERO]) == (
             False,
             None,
             0.25,

@@ -43,8 +43,8 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float
             if Fraction(value) > middle
             else low + low % 2
         )
-        found = code > fmt.max_code, value > 0 and code == 0, value > fmt.max * (1 + 2**-20)
-        counts = [count + hit for count, hit in zip(counts, found, strict=True)]
+        answers = code > fmt.max_code, value > 0 and code == 0, value > fmt.max * (1 + 2**-20)
+        counts = [count + hit for count, hit in zip(counts, answers, strict=True)]
     return [count / len(values) for count in counts]
 
 
@@ -58,53 +58,53 @@ def test_shares_are_those_of_exact_rounding(name):
     ends = torch.tensor([fmt.max, middle, least, 2 * least], dtype=torch.float32)
     near = [torch.nextafter(ends, ends + sign) for sign in (-1, 1)]
     values = torch.cat([ends, *near, -ends, ends * 1.001, torch.tensor([0.0, -0.0, 1.0])]).tolist()
-    found = range_figures(torch.tensor(values), fmt)
-    assert [found[share] for share in SHARES] == shares_by_definition(values, fmt)
-    assert found[OVERFLOW]
-    assert found[UNDERFLOW]
+    figures = range_figures(torch.tensor(values), fmt)
+    assert [figures[share] for share in SHARES] == shares_by_definition(values, fmt)
+    assert figures[OVERFLOW]
+    assert figures[UNDERFLOW]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_shares_of_channels_in_pieces_and_in_every_dtype(dtype):
     x = normal(3, 50_000, std=0.1, dtype=dtype)
-    found, units = range_figures(x, of("E4M3"), SCALES * 2.0**-6), x.double() / (SCALES * 2.0**-6)
-    assert found[OVERFLOW] == (units.abs() > 464).double().mean().item() > 0
-    assert found[AMAX] == x.abs().max().item()
+    figures, units = range_figures(x, of("E4M3"), SCALES * 2.0**-6), x.double() / (SCALES * 2.0**-6)
+    assert figures[OVERFLOW] == (units.abs() > 464).double().mean().item() > 0
+    assert figures[AMAX] == x.abs().max().item()
 
 
 @pytest.mark.parametrize("shape", [(7,), (400, 500)])
 @pytest.mark.parametrize("offset", [0.0, 3.0])
 def test_moments(shape, offset):
     x = normal(*shape, seed=3, std=2.0) ** 3 + offset
-    found, wide = range_figures(x), x.double()
+    figures, wide = range_figures(x), x.double()
     centred, logs = wide - wide.mean(), wide.abs().log2()
-    assert found[KURTOSIS] == pytest.approx(
+    assert figures[KURTOSIS] == pytest.approx(
         (centred.pow(4).mean() / centred.square().mean() ** 2).item(), rel=1e-4
     )
-    assert found[LOG2_STD] == pytest.approx(logs.std(correction=0).item(), rel=1e-5)
+    assert figures[LOG2_STD] == pytest.approx(logs.std(correction=0).item(), rel=1e-5)
     third = (logs - logs.mean()).pow(3).mean() / logs.std(correction=0) ** 3
-    assert found[LOG2_SKEWNESS] == pytest.approx(third.item(), rel=1e-4, abs=1e-5)
-    assert not set(SHARES) & set(found)
+    assert figures[LOG2_SKEWNESS] == pytest.approx(third.item(), rel=1e-4, abs=1e-5)
+    assert not set(SHARES) & set(figures)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
 def test_a_constant_has_no_moments(value):
-    found = range_figures(torch.full((1000,), value), of("E4M3"))
-    assert (found[KURTOSIS], found[LOG2_SKEWNESS]) == (None, None)
-    assert found[AMAX] == pytest.approx(abs(value))
-    assert found[LOG2_STD] == (0.0 if value else None)
+    figures = range_figures(torch.full((1000,), value), of("E4M3"))
+    assert (figures[KURTOSIS], figures[LOG2_SKEWNESS]) == (None, None)
+    assert figures[AMAX] == pytest.approx(abs(value))
+    assert figures[LOG2_STD] == (0.0 if value else None)
 
 
 def test_what_is_not_finite_and_what_is_not_there():
     x = torch.cat([normal(997), torch.tensor([math.nan, math.inf, -math.inf])])
-    found, finite = range_figures(x, of("E5M2")), range_figures(x[:997], of("E5M2"))
-    assert found[OVERFLOW] == found[CLAMPED] == 2 / 1000
-    assert [found[m] for m in (AMAX, KURTOSIS, LOG2_STD)] == [
+    figures, finite = range_figures(x, of("E5M2")), range_figures(x[:997], of("E5M2"))
+    assert figures[OVERFLOW] == figures[CLAMPED] == 2 / 1000
+    assert [figures[m] for m in (AMAX, KURTOSIS, LOG2_STD)] == [
         finite[m] for m in (AMAX, KURTOSIS, LOG2_STD)
     ]
     for nothing in (torch.full((3,), math.nan), torch.empty(0, 3)):
-        found = range_figures(nothing, of("E7M0"))
-        assert [found[m] for m in (OVERFLOW, AMAX, KURTOSIS, LOG2_STD)] == [0.0, 0.0, None, None]
+        figures = range_figures(nothing, of("E7M0"))
+        assert [figures[m] for m in (OVERFLOW, AMAX, KURTOSIS, LOG2_STD)] == [0.0, 0.0, None, None]
     for seed in range(50):  # the largest value under its own scale is not clamped
         x = normal(20, seed=seed)
         assert range_figures(x, of("E4M3"), fm.amax_scale(x, "E4M3"))[CLAMPED] == 0

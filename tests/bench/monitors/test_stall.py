@@ -80,9 +80,9 @@ def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_
 
 def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates():
     before, target = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
-    found = update_arrived(before, target, torch.tensor([2.0, 2.0]))
-    assert (found.projected, found.requested, found.share) == (0.5, 1.25, 0.4)
-    assert (found + Arrival(1.0, 0.25)).share == 1.0
+    figures = update_arrived(before, target, torch.tensor([2.0, 2.0]))
+    assert (figures.projected, figures.requested, figures.share) == (0.5, 1.25, 0.4)
+    assert (figures + Arrival(1.0, 0.25)).share == 1.0
     assert update_arrived(before, before, before).share is None
     assert update_arrived(torch.empty(0), torch.empty(0), torch.empty(0)) == Arrival(0.0, 0.0)
     top = torch.tensor([448.0])

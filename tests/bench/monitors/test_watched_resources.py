@@ -123,9 +123,9 @@ def test_all_that_a_watched_run_writes_is_registered(
         first, *others = records_of(tiny(**settings), tmp_path / name)
         seen |= set(first).union(*others) - {"step"}
         assert first["memory/peak_bytes"] > 1e7
-    found = {key: registered(key) for key in seen}
-    assert [key for key, metric in found.items() if metric is None] == []
-    assert [metric.name for metric in METRICS if metric not in found.values()] == []
+    metrics = {key: registered(key) for key in seen}
+    assert [key for key, metric in metrics.items() if metric is None] == []
+    assert [metric.name for metric in METRICS if metric not in metrics.values()] == []
 
 
 def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
@@ -172,9 +172,9 @@ def step_number(number, *, last=False):
 
 def taken(turns, names, number, *, last=False):
     step = step_number(number, last=last)
-    found = "".join(name for name in names if turns.takes(step, name))
+    names_at_step = "".join(name for name in names if turns.takes(step, name))
     turns.written(step)
-    return found
+    return names_at_step
 
 
 def test_the_first_look_takes_all_layers_and_every_turn_each_layer_once_none_of_them_empty():
@@ -236,12 +236,12 @@ def check_turns(metric, some, whole):
     latest = {}
     sizes = {"qkv": 768, "attn.proj": 256, "fc": 1024, "mlp.proj": 1024, "lm_head": 656}
     for index, (part, full) in enumerate(zip(some, whole, strict=True)):
-        own = {key: value for key, value in part.items() if key.startswith(f"{metric}/")}
-        assert own == {key: full[key] for key in own}, metric
-        latest |= own
+        figures = {key: value for key, value in part.items() if key.startswith(f"{metric}/")}
+        assert figures == {key: full[key] for key in figures}, metric
+        latest |= figures
         layers = {key for key in full if key.startswith(f"{metric}/")}
         assert set(latest) == layers
-        assert (len(own) == len(layers)) == (index == 0), metric
+        assert (len(figures) == len(layers)) == (index == 0), metric
         if metric.startswith(WORST):
             assert part[metric] == max(latest.values())
         elif metric.startswith(("stall/update", "grad/", "geometry/", "bits/", "quant/overflow")):

@@ -46,7 +46,7 @@ def loss_at(step: int, steps: int, final: float, jitter: float = 0.0) -> float:
 
 def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, Any]]:
     metric = None if rule not in STALL else "code_unchanged" if rule == "master" else "update_lost"
-    found = []
+    lines = []
     for step in range(steps + 1):
         record = {"step": step, "tokens": 768 * (step + 1), "lr": 1e-3 * (1 - step / (steps + 1))}
         record |= {
@@ -65,8 +65,8 @@ def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, A
             if metric:
                 record[f"stall/{metric}"] = STALL[rule] * (0.7 + 0.3 * step / steps)
                 record[f"stall/{metric}/blocks.0.mlp.fc"] = 0.5
-        found.append(record)
-    return found
+        lines.append(record)
+    return lines
 
 
 def write_run(
@@ -159,11 +159,11 @@ def write_metrics(folder: Path, series: Mapping[str, Callable[[int], Any]], ever
     step}, every=1).
     """
     path = folder / "metrics.jsonl"
-    kept = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for record in kept:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for record in lines:
         if record["step"] % every == 0:
             record |= {key: value(record["step"]) for key, value in series.items()}
-    path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines), encoding="utf-8")
 
 
 def write_alerts(folder: Path, *alerts: tuple[str, int]) -> None:

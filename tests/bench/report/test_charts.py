@@ -176,7 +176,7 @@ def test_the_chart_marks_the_first_step_of_each_class(tmp_path):
     write_metrics(folder, {"train/loss": lambda step: None if step == 200 else 5.0 - step / 100})
     write_alerts(folder, ("kurtosis", 50), ("kurtosis", 60))
     results, chosen = prepared([write_run(tmp_path / "a"), folder])
-    sections = {each.name: each for each in all_sections(Page({}, results, chosen))}
+    sections = {section.name: section for section in all_sections(Page({}, results, chosen))}
     (chart,) = sections["failures"].charts
     steps = [finding.step for finding in diagnose(load_run(folder)).found]
     for layer in chart.spec["layer"][-2:]:  # lines, and names above them

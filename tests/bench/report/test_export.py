@@ -92,14 +92,14 @@ def test_what_several_files_hold_counts_once(tmp_path, unfinished):
     summary = summary_of(unfinished / "nearest-4") | {"name": "nearest-4"}
     (unfinished / "nearest-4" / "summary.json").write_text(json.dumps(summary))
     assert main(["results", "export", str(unfinished), "--out", str(after)]) == 0
-    for given in (
+    for files in (
         [before, after],
         [after, before],
         [before, unfinished],
         [after, after, unfinished],
     ):
         out = tmp_path / "page"
-        assert main(["report", *map(str, given), "--out", str(out), "--reference", "fp32"]) == 0
+        assert main(["report", *map(str, files), "--out", str(out), "--reference", "fp32"]) == 0
         lines = {
             line["run"]: line
             for line in csv.DictReader((out / "results.csv").read_text().splitlines())

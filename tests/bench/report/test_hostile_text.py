@@ -47,8 +47,8 @@ def expressions(node):
         if isinstance(node, list)
         else ()
     )
-    own = [str(part) for key, part in named if key in KEYS]
-    return own + [found for key, part in named if key != "data" for found in expressions(part)]
+    texts = [str(part) for key, part in named if key in KEYS]
+    return texts + [text for key, part in named if key != "data" for text in expressions(part)]
 
 
 CANARY = "window.broken=1;alert(1)"
@@ -183,19 +183,19 @@ def test_the_page_has_no_element_of_theirs(page):
         for name, value in attributes
         if name.startswith("on") or "javascript:" in value.lower()
     ]
-    own = text.split("<script>")[0]  # what is before the charts' code
-    assert not OBEYED.search(own), OBEYED.search(own)
-    assert "&lt;script&gt;window.broken=1" in own
+    markup = text.split("<script>")[0]  # what is before the charts' code
+    assert not OBEYED.search(markup), OBEYED.search(markup)
+    assert "&lt;script&gt;window.broken=1" in markup
 
 
 def test_nothing_of_theirs_is_an_expression(page):
     text = (
         page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
     )
-    found = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
-    assert 3 < len(found) < 20
-    assert [words for words in found if not re.fullmatch(r"[\w .,()<>&|+*-]+", words)] == []
-    assert not [words for words in found if any(t[:12] in words for t in TEXTS)]
+    texts = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
+    assert 3 < len(texts) < 20
+    assert [words for words in texts if not re.fullmatch(r"[\w .,()<>&|+*-]+", words)] == []
+    assert not [words for words in texts if any(t[:12] in words for t in TEXTS)]
 
 
 def test_figures_are_pictures_and_tables_are_tables(page):
@@ -225,9 +225,9 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     assert main(["verify", *map(str, runs)]) == 1
     assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2
     assert main(["report", "\x1b[2J", "--out", "x"]) == 2
-    said = "".join(capsys.readouterr())
-    assert "window.broken" in said
-    assert not OBEYED.search(said), OBEYED.search(said)
+    printed = "".join(capsys.readouterr())
+    assert "window.broken" in printed
+    assert not OBEYED.search(printed), OBEYED.search(printed)
 
 
 @pytest.mark.browser
@@ -247,9 +247,9 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
             "[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')"
         )
         assert "<script>" in drawn
-        told = browser.evaluate(TOLD)
-        assert "%{x}" in told
-        assert "<script>" in told
+        alarms = browser.evaluate(TOLD)
+        assert "%{x}" in alarms
+        assert "<script>" in alarms
         browser.evaluate(
             "document.querySelectorAll('#loss button.key').forEach((key) => key.click())"
         )

@@ -132,7 +132,8 @@ def test_a_source_of_many_files_is_named_shortly():
         "source": {"kind": "copy", "files": files, "limit": None},
         "splits": {"train": {"tokens": 1200}},
     }
-    said = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
+    sentence = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
     assert (
-        said == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"
+        sentence
+        == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"
     )

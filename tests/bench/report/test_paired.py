@@ -23,22 +23,22 @@ SECOND = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
 
 
 def test_seeds_are_paired_as_in_students_sleep_and_those_without_a_twin_left_out():
-    found = difference(dict(enumerate(SECOND)), dict(enumerate(FIRST)))
-    assert found.mean == pytest.approx(1.58)
-    assert (found.low, found.high) == (
+    paired = difference(dict(enumerate(SECOND)), dict(enumerate(FIRST)))
+    assert paired.mean == pytest.approx(1.58)
+    assert (paired.low, paired.high) == (
         pytest.approx(0.7001142, abs=1e-6),
         pytest.approx(2.4598858, abs=1e-6),
     )
-    assert found.p == pytest.approx(0.00283289, abs=1e-7)
-    assert found.p == pytest.approx(ttest_rel(SECOND, FIRST).pvalue)
-    assert found.seeds == 10
-    found = difference({1: 2.0, 2: 2.5, 9: 100.0}, {2: 2.0, 1: 1.6, 5: -100.0})
-    assert (found.mean, found.seeds) == (pytest.approx(0.45), 2)
+    assert paired.p == pytest.approx(0.00283289, abs=1e-7)
+    assert paired.p == pytest.approx(ttest_rel(SECOND, FIRST).pvalue)
+    assert paired.seeds == 10
+    paired = difference({1: 2.0, 2: 2.5, 9: 100.0}, {2: 2.0, 1: 1.6, 5: -100.0})
+    assert (paired.mean, paired.seeds) == (pytest.approx(0.45), 2)
     assert difference({1: 2.0}, {2: 2.0}) is None
     assert difference({1: 2.0}, {1: 1.5}) == Difference(0.5, 1)
     for apart in (0.0, 0.25):  # seeds that agree to the last bit
-        found = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
-        assert (found.mean, found.low, found.high, found.is_found) == (
+        paired = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
+        assert (paired.mean, paired.low, paired.high, paired.is_found) == (
             apart,
             apart,
             apart,
@@ -50,9 +50,9 @@ def test_holm_over_the_rows_that_were_tested():
     ps = [0.01, None, 0.04, 0.03, 0.005]
     family = [None if p is None else Difference(0.1, 5, 0.05, 0.15, p) for p in ps]
     lead = Difference(0.1, 1)
-    found = adjusted([*family, lead])
+    adjusted_rows = adjusted([*family, lead])
     # Holm (1979): 0.005 * 4, 0.01 * 3, 0.03 * 2, and what follows no smaller.
-    assert [each and each.holm for each in found] == [
+    assert [row and row.holm for row in adjusted_rows] == [
         pytest.approx(0.03),
         None,
         0.06,
@@ -60,12 +60,12 @@ def test_holm_over_the_rows_that_were_tested():
         0.02,
         None,
     ]
-    assert found[-1] == lead
+    assert adjusted_rows[-1] == lead
     same, near = (
         difference({1: 2.0, 2: 2.5}, {1: 2.0, 2: 2.5}),
         Difference(0.1, 5, 0.05, 0.15, 0.03),
     )
-    assert [same.p, *(each.holm for each in adjusted([same, near]))] == [
+    assert [same.p, *(row.holm for row in adjusted([same, near]))] == [
         1.0,
         1.0,
         0.06,
@@ -109,10 +109,10 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
 
 def test_a_pair_on_two_processors_is_marked(tmp_path):
     paths = folders(tmp_path, seeds=3)
-    here = {"cpu": "one", "cpu_capability": "AVX2", "platform": "Linux"}
+    machine = {"cpu": "one", "cpu_capability": "AVX2", "platform": "Linux"}
     for path in paths:
         of_sgd = {"cpu_capability": "AVX512"} if path.name == "sgd-1" else {}
-        (path / "environment.json").write_text(json.dumps(here | of_sgd))
+        (path / "environment.json").write_text(json.dumps(machine | of_sgd))
     reference, marked, plain = measured(paths, "fp32")
     assert (reference.difference, marked.difference.apart, plain.difference.apart) == (
         None,
@@ -145,9 +145,11 @@ def test_the_same_seed_twice_is_one_seed(tmp_path, reference, capsys):
     assert [run.path for run in row.row.uncounted] == [again]
     lines = []
     page = report([*reference, first, again], out=tmp_path / "out", say=lines.append)
-    said = f"sgd: {again} is not counted; {first} has seed 1 too, and went as far and comes first"
-    assert said in lines
-    assert said in page.read_text(encoding="utf-8")
+    message = (
+        f"sgd: {again} is not counted; {first} has seed 1 too, and went as far and comes first"
+    )
+    assert message in lines
+    assert message in page.read_text(encoding="utf-8")
 
 
 def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path):

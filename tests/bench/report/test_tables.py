@@ -113,7 +113,8 @@ def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tm
         "outside 10%; stall 89%",
     ]
     shown = {
-        column.heading: [column.cell(each) for each in results] for column in shown_columns(results)
+        column.heading: [column.cell(result) for result in results]
+        for column in shown_columns(results)
     }
     assert (shown["arrived"], shown["lr"]) == (["-", "99.8%", "21.0%"], ["0.001", "2", "0.001"])
 

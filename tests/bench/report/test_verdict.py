@@ -131,7 +131,7 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
 
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path):
-    def said(name, finals, error):
+    def verdict_of(name, finals, error):
         ends = [("fp32", seed, 2.62) for seed in range(len(finals))] + [
             ("sgd", *end) for end in enumerate(finals)
         ]
@@ -147,11 +147,11 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
         )
         return measure(rows, rows[0])[1].verdict.text
 
-    assert said("sure", (2.724,), 0.0213) == "behind"
-    assert said("lower", (2.516,), 0.0213) == "ahead"
-    assert said("noisy", (2.724,), 0.05) == "within 10%"
-    assert said("near", (2.72, 2.73, 2.71), 0.05) == "behind"
-    assert said("wide", (2.9, 2.5, 2.8), 0.0213) == "within 10%"
+    assert verdict_of("sure", (2.724,), 0.0213) == "behind"
+    assert verdict_of("lower", (2.516,), 0.0213) == "ahead"
+    assert verdict_of("noisy", (2.724,), 0.05) == "within 10%"
+    assert verdict_of("near", (2.72, 2.73, 2.71), 0.05) == "behind"
+    assert verdict_of("wide", (2.9, 2.5, 2.8), 0.0213) == "within 10%"
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path):

@@ -29,7 +29,7 @@ def test_a_failure_leaves_the_old_file_and_no_part_and_half_a_surrogate_pair_and
     path = write_text(tmp_path / "a", "old")
     with pytest.raises(TypeError), replacing(path) as file:
         file.writelines([b"half", "text"])
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "old"
     assert write_text(tmp_path / ("x" * 250), "\ud800").read_bytes() == b"\\ud800"
 
@@ -55,10 +55,10 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
 
 
 @pytest.fixture
-def _corpus(here):
+def _corpus(working_folder):
     """A corpus in the current folder."""
-    (here / "text").write_text("a line of text\n" * 200)
-    prepare_text(here / "text", here / "corpus", "byte")
+    (working_folder / "text").write_text("a line of text\n" * 200)
+    prepare_text(working_folder / "text", working_folder / "corpus", "byte")
 
 
 SMALL = (

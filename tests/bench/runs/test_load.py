@@ -35,10 +35,10 @@ def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followe
     (runs / "compare-1" / "corpus").mkdir()
     (runs / "linked").symlink_to(tmp_path / "elsewhere")
     (runs / "sweep-lr" / "back").symlink_to(runs)  # a circle
-    said = []
-    found = [path.relative_to(runs).as_posix() for path in find_runs([runs], said.append)]
-    assert found == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/tune/c"]
-    assert said[0] == f"{runs}: 5 runs found in 4 folders (2 links not followed)"
+    messages = []
+    names = [path.relative_to(runs).as_posix() for path in find_runs([runs], messages.append)]
+    assert names == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/tune/c"]
+    assert messages[0] == f"{runs}: 5 runs found in 4 folders (2 links not followed)"
     (links := tmp_path / "links").mkdir()
     (links / "d").symlink_to(tmp_path / "elsewhere" / "d")
     with refusal(r"holds none \(1 link not followed\)"):
@@ -108,11 +108,11 @@ def test_columns_say_what_the_records_said(seed):
     def known(value):
         return float(value) if isinstance(value, bool) else finite(value)
 
-    draw, made = random.Random(seed), []
+    draw, records = random.Random(seed), []
     values = (1, 2.5, -0.0, 1e300, None, True, False, 2**60, math.inf, math.nan, 10**400)
     for step in range(60):
         chosen = [name for name in NAMES[1:] if draw.random() < 0.6]
-        made.append(
+        records.append(
             {
                 "step": step,
                 **{name: draw.choice(values) for name in chosen},
@@ -120,9 +120,10 @@ def test_columns_say_what_the_records_said(seed):
                 "deep": [1],
             }
         )
-    columns = Records(made)
+    columns = Records(records)
     plain = [
-        {name: known(value) for name, value in record.items() if name in NAMES} for record in made
+        {name: known(value) for name, value in record.items() if name in NAMES}
+        for record in records
     ]
     assert (len(columns), columns.last_step) == (60, 59)
     assert set(columns.names) <= set(NAMES)
@@ -154,10 +155,10 @@ def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
     tracemalloc.start()
     try:
         assert load_run(tmp_path).last_step == 2999
-        held, peak = tracemalloc.get_traced_memory()
+        held_bytes, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held < peak < 0.5 * size
+    assert held_bytes < peak < 0.5 * size
 
 
 def line(step: int, **more: float) -> str:

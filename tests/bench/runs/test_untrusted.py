@@ -31,8 +31,8 @@ YAML = {
     "constructor",
     "text('seed: !!python/name:os.system')": "could not determine a constructor",
     **{
-        f"text({said!r})": "a value can't be read"
-        for said in ("!!int x", "!!timestamp x", "!!bool x", "2001-99-99")
+        f"text({word!r})": "a value can't be read"
+        for word in ("!!int x", "!!timestamp x", "!!bool x", "2001-99-99")
     },
     "text('{[1]: 2}')": "unhashable",
     "text('- 1\\n---\\n- 2')": "single document",
@@ -42,7 +42,7 @@ YAML = {
 }
 DAMAGED = {
     "config": {
-        **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
+        **{f"a.yaml: {damage}": word for damage, word in YAML.items()},
         "a.yaml: text('model:\\n  n_layer: 1\\nmodel:\\n  n_head: 1')": "'model' is given twice, "
         "on lines 1 and 3",
         "a.yaml: text('train: {max_steps: 3, max_steps: 4}')": "'max_steps' is given twice, on "
@@ -53,7 +53,7 @@ DAMAGED = {
         "a.yaml: text('train:\\n  max_seconds: 1:30')": "line 2: 1:30 is not allowed",
     },
     "sweep": {
-        **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
+        **{f"a.yaml: {damage}": word for damage, word in YAML.items()},
         "a.yaml: text('settings:\\n  model.formats: {attn: E4M3}\\n  model.formats.attn: "
         "E5M2\\naxes: {seed: [1]}')": ("settings.model.formats.attn is given twice in & a.yaml'"),
     },
@@ -193,19 +193,19 @@ def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
             Contents(step, {"model": {"w": torch.full((5,), float(step))}}),
             keep_last=2,
         )
-    made = {}
+    folders = {}
     for name, reader in readers(corpus_dir, labelled_dir, folder / "a").items():
         (place := folder / name).mkdir()
         reader.lay(place)
-        made[name] = (reader, place)
+        folders[name] = (reader, place)
         if " on a " in name or " from " in name:  # those would train, or draw
-            assert name == "report on a run" or reader.said(folder / "missing")
+            assert name == "report on a run" or reader.messages(folder / "missing")
         else:
-            assert reader.said(Path(shutil.copytree(place, folder / "copies" / name))) == []
-    return made
+            assert reader.messages(Path(shutil.copytree(place, folder / "copies" / name))) == []
+    return folders
 
 
-def said_of(
+def messages_of(
     reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Path, grown: list[int]
 ) -> list[str]:
     """Return the lines about a damaged copy; nothing is written, changed or run."""
@@ -213,13 +213,15 @@ def said_of(
     damage(folder / file)
     before = contents(tmp_path)
     size = sum(len(data or b"") for data in before.values())
-    found = watched(lambda: reader.said(folder))
-    assert (found.raised, found.executions) == ("", [])
+    outcome = watched(lambda: reader.messages(folder))
+    assert (outcome.raised, outcome.executions) == ("", [])
     assert contents(tmp_path) == before
-    assert found.grown <= 2 * size + 64 * MIB
-    grown.append(found.grown)
-    assert all(line.isprintable() and len(line) < 1000 for line in found.returned), found.returned
-    return found.returned
+    assert outcome.grown <= 2 * size + 64 * MIB
+    grown.append(outcome.grown)
+    assert all(line.isprintable() and len(line) < 1000 for line in outcome.returned), (
+        outcome.returned
+    )
+    return outcome.returned
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -228,28 +230,30 @@ def test_a_damage_is_named(name, every, tmp_path, attacks, monkeypatch):
         (folder := tmp_path / str(number)).mkdir()
         monkeypatch.chdir(folder)
         file, _, expression = damage.partition(": ")
-        said = said_of(*every[name], file, eval(expression, NAMES), folder, attacks)
-        assert any(all(word in line for word in words.split(" & ")) for line in said), (
+        messages = messages_of(*every[name], file, eval(expression, NAMES), folder, attacks)
+        assert any(all(word in line for word in words.split(" & ")) for line in messages), (
             damage,
-            said,
+            messages,
         )
-        assert len(said) == 1 or name == "verify", damage
+        assert len(messages) == 1 or name == "verify", damage
         if name not in ("config", "sweep"):  # which name a setting
             assert any(
-                part in line for line in said for part in (Path(file).name, str(folder / "it"))
-            ), (damage, said)
+                part in line for line in messages for part in (Path(file).name, str(folder / "it"))
+            ), (damage, messages)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "file", "garbage"), PLACES)
-def test_garbage_is_refused_by_every_reader(name, file, garbage, every, here, attacks):
-    said = said_of(*every[name], file, GARBAGE[garbage], here, attacks)
-    assert any(Path(file).name in line or str(here / "it") in line for line in said), said
+def test_garbage_is_refused_by_every_reader(name, file, garbage, every, working_folder, attacks):
+    messages = messages_of(*every[name], file, GARBAGE[garbage], working_folder, attacks)
+    assert any(
+        Path(file).name in line or str(working_folder / "it") in line for line in messages
+    ), messages
 
 
 def test_an_execution_would_be_seen():
-    found = watched(lambda: [exec("1"), os.system("true")])
-    assert {"exec", "compile", "os.system"} <= {event.split()[0] for event in found.executions}
+    outcome = watched(lambda: [exec("1"), os.system("true")])
+    assert {"exec", "compile", "os.system"} <= {event.split()[0] for event in outcome.executions}
 
 
 def test_an_honest_alias_and_merge_are_read_and_nesting_to_the_bound():
@@ -272,11 +276,11 @@ def test_a_file_is_read_to_the_bound_and_only_an_ordinary_one(tmp_path):
     os.mkfifo(pipe)
     assert untrusted.read_json(path) == untrusted.read_json(link) == [1]
     assert untrusted.read_text(path, limit=9) == "[1]      "
-    for place, options, said in (
+    for place, options, message in (
         (path, {"limit": 8}, "more than 8 bytes"),
         (tmp_path, {}, "not an ordinary file"),
         (pipe, {}, "not an ordinary file"),
         (link, {"links": False}, "symbolic link"),
     ):
-        with pytest.raises(untrusted.Refused, match=said):
+        with pytest.raises(untrusted.Refused, match=message):
             untrusted.read_text(place, **options)

@@ -43,20 +43,20 @@ def from_file(name: str, corpus_dir: Path, *more: str, width: int = 64) -> Confi
     rule = BASELINES[name][0]
     if rule not in available_rules():
         pytest.skip(f"{RULES[rule].needs} is not installed")
-    given = {
+    settings = {
         "data.dir": corpus_dir,
         "model.n_layer": 1,
         "model.n_head": 2,
         "model.n_embd": width,
         "eval.batches": 2,
     }
-    given |= {
+    settings |= {
         "model.block_size": 16,
         "train.max_steps": 12,
         "optimizer.warmup_steps": 2,
         "eval.interval": 12,
     }
-    return load_config(find_config(name), [*flags(given), *more])
+    return load_config(find_config(name), [*flags(settings), *more])
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -90,15 +90,15 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
     corpus_dir, uncompiled
 ):
     trainer = trainer_of(from_file("torchao_adamw8bit.yaml", corpus_dir))
-    held = [group["lr"] for group in trainer.optimizer.param_groups]
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
     seen = []
     for number in (1, 2):
         step = one_step(trainer, number)
         assert all(
             group["lr"] is lr
-            for group, lr in zip(trainer.optimizer.param_groups, held, strict=True)
+            for group, lr in zip(trainer.optimizer.param_groups, rates, strict=True)
         )
-        assert [float(lr) for lr in held] == pytest.approx([step.record["lr"]] * 2)
+        assert [float(lr) for lr in rates] == pytest.approx([step.record["lr"]] * 2)
         seen.append(step.record["lr"])
     assert 0 < seen[0] < seen[1] < 2e-3
 
@@ -115,8 +115,10 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir, recipe):
     assert [kinds[name] for name in (*names, "lm_head")] == ["Float8Linear"] * 4 + ["Linear"]
     assert rounded.model.blocks[0].mlp.fc.weight.dtype is torch.float32
     tokens, targets = (part[:1] for part in rounded._eval_batches[0])
-    ours, theirs = losses = [trainer.model.loss(tokens, targets) for trainer in (rounded, plain)]
-    assert 0 < (ours - theirs).abs().item() < 0.02
+    rounded_loss, plain_loss = losses = [
+        trainer.model.loss(tokens, targets) for trainer in (rounded, plain)
+    ]
+    assert 0 < (rounded_loss - plain_loss).abs().item() < 0.02
     for loss in losses:
         loss.backward()
     with refusal("multiples of 16"):

@@ -40,24 +40,24 @@ def sweep(folder: Path, **content: Any) -> Path:
 def test_a_sweep_of_too_many_runs(tmp_path, refused, content, words, count):
     """It takes at most two seconds of a core."""
     path, begun = sweep(tmp_path, **content), time.process_time()
-    said = refused("sweep", path, *words, "--out", tmp_path / "out", "--data.dir=missing")
+    message = refused("sweep", path, *words, "--out", tmp_path / "out", "--data.dir=missing")
     assert time.process_time() - begun < 2
-    assert f"asks for {count} runs; at most {MOST_RUNS:,} are planned" in said
-    assert [each.name for each in tmp_path.iterdir()] == ["my.yaml"]
+    assert f"asks for {count} runs; at most {MOST_RUNS:,} are planned" in message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
 def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
-    found = read_sweep(sweep(tmp_path, axes={"seed": [1, 2, 3]}))
-    assert count_points(found) == len(plan_sweep(found)) == 3
+    plan = read_sweep(sweep(tmp_path, axes={"seed": [1, 2, 3]}))
+    assert count_points(plan) == len(plan_sweep(plan)) == 3
     check_count(MOST_RUNS, "a sweep")
     with refusal("asks for 10,001 runs"):
         check_count(MOST_RUNS + 1, "a sweep")
     patterns = [f"blocks.{number}.attn" for number in range(6000)]
-    found = read_sweep(
+    plan = read_sweep(
         sweep(tmp_path, axes={"model.format": ["E4M3", "E5M2"]}, sensitivity={"patterns": patterns})
     )
     with refusal(r"asks for 12,\d\d\d runs"):
-        plan_study(found)
+        plan_study(plan)
 
 
 def test_values_that_are_there_twice_are_found_among_many():
@@ -84,7 +84,7 @@ def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
     path.write_text(text, encoding="utf-8")
     with refusal() as caught:
         resolve(load_config(path))
-    said = str(caught.value)
-    assert part in said
-    assert said.isprintable()
-    assert len(said) <= LONGEST_MESSAGE
+    message = str(caught.value)
+    assert part in message
+    assert message.isprintable()
+    assert len(message) <= LONGEST_MESSAGE

@@ -43,7 +43,7 @@ TRAINING += ["sweep axes.yaml --out out", "sweep tuned.yaml --out out"]
 
 
 @pytest.fixture
-def folder(here, monkeypatch):
+def folder(working_folder, monkeypatch):
     """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where
     no worker can be started.
     """
@@ -52,19 +52,19 @@ def folder(here, monkeypatch):
     monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
     Path("axes.yaml").write_text(SWEEP)
     Path("tuned.yaml").write_text(SWEEP + TUNED)
-    return here
+    return working_folder
 
 
 @pytest.mark.parametrize("command", TRAINING)
-@pytest.mark.parametrize("asked", TOO_MUCH)
+@pytest.mark.parametrize("setting", TOO_MUCH)
 def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
-    asked, command, folder, refused
+    setting, command, folder, refused
 ):
-    key, value = asked.split()
+    key, value = setting.split()
     before = sorted(folder.iterdir())
-    said = refused(*command.split(), "--model.n_head", "1", f"--{key}", value)
-    assert f"{key} {value}" in said
-    assert "GiB are free" in said
+    message = refused(*command.split(), "--model.n_head", "1", f"--{key}", value)
+    assert f"{key} {value}" in message
+    assert "GiB are free" in message
     assert sorted(folder.iterdir()) == before
 
 
@@ -79,17 +79,17 @@ def test_nor_is_a_model_trained_further(folder, refused):
         "16",
     ]
     before = sorted(folder.iterdir())
-    for *words, asked in ([*finetune, f"--{asked}"] for asked in TOO_MUCH[2:]):
-        said = refused(*words, *asked.split())
-        assert asked.removeprefix("--") in said
-        assert "GiB are free" in said
+    for *words, setting in ([*finetune, f"--{setting}"] for setting in TOO_MUCH[2:]):
+        message = refused(*words, *setting.split())
+        assert setting.removeprefix("--") in message
+        assert "GiB are free" in message
     assert sorted(folder.iterdir()) == before
 
 
 def test_layers_and_threads_have_a_limit(corpus_dir, refused):
     for key, value, most in (("runtime.threads", 10**6, 1024), ("model.n_layer", 10**9, 4096)):
-        said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, f"--{key}", value)
-        assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {most}" in said
+        message = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, f"--{key}", value)
+        assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {most}" in message
 
 
 def test_what_is_counted_is_what_a_model_has_in_the_fewest_bytes_of_its_rule(tiny):
@@ -112,11 +112,11 @@ def test_what_is_counted_is_what_a_model_has_in_the_fewest_bytes_of_its_rule(tin
 def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 20 * GIB)
-    there = available_rules()
+    all_rules = available_rules()
     for name in shipped_configs():
         config = load_config(find_config(name))
         if (
-            config.rule in (None, *there)
+            config.rule in (None, *all_rules)
             and not config.model.pretrained
             and not config.model.init_from
         ):
@@ -126,7 +126,7 @@ def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
         rules = sweep.axis("rule")
         if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {
             None,
-            *there,
+            *all_rules,
         }:
             for run in plan_sweep(sweep):
                 check_fits(resolve(build_config(run.settings)))
@@ -172,10 +172,10 @@ def test_what_fits_is_trained(tiny, folder, monkeypatch):
 def test_each_memory_counts_once_and_a_wrapper_as_what_is_inside_it():
     layer = nn.Linear(1, 1, bias=False)
 
-    def bytes_with(kept):
+    def bytes_with(option):
         """The bytes that an optimizer is counted to hold with this in its state."""
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        optimizer.state[layer.weight]["kept"] = kept
+        optimizer.state[layer.weight]["kept"] = option
         return held_bytes(layer, optimizer) - 4
 
     whole, packed = torch.zeros(100), fm.FP8Tensor(torch.ones(4, 25), "E4M3")
@@ -282,23 +282,25 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refu
         Path(f"{name}.yaml").write_text(text)
     before = sorted(folder.iterdir())
     for words in ON_CUDA:
-        said = refused(*(places.get(word, word) for word in words.split()))
+        message = refused(*(places.get(word, word) for word in words.split()))
         assert (
-            "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in said
+            "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in message
         ), words
         assert sorted(folder.iterdir()) == before
 
 
 def test_an_empty_device_is_not_the_default(refused):
-    said = refused("run", "fp32.yaml", "--runtime.device", "")
-    assert "--runtime.device: '' is not allowed; give one of auto, cpu, cuda, or leave it" in said
+    message = refused("run", "fp32.yaml", "--runtime.device", "")
+    assert (
+        "--runtime.device: '' is not allowed; give one of auto, cpu, cuda, or leave it" in message
+    )
 
 
 @pytest.mark.parametrize("name", ["cuda:7", "mps"])
 def test_other_devices_are_not_known(name, refused):
-    said = refused("run", "fp32.yaml", "--runtime.device", name)
-    assert f"runtime.device: {name!r} is not known" in said
-    assert "allowed: auto, cpu, cuda" in said
+    message = refused("run", "fp32.yaml", "--runtime.device", name)
+    assert f"runtime.device: {name!r} is not known" in message
+    assert "allowed: auto, cpu, cuda" in message
 
 
 def test_a_cluster_is_asked_for_its_own_gpus(tmp_path):

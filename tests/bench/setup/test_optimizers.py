@@ -126,15 +126,15 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
 
 @pytest.mark.parametrize("name", ["riemannian_adam", "riemannian_sgd"])
 def test_the_retraction_reaches_the_optimizer(name):
-    asked = on_one_byte(name, "--optimizer.retraction=euclidean")
-    assert {group["retraction"] for group in asked.param_groups} == {"euclidean"}
+    optimizer = on_one_byte(name, "--optimizer.retraction=euclidean")
+    assert {group["retraction"] for group in optimizer.param_groups} == {"euclidean"}
     assert {group["retraction"] for group in on_one_byte(name).param_groups} == {None}
 
 
 @pytest.mark.parametrize("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw"])
 def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name):
-    asked = on_one_byte(name, "--optimizer.draws=dither")
-    assert {group["draws"] for group in asked.param_groups} == {"dither"}
+    optimizer = on_one_byte(name, "--optimizer.draws=dither")
+    assert {group["draws"] for group in optimizer.param_groups} == {"dither"}
     assert {group["draws"] for group in on_one_byte(name).param_groups} <= {"independent", None}
 
 
@@ -178,9 +178,11 @@ def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
     )
     train(trainer, 2)
     weights = [layer.weight for layer in quantized_layers(trainer.model).values()]
-    each = bytes_of(weights, trainer.optimizer) / sum(weight.numel() for weight in weights)
+    bytes_of_weight = bytes_of(weights, trainer.optimizer) / sum(
+        weight.numel() for weight in weights
+    )
     # One float32 scale a row of 128 or 512, block scales of the averages, counters.
-    assert HELD[rule] < each < HELD[rule] + 0.15
+    assert HELD[rule] < bytes_of_weight < HELD[rule] + 0.15
 
 
 def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp_path):
@@ -236,8 +238,8 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
         for name, grid in ((f"{rule}-float", {}), (rule, {"model__storage": "grid"}))
     )
     with torch.no_grad():
-        for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
-            own.copy_(other)
+        for weight, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
+            weight.copy_(other)
     assert train(twin, 1) == train(rounded, 1)
     layers, moved = quantized_layers(rounded.model), 0
     others = {name: layer.weight for name, layer in quantized_layers(twin.model).items()}
@@ -249,8 +251,8 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
     quantized = {
         id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())
     }
-    for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
-        assert id(own) in quantized or torch.equal(own, other)
+    for weight, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
+        assert id(weight) in quantized or torch.equal(weight, other)
 
 
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
@@ -269,12 +271,12 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
     fp8, decoded = ("fp8", "bfloat16"), ("decoded", "bfloat16")
     every = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
     assert products_of({}) == {**every, "lm_head": decoded}
-    own = {
+    options = {
         "attn.qkv": {"weight": "E4M3", "products": "decoded"},
         "lm_head": {"weight": "E5M2", "products": "fp8"},
     }
-    own["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
-    assert products_of(own) == {
+    options["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
+    assert products_of(options) == {
         **every,
         "attn.qkv": decoded,
         "mlp.fc": ("fp8", "fp8"),
@@ -293,12 +295,12 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
 
 
 def test_settings_one_by_one_are_the_rule():
-    given = {
+    words = {
         "model.storage": "fp8",
         "optimizer.writeback": "stochastic",
         "optimizer.moments": "8bit",
     }
-    given |= {"model.format": "E4M3", "optimizer.name": "adamw"}
+    words |= {"model.format": "E4M3", "optimizer.name": "adamw"}
     expected = {
         None: "stochastic-8bit",
         "decoded": "stochastic-8bit",
@@ -306,7 +308,7 @@ def test_settings_one_by_one_are_the_rule():
         "auto": "custom",
     }
     for products, name in expected.items():
-        assert rule_name(resolve(build_config(given | {"model.products": products}))) == name
+        assert rule_name(resolve(build_config(words | {"model.products": products}))) == name
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
@@ -321,7 +323,7 @@ def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
             if name != "lm_head"
         }
         assert products == {"fp8" if rule == "stochastic-fp8" else "decoded"}
-    decoded, fp8 = (torch.tensor(each) for each in losses.values())
+    decoded, fp8 = (torch.tensor(values) for values in losses.values())
     assert not torch.equal(decoded, fp8)
     torch.testing.assert_close(fp8, decoded, atol=0.02, rtol=0)
 
@@ -343,15 +345,15 @@ OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
 def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
     more = {"model__tied": "leave"} if tied else {}
     trainer = trainer_of(resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more)))
-    found = {
+    formats = {
         name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)
     }
-    assert {type(weight) for weight in found.values()} == {fm.FP8Parameter}
-    assert [weight.format.name for weight in found.values()] == ["E3M4"] * 2
-    before = {name: weight.codes.clone() for name, weight in found.items()}
+    assert {type(weight) for weight in formats.values()} == {fm.FP8Parameter}
+    assert [weight.format.name for weight in formats.values()] == ["E3M4"] * 2
+    before = {name: weight.codes.clone() for name, weight in formats.items()}
     assert (trainer.model.lm_head.weight is trainer.model.token_embedding.weight) is tied
     train(trainer, 1)
-    for name, weight in found.items():
+    for name, weight in formats.items():
         assert not torch.equal(weight.codes, before[name]), name
 
 
@@ -370,8 +372,8 @@ def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     floats = tiny(rule="stochastic-8bit", model__format="E4M3", **more)
     run(floats, tmp_path / "floats")
-    held = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
-    assert held[0] < held[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
+    sizes = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
+    assert sizes[0] < sizes[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
     for command, *more in (
         ["evaluate"],
         ["sample", "--tokens", "3"],
@@ -382,7 +384,7 @@ def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys)
 
 def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny):
     floats = "model.embeddings: 'E3M4' needs model.storage fp8, not "
-    for given, message in {
+    for setting, message in {
         "--model.embeddings=e3m4 --rule=master --model.format=E4M3": f"{floats}'mast",
         "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
         "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: "
@@ -390,6 +392,6 @@ def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny
         "'E3M9",
     }.items():
         with refusal() as refused:
-            resolved(given.split())
+            resolved(setting.split())
         assert str(refused.value).startswith(message)
     assert resolve(tiny(rule="fp32", model__embeddings="none")).model.embeddings is None

@@ -111,9 +111,9 @@ def results(product, operands, context):
     """Return a product and the gradients of its operands."""
     a, b = (x.clone().requires_grad_() for x in operands)
     with context:
-        found = product(a, b)
-        found.backward(torch.ones_like(found))
-    return [found.detach(), a.grad, b.grad]
+        outcome = product(a, b)
+        outcome.backward(torch.ones_like(outcome))
+    return [outcome.detach(), a.grad, b.grad]
 
 
 def operands(dtype, *, whole):
@@ -132,10 +132,10 @@ EXACT = [(name, torch.bfloat16) for name in PRODUCTS] + [
 @pytest.mark.parametrize(("name", "dtype"), EXACT)
 def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, dtype):
     of = operands(dtype, whole=dtype == torch.bfloat16)
-    own, by_float32 = (
+    products, by_float32 = (
         results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32())
     )
-    for left, right in zip(own, by_float32, strict=True):
+    for left, right in zip(products, by_float32, strict=True):
         assert left.dtype == right.dtype == dtype
         assert torch.equal(left, right)
 
@@ -144,11 +144,11 @@ def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, d
 def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name):
     of = operands(torch.bfloat16, whole=False)
     exact = results(PRODUCTS[name], (of[0].double(), of[1].double()), nullcontext())
-    for found, true in zip(results(PRODUCTS[name], of, ProductsByFloat32()), exact, strict=True):
+    for value, true in zip(results(PRODUCTS[name], of, ProductsByFloat32()), exact, strict=True):
         near = true.bfloat16()
         ulp = torch.nextafter(near.abs(), torch.tensor(torch.inf).bfloat16()) - near.abs()
-        assert bool(((found - near).abs() <= ulp).all())
-        assert float((found == near).double().mean()) > 0.99
+        assert bool(((value - near).abs() <= ulp).all())
+        assert float((value == near).double().mean()) > 0.99
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from nanogpt_bench.setup.resolve import resolve
 @pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_a_model_starts_from_the_very_weights_of_a_run(tiny, trained, kind):
     settings = load_config(trained[kind] / "config.yaml")
-    theirs = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
-    restore(read(step_file(trained[kind], 6)), theirs, [])
+    first = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
+    restore(read(step_file(trained[kind], 6)), first, [])
     config = resolve(tiny(model__init_from=trained[kind]))
     assert config.model.init_from == str(step_file(trained[kind], 6))
-    ours = initial_model(config, open_corpus(config))
-    for name, weight in ours.named_parameters():
-        expected = theirs.model.get_parameter(name).detach()
+    started = initial_model(config, open_corpus(config))
+    for name, weight in started.named_parameters():
+        expected = first.model.get_parameter(name).detach()
         expected = expected.dequantize() if hasattr(expected, "codes") else expected.float()
         assert torch.equal(weight, expected), name
 
@@ -66,9 +66,9 @@ def test_it_resumes_to_the_same_bits_without_the_other_and_without_either_nothin
 
 def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny, trained):
     start = f"--model.init_from={trained['float']}"
-    said = load_config(trained["float"] / "config.yaml", ["--model.size=0.8M", start])
-    assert said.model.size == "0.8M"
-    assert resolve(said).model.size is None
+    config = load_config(trained["float"] / "config.yaml", ["--model.size=0.8M", start])
+    assert config.model.size == "0.8M"
+    assert resolve(config).model.size is None
     with refusal(r"model.size: '10M' can't be used"):
         resolve(load_config(None, ["--model.size=10M", start]))
 
@@ -115,11 +115,11 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
         "optimizer__lr": 0.5,
         "optimizer__warmup_steps": 6,
     }
-    found = run(tiny(checkpoint__best=True, checkpoint__keep=1, **settings), tmp_path / "a")
+    result = run(tiny(checkpoint__best=True, checkpoint__keep=1, **settings), tmp_path / "a")
     losses = {record["step"]: record["val/loss"] for record in recorded(tmp_path / "a")}
     lowest = min(losses, key=losses.get)
     assert 0 < lowest < 4  # or this shows nothing
-    assert losses[lowest] == found["best_val_loss"]
+    assert losses[lowest] == result["best_val_loss"]
     assert steps(tmp_path / "a") == [lowest, 4]
     assert choose(tmp_path / "a", "best") == step_file(tmp_path / "a", lowest)
     run(tiny(**settings), tmp_path / "b")
@@ -129,11 +129,11 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
         ("train/loss", "val/loss"),
         ("final_val_loss", "best_val_loss"),
     ):  # watching changes nothing else
-        ours, theirs = (
+        best, expected = (
             [
                 {name: record.get(name) for name in names}
                 for record in [*recorded(folder), summary_of(folder)]
             ]
             for folder in (tmp_path / "a", tmp_path / "b")
         )
-        assert ours == theirs
+        assert best == expected

@@ -29,14 +29,14 @@ def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
     return quantize(model, resolved([*flags(shape), *arguments]))
 
 
-@pytest.mark.parametrize(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
-def test_a_residual_finds_what_rounding_the_weights_left(writeback, kept):
+@pytest.mark.parametrize(("writeback", "share"), [("residual8", True), ("stochastic", False)])
+def test_a_residual_finds_what_rounding_the_weights_left(writeback, share):
     model = quantized(
         "--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}"
     )
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
-    assert {layer.weight.remainder is not None for layer in layers} == {kept}
+    assert {layer.weight.remainder is not None for layer in layers} == {share}
 
 
 def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
@@ -50,18 +50,18 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
 
 
 def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded():
-    for storage, kept in (("continuous", True), ("grid", False)):
+    for storage, is_between in (("continuous", True), ("grid", False)):
         model, other = (
             quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2)
         )
         (name, layer), *_ = quantized_layers(model).items()
         with torch.no_grad():
             layer.weight.mul_(1.01)
-        with nullcontext() if kept else pytest.warns(UserWarning, match="are off the grid"):
+        with nullcontext() if is_between else pytest.warns(UserWarning, match="are off the grid"):
             state = model.state_dict()
         other.load_state_dict(state)
         weight = quantized_layers(other)[name].weight
-        assert torch.equal(weight, layer.weight) is kept, storage
+        assert torch.equal(weight, layer.weight) is is_between, storage
         assert weight.manifold is quantized_layers(other)[name].manifold
 
 
@@ -70,9 +70,9 @@ def test_draws_are_the_weights_own_as_well(storage):
     """Other writers of a weight then draw as its optimizer does, and a checkpoint
     records how.
     """
-    for draws, asked in (("independent", ()), ("dither", ["--optimizer.draws=dither"])):
+    for draws, words in (("independent", ()), ("dither", ["--optimizer.draws=dither"])):
         layers = quantized_layers(
-            quantized("--model.format=E4M3", f"--model.storage={storage}", *asked)
+            quantized("--model.format=E4M3", f"--model.storage={storage}", *words)
         )
         assert {layer.weight.manifold.draws for layer in layers.values()} == {draws}
 

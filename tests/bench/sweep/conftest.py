@@ -50,7 +50,7 @@ def stub(job):
 
 
 @pytest.fixture
-def write(here, corpus_dir):
+def write(working_folder, corpus_dir):
     """Return a function that writes a sweep file over a tiny model, in a folder that
     becomes the current one.
     """
@@ -60,10 +60,12 @@ def write(here, corpus_dir):
     )
 
     def writer(**content):
-        own = content.get("settings", {})
-        rest = {key: value for key, value in base.items() if key.partition(".")[0] not in own}
-        path = here / "my.yaml"
-        path.write_text(yaml.safe_dump({**content, "settings": {**rest, **own}}, sort_keys=False))
+        settings = content.get("settings", {})
+        rest = {key: value for key, value in base.items() if key.partition(".")[0] not in settings}
+        path = working_folder / "my.yaml"
+        path.write_text(
+            yaml.safe_dump({**content, "settings": {**rest, **settings}}, sort_keys=False)
+        )
         return path
 
     return writer

@@ -98,8 +98,8 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
 
 
 @pytest.mark.usefixtures("_forked_workers", "_no_figures")
-def test_a_corpus_prepared_anew_is_refused(write, here, corpus_dir, capsys):
-    text = shutil.copytree(corpus_dir, here / "text")
+def test_a_corpus_prepared_anew_is_refused(write, working_folder, corpus_dir, capsys):
+    text = shutil.copytree(corpus_dir, working_folder / "text")
     lines = [
         [
             "sweep",
@@ -112,7 +112,7 @@ def test_a_corpus_prepared_anew_is_refused(write, here, corpus_dir, capsys):
         for seeds in ([1], [1, 2])
     ]
     assert main(lines[0]) == 0
-    before = (here / "out" / "sweep.json").read_bytes()
+    before = (working_folder / "out" / "sweep.json").read_bytes()
     shutil.rmtree(text)
     assert (
         main(["prepare", "text", "--input", __file__, "--tokenizer", "byte", "--out", str(text)])
@@ -120,7 +120,7 @@ def test_a_corpus_prepared_anew_is_refused(write, here, corpus_dir, capsys):
     )
     assert main(lines[1]) == 2
     assert "'sgd-seed=1' in 'out' was trained on (its sha256 differs)" in capsys.readouterr().err
-    assert (here / "out" / "sweep.json").read_bytes() == before
+    assert (working_folder / "out" / "sweep.json").read_bytes() == before
 
 
 def train_and_replace(job):
@@ -134,23 +134,25 @@ def train_and_replace(job):
 
 @pytest.mark.usefixtures("_forked_workers", "_no_figures")
 @pytest.mark.parametrize("key", ["data.dir", "eval.also"])
-def test_a_corpus_replaced_while_a_sweep_runs_ends_it(key, write, here, text_file, capsys):
-    text, kept = here / "text", here / "kept"
+def test_a_corpus_replaced_while_a_sweep_runs_ends_it(
+    key, write, working_folder, text_file, capsys
+):
+    text, original = working_folder / "text", working_folder / "kept"
     prepare_text(text_file, text, "char")
-    other = here / "other.txt"
+    other = working_folder / "other.txt"
     other.write_text(text_file.read_text().replace("dogs", "gods"))
     line = ["sweep", str(write(axes={"seed": [1, 2, 3]}, settings={"rule": "sgd"}))]
     line += ["--out", "out", "--workers", "1", f"--{key}", str(text)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_module, "SERVE", train_and_replace)
         assert main(line) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{str(text)!r} has changed since this sweep began (its sha256 differs)" in said
-    assert "1 of 3 runs in 'out' have ended on the text as it was" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"{str(text)!r} has changed since this sweep began (its sha256 differs)" in message
+    assert "1 of 3 runs in 'out' have ended on the text as it was" in message
     assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, False, False]
     assert [path.parent.name for path in Path("out").glob("*/metrics.jsonl")] == ["sgd-seed=1"]
     shutil.rmtree(text)
-    shutil.copytree(kept, text)
+    shutil.copytree(original, text)
     assert main(line) == 0
     assert [run["status"] for run in runs_of(Path("out")).values()] == ["finished"] * 3
 
@@ -173,10 +175,10 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
             )
         )
         os.killpg(group, signal.SIGINT)
-        assert forked.finish(group) == 75, forked.said(tmp_path)
+        assert forked.finish(group) == 75, forked.output_of(tmp_path)
     finally:
         forked.kill_group(group)
-    assert forked.said(tmp_path).strip().splitlines()[-1] == str(Path("out") / "report.html")
+    assert forked.output_of(tmp_path).strip().splitlines()[-1] == str(Path("out") / "report.html")
     runs = runs_of(Path("out"))
     assert (runs[short]["ended"], runs[short]["status"]) == (True, "finished")
     assert runs[endless]["ended"] is False
@@ -184,13 +186,13 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     assert steps(
         Path("out") / endless
     )  # the signal went to the whole group, and its worker has put the run by
-    kept = (Path("out") / short / "summary.json").stat().st_mtime_ns
+    written_at = (Path("out") / short / "summary.json").stat().st_mtime_ns
     # Started again, with the endless run taken out of the plan: the one that had ended
     # is not trained again.
     path = write(settings=settings, axes={"train.max_steps": [3], "optimizer.lr": [0.1, 1e30]})
     assert main(["sweep", str(path), "--out", "out"]) == 0
     runs = runs_of(Path("out"))
-    assert (Path("out") / short / "summary.json").stat().st_mtime_ns == kept
+    assert (Path("out") / short / "summary.json").stat().st_mtime_ns == written_at
     wild = runs["sgd-max_steps=3-lr=1e+30-seed=42"]
     assert (wild["status"], wild["failure"], wild["final_val_loss"]) == ("failed", "nan", None)
     assert endless in runs

@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.extra("ray"), pytest.mark.filterwarnings("ignore")]  #
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with executor_of("ray", None, tmp_path_factory.mktemp("shared")) as found:
-        yield found
+    with executor_of("ray", None, tmp_path_factory.mktemp("shared")) as executor:
+        yield executor
 
 
 def job(run_dir, corpus_dir, steps):
-    given = small(corpus_dir, {"train.max_steps": steps, "rule": "fp32", "checkpoint.every": 10})
+    settings = small(corpus_dir, {"train.max_steps": steps, "rule": "fp32", "checkpoint.every": 10})
     return {
-        "settings": given,
+        "settings": settings,
         "run_dir": str(run_dir),
         "argv": ["test"],
         "resume": run_dir.exists(),
@@ -39,12 +39,12 @@ def job(run_dir, corpus_dir, steps):
 
 def processes(kind, is_one):
     """Processes one of whose files under /proc is one, by what that reads."""
-    found = []
+    ids = []
     for path in Path("/proc").glob(f"[0-9]*/{kind}"):
         with suppress(OSError):
             if is_one(path):
-                found.append(int(path.parts[2]))
-    return found
+                ids.append(int(path.parts[2]))
+    return ids
 
 
 def workers_of(run_dir):
@@ -87,8 +87,8 @@ def test_a_folder_that_a_node_does_not_see_is_named(cluster, corpus_dir, tmp_pat
     assert isinstance(cluster, RayCluster)
     worker = cluster.worker(1)
     cluster.marker.unlink()
-    said = worker.submit(job(tmp_path / "run", corpus_dir, 3)).result()["error"]["message"]
-    assert said.startswith(
+    message = worker.submit(job(tmp_path / "run", corpus_dir, 3)).result()["error"]["message"]
+    assert message.startswith(
         f"--executor ray: a node does not see the folder {str(cluster.marker.parent)!r}; give an "
         f"--out"
     )
@@ -111,8 +111,8 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
     path = sweep_file(tmp_path, corpus_dir, 8)
     words = [str(path), "--workers", "1", "--executor"]
     env = os.environ | {"MARKER": str(tmp_path)}
-    there = command(*words, "ray", "--out", str(tmp_path / "ray"))
-    done = subprocess.run(there, env=env, capture_output=True, text=True, check=False)
+    on_ray = command(*words, "ray", "--out", str(tmp_path / "ray"))
+    done = subprocess.run(on_ray, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert main(["sweep", *words, "local", "--out", str(tmp_path / "local")]) == 0
     for run in ("fp32-seed=1", "sgd-seed=1"):

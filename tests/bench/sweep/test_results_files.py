@@ -26,8 +26,13 @@ def study(tmp_path_factory, corpus_dir):
     of it; the folders are gone.
     """
     folder = tmp_path_factory.mktemp("study")
-    own = {"model.format": "E4M3", "train.max_steps": 4, "eval.interval": 2, "eval.batches": 3}
-    settings = small(corpus_dir, own | {"optimizer.warmup_steps": 1})
+    settings_of_study = {
+        "model.format": "E4M3",
+        "train.max_steps": 4,
+        "eval.interval": 2,
+        "eval.batches": 3,
+    }
+    settings = small(corpus_dir, settings_of_study | {"optimizer.warmup_steps": 1})
     content = {"settings": settings, "axes": {"rule": ["fp32", "stochastic"]}, "reference": "fp32"}
     content |= {"tune": {"seeds": [1], "steps": 2, "span": 2}, "confirm": {"seeds": [3, 4]}}
     (folder / "my.yaml").write_text(json.dumps(content))
@@ -80,7 +85,7 @@ def test_the_file_is_a_list_of_flat_runs_with_what_a_result_depends_on(study):
         assert "environment.commit" in run
         assert run["curve.step"] == [0, 2, 4]
         assert run["curve.val/loss"][-1] == run["final_val_loss"]
-        (search,) = (each for each in searches.values() if run["label"] in each["rows"])
+        (search,) = (plan for plan in searches.values() if run["label"] in plan["rows"])
         assert run["lr"] == search["best.optimizer.lr"] in search["trial.optimizer.lr"]
         assert search["trial.loss"] == search["trial.loss.1"]
 
@@ -110,14 +115,14 @@ def test_what_was_tuned_is_left_out_where_it_says_nothing(study, tmp_path, capsy
 
 
 def test_the_commit_is_that_of_the_checkout():
-    here = Path(__file__).parent
-    said = subprocess.run(
-        ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    checkout = Path(__file__).parent
+    shown = subprocess.run(
+        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    if said.returncode or not commit():
+    if shown.returncode or not commit():
         pytest.skip("not a checkout")
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit())
-    assert commit().rstrip("+") == said.stdout.strip()
+    assert commit().rstrip("+") == shown.stdout.strip()
 
 
 def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(study, tmp_path):
@@ -146,9 +151,9 @@ def test_a_mean_cosine_is_exported_and_shown(tmp_path):
     write_metrics(run_dir, {COSINE.name: lambda step: 0.5 - step / 800}, every=200)
     (entry,) = [flat_run("nearest", load_run(run_dir))]
     (tmp_path / "one.json").write_text(json.dumps([entry | {"reference": False}]))
-    found = FIGURES["cosine"](load_run(run_dir))
-    assert 0 < found < 1
-    assert FIGURES["cosine"](read_export(tmp_path / "one.json").rows[0].runs[0]) == found
+    cosine = FIGURES["cosine"](load_run(run_dir))
+    assert 0 < cosine < 1
+    assert FIGURES["cosine"](read_export(tmp_path / "one.json").rows[0].runs[0]) == cosine
 
 
 def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monkeypatch, capsys):

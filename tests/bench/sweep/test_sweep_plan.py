@@ -98,7 +98,9 @@ def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_
     read, built = [], []
     check, init = fm.check_formats, GPT.__init__
     monkeypatch.setattr(
-        fm, "check_formats", lambda *given, **more: read.append(given) or check(*given, **more)
+        fm,
+        "check_formats",
+        lambda *arguments, **more: read.append(arguments) or check(*arguments, **more),
     )
     monkeypatch.setattr(
         GPT, "__init__", lambda self, shape: built.append(shape) or init(self, shape)
@@ -119,12 +121,12 @@ def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_
 
 @pytest.mark.parametrize("where", ["settings", "axes"])
 def test_a_rule_without_a_second_rate_does_without(write, where):
-    given = {
+    words = {
         "settings": {},
         "axes": {"rule": ["fp32", "muon", "stochastic"], "model.format": ["E4M3"]},
     }
-    given[where] |= {"optimizer.float_lr": [1e-3, 3e-3] if where == "axes" else 1e-3}
-    planned = plan_sweep(read_sweep(write(**given)))
+    words[where] |= {"optimizer.float_lr": [1e-3, 3e-3] if where == "axes" else 1e-3}
+    planned = plan_sweep(read_sweep(write(**words)))
     rates = [(run.rule, run.settings.get("optimizer.float_lr")) for run in planned]
     muons = [("muon", 1e-3), *([("muon", 3e-3)] if where == "axes" else [])]
     assert rates == [("fp32", None), *muons, ("stochastic", None)]
@@ -238,13 +240,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "more", "options", "said"), WRONG)
+@pytest.mark.parametrize(("axes", "more", "options", "message"), WRONG)
 def test_a_wrong_file_is_one_line_and_leaves_nothing(
-    write, axes, more, options, said, refused, tmp_path
+    write, axes, more, options, message, refused, tmp_path
 ):
     path = write(**({} if axes is None else {"axes": axes}), **more)
     line = refused("sweep", path, "--out", "out", *options.split())
-    assert [part for part in said.split(" & ") if part not in line] == []
+    assert [part for part in message.split(" & ") if part not in line] == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
@@ -266,9 +268,9 @@ def test_cores_are_divided_among_workers_that_have_no_more_threads_than_this_pro
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
-        for asked in (1, 2):
-            torch.set_num_threads(asked)  # as OMP_NUM_THREADS does
-            for workers, threads in ((1, asked), (2, asked), (4, 1)):
+        for workers_of_file in (1, 2):
+            torch.set_num_threads(workers_of_file)  # as OMP_NUM_THREADS does
+            for workers, threads in ((1, workers_of_file), (2, workers_of_file), (4, 1)):
                 assert divide(workers, 1000, None, torch_threads()) == (workers, threads)
     finally:
         torch.set_num_threads(before)
@@ -286,7 +288,7 @@ def test_the_runs_of_a_sweep_get_the_torch_threads_for(write, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("file", "options", "said"),
+    ("file", "options", "message"),
     [
         ({}, ["--workers", "9"], "--workers: 9 is more than the 4 cores take; give at most 4"),
         ({"workers": 5}, [], "workers: 5 is more than the 4 cores take; give at most 4"),
@@ -298,12 +300,12 @@ def test_the_runs_of_a_sweep_get_the_torch_threads_for(write, monkeypatch, capsy
     ],
 )
 def test_more_runs_at_a_time_than_cores_are_refused(
-    write, monkeypatch, refused, file, options, said
+    write, monkeypatch, refused, file, options, message
 ):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     assert refused(
         "sweep", write(axes={"optimizer.lr": [0.1]}, **file), "--out", "out", *options
-    ).endswith(said)
+    ).endswith(message)
     assert not Path("out").exists()
     with refusal("2 is more than the 1 core takes; give at most 1"):
         check_workers(2, "--workers", core_count=1)
@@ -369,19 +371,22 @@ def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
     has its own.
     """
     train_here(monkeypatch)
-    own = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
+    own_settings = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
     settings = {"model.format": "E4M3", "train.max_steps": 2}
-    told = "the reference is trained with its rule's own optimizer.lr, optimizer.weight_decay, not the file's: set them"
-    for reference, said in (
+    sentence = "the reference is trained with its rule's own optimizer.lr, optimizer.weight_decay, not the file's: set them"
+    for reference, warned in (
         ({"rule": "fp32"}, True),
         ("E4M3 stochastic", False),
-        ({"rule": "fp32"} | own, False),
+        ({"rule": "fp32"} | own_settings, False),
     ):
-        path = write(axes={"rule": ["stochastic"]}, settings=settings | own, reference=reference)
-        assert (
-            main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0
+        path = write(
+            axes={"rule": ["stochastic"]}, settings=settings | own_settings, reference=reference
         )
-        assert (told in capsys.readouterr().err) == said
+        assert (
+            main(["sweep", str(path), "--out", f"out{warned}{len(reference)}", "--workers", "1"])
+            == 0
+        )
+        assert (sentence in capsys.readouterr().err) == warned
 
 
 def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_path):
@@ -393,8 +398,10 @@ def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_p
     content = {"reference": {"rule": "fp32"}, "rows": rows, "axes": {"seed": [1, 2]}}
     (tmp_path / "rows.yaml").write_text(json.dumps(content))
     planned = [run for run in plan_sweep(read_sweep(tmp_path / "rows.yaml")) if run.rule == "fp32"]
-    found = [({key: run.settings[key] for key in lengths[0]}, run.seed) for run in planned]
-    assert found == [(length, seed) for length in lengths for seed in (1, 2)]
+    planned_lengths = [
+        ({key: run.settings[key] for key in lengths[0]}, run.seed) for run in planned
+    ]
+    assert planned_lengths == [(length, seed) for length in lengths for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -418,12 +425,12 @@ def test_a_reference_of_a_sensitivity_with_a_seed_of_its_own_is_refused(write):
         plan_study(read_sweep(path))
 
 
-def test_one_folder_spelt_in_two_ways_is_one_text(write, corpus_dir, here):
-    (here / "text").symlink_to(corpus_dir)
+def test_one_folder_spelt_in_two_ways_is_one_text(write, corpus_dir, working_folder):
+    (working_folder / "text").symlink_to(corpus_dir)
     same = {"axes": {"data.dir": ["text", "./text", "text/"]}, "settings": {"rule": "sgd"}}
     (run,) = plan_sweep(read_sweep(write(**same)))
     assert run.settings["data.dir"] == "text"
-    for other in (str(here / "text"), str(corpus_dir)):
+    for other in (str(working_folder / "text"), str(corpus_dir)):
         axes = {"data.dir": ["text", other]}
         planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "sgd"})))
         with refusal(f"data.dir: 'text' and {other!r} are one folder"):

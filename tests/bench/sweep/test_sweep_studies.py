@@ -29,10 +29,15 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     settings = {"rule": "nearest", "train.max_steps": 12, "eval.interval": 6, "optimizer.lr": 0.02}
     path = write(settings=settings, axes={"model.format": ["E3M4", "E7M0"]}, sensitivity=options)
     assert main(["sweep", str(path), "--sensitivity", "--out", "out", "--workers", "1"]) == 0
-    found = read_json(Path("out/sensitivity.json"))
-    assert found["patterns"] == ["mlp.fc", "lm_head", "*", "blocks.0", "blocks.1"]
-    assert found["formats"] == ["E3M4", "E7M0"]
-    assert (found["rule"], found["operand"], found["reference"], found["seeds"]) == (
+    sensitivity = read_json(Path("out/sensitivity.json"))
+    assert sensitivity["patterns"] == ["mlp.fc", "lm_head", "*", "blocks.0", "blocks.1"]
+    assert sensitivity["formats"] == ["E3M4", "E7M0"]
+    assert (
+        sensitivity["rule"],
+        sensitivity["operand"],
+        sensitivity["reference"],
+        sensitivity["seeds"],
+    ) == (
         "nearest",
         "weight",
         "fp32",
@@ -41,15 +46,15 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     summaries = {path.parent.name: read_json(path) for path in Path("out").glob("*/summary.json")}
     assert len(summaries) == 11
     reference = summaries["fp32-seed=42"]["final_val_loss"]
-    assert found["reference_loss"] == reference
+    assert sensitivity["reference_loss"] == reference
     table = {
         line["run"]: line
         for line in csv.DictReader(Path("out/results.csv").read_text().splitlines())
     }
     assert table["fp32"]["verdict"] == "reference"
-    assert float(table["E7M0 lm_head"]["gap"]) == pytest.approx(found["gap"][1][1])
+    assert float(table["E7M0 lm_head"]["gap"]) == pytest.approx(sensitivity["gap"][1][1])
     entry = next(run for run in runs_of(Path("out")).values() if run["label"] == "E7M0 lm_head")
-    assert found["gap"][1][1] == pytest.approx(
+    assert sensitivity["gap"][1][1] == pytest.approx(
         summaries[entry["name"]]["final_val_loss"] - reference
     )
     assert entry["axes"] == {"pattern": "lm_head", "model.format": "E7M0"}
@@ -60,16 +65,16 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     assert summaries[entry["name"]]["quantized_parameters"] == 16 * words
     # E7M0 stalls where E3M4 moves: quantising every layer must cost more, and more than
     # quantising one of them.
-    everything = found["gap"][2]
+    everything = sensitivity["gap"][2]
     assert everything[1] > everything[0]
-    assert everything[1] > found["gap"][0][1]
-    assert found["status"] == [[None, None]] * 5
+    assert everything[1] > sensitivity["gap"][0][1]
+    assert sensitivity["status"] == [[None, None]] * 5
     table = capsys.readouterr().out
     assert "| quantised alone | E3M4 | E7M0 |" in table
     assert "| all layers | " in table
     best = {
-        p: found["formats"][row.index(min(row))]
-        for p, row in zip(found["patterns"], found["gap"], strict=True)
+        p: sensitivity["formats"][row.index(min(row))]
+        for p, row in zip(sensitivity["patterns"], sensitivity["gap"], strict=True)
     }
     assert (
         f"lowest gaps: --model.formats.mlp.fc {best['mlp.fc']} --model.formats.lm_head "
@@ -93,13 +98,13 @@ TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
 
 def sweep_file(folder, corpus_dir, **more):
     path = folder / "sizes.yaml"
-    own = {
+    own_settings = {
         "eval.interval": 100,
         "eval.batches": 5,
         "optimizer.warmup_steps": 1,
         "optimizer.stiffness_end": None,
     }
-    settings = small(corpus_dir, own)
+    settings = small(corpus_dir, own_settings)
     axes = {"rule": ["fp32", "sgd"], "seed": [1, 2]}
     path.write_text(
         json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more)

@@ -266,7 +266,7 @@ SGD = {"axes": {"rule": ["sgd"]}}
 
 
 @pytest.mark.parametrize(
-    ("content", "tune", "said"),
+    ("content", "tune", "message"),
     [
         ({"confirm": None}, {}, "needs confirm"),
         ({"tune": None}, {}, "needs tune"),
@@ -310,10 +310,10 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ({}, {"choices": {"data.dir": [0.1, 0.2]}}, "takes no number"),
     ],
 )
-def test_a_file_whose_search_contradicts_itself_is_refused(write, content, tune, said):
+def test_a_file_whose_search_contradicts_itself_is_refused(write, content, tune, message):
     whole = {"axes": {"rule": ["fp32"]}, "tune": TUNE | tune, "confirm": CONFIRM, **content}
     path = write(**{key: value for key, value in whole.items() if value is not None})
-    with refusal(said):
+    with refusal(message):
         Tuning(read_sweep(path), SweepRecord(Path("out"), "tune"))
 
 
@@ -349,7 +349,7 @@ STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml")
     ],
     ids=lambda path: path.name,
 )
-def test_the_smoke_version_of_every_study_runs(here, corpus_dir, monkeypatch, path):
+def test_the_smoke_version_of_every_study_runs(working_folder, corpus_dir, monkeypatch, path):
     train_here(monkeypatch)
     for name in ("stdlib", "stdlib_pairs", "packages"):
         shutil.copytree(corpus_dir, f"data/{name}")

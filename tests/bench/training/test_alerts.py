@@ -34,7 +34,7 @@ def step(number, record):
 
 
 def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(tiny, tmp_path):
-    alerts, told = [], []
+    alerts, messages = [], []
     config = resolve(tiny(rule="nearest", model__format="E4M3", monitor__interval=10))
     observer = AlertObserver(config, tmp_path, alerts.append)
     record = {
@@ -44,8 +44,8 @@ def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(tiny, tmp_pat
     }
     for number in (10, 20, 25, 30, 40, 50):
         observer.written(step(number, dict(record)))
-        told.append(len(alerts))
-    assert told == [0, 0, 0, 1, 1, 1]
+        messages.append(len(alerts))
+    assert messages == [0, 0, 0, 1, 1, 1]
     (alert,) = alerts
     assert (alert.step, alert.kind, alert.level, alert.value, alert.threshold) == (
         30,
@@ -62,20 +62,20 @@ def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(tiny, tmp_pat
 
 def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best():
     def ends(trend, losses):
-        found = []
+        outcomes = []
         for number, loss in enumerate(losses, start=1):
             trend.written(step(number, {"train/loss": loss, "val/loss": 2.0}))
-            found.append(trend.diverging)
-        return found
+            outcomes.append(trend.diverging)
+        return outcomes
 
     baseline = TrendObserver(dict.fromkeys(range(1, 6), 2.0))
     assert (
         ends(baseline, [2.1, 3.0, 3.0, 3.0, 9.0, 0.0]) == [False] * 3 + [True] * 3
     )  # it ends at step 5
     assert baseline.excess[1] == pytest.approx((2.1 * 0.95 + 3) / (0.95 + 1) / 2 - 1)
-    own = TrendObserver({})
-    assert ends(own, [2.0] * 30 + [9.0] * 3) == [False] * 32 + [True]
-    assert (own.flat, own.flatness[-1]) == (True, 0.0)
+    observer = TrendObserver({})
+    assert ends(observer, [2.0] * 30 + [9.0] * 3) == [False] * 32 + [True]
+    assert (observer.flat, observer.flatness[-1]) == (True, 0.0)
 
 
 def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above_0_is_too_high():
@@ -145,8 +145,8 @@ def test_patience_ends_the_run(tiny, tmp_path, monkeypatch):
     sabotage(monkeypatch, {1, 2, 4, 5, 6}, "gradient")
     summary = run(tiny(rule="fp32"), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["final_val_loss"]) == ("failed", 3, None)
-    said = "grad/norm is nan at step 6, and not finite in the 2 steps before; first seen in gradient of lm_head.weight"
-    assert summary["failure"] == {"kind": "nan", "message": said, "step": 4}
+    message = "grad/norm is nan at step 6, and not finite in the 2 steps before; first seen in gradient of lm_head.weight"
+    assert summary["failure"] == {"kind": "nan", "message": message, "step": 4}
 
 
 def test_alerts_stops_and_saved_states_can_be_turned_off(tiny, tmp_path, monkeypatch):
@@ -277,14 +277,14 @@ LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.in
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_a_text_of_one_character_is_trained_on_and_measured(here):
+def test_a_text_of_one_character_is_trained_on_and_measured(working_folder):
     Path("a.txt").write_text("a" * 3000)
     assert main(["prepare", "text", "--input", "a.txt", "--tokenizer", "char", "--out", "a"]) == 0
     common = ["--data.dir", "a", "--train.max_steps", "20", *SMALL]
     assert main(["run", "fp32.yaml", "--name", "fp32", *common]) == 0
     against = ["--alerts.baseline", "runs/fp32", "--train.stop_on", "divergence"]
     assert main(["run", "e4m3.yaml", "--name", "e4m3", *LOOKED_AT, *against, *common]) == 0
-    records = recorded(here / "runs" / "e4m3")
+    records = recorded(working_folder / "runs" / "e4m3")
     assert {record["train/excess"] for record in records if "train/excess" in record} == {0.0}
     assert records[-1]["val/loss"] == 0.0
     assert main(["evaluate", "runs/fp32", "--formats", "E4M3"]) == 0

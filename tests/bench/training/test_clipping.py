@@ -49,14 +49,14 @@ def norm_of(gradients):
 
 def settings_of(weight, accumulation, clip, **more):
     gradient = {"gradient": {"weight": {"format": "E4M3", **weight}}} if weight is not None else {}
-    given = {
+    settings = {
         "rule": "master",
         "train__precision": "float32",
         "train__accumulation": accumulation,
         "model__n_embd": 32,
     }
     return (
-        given
+        settings
         | {"model__formats": {"*": {"weight": "E4M3", **gradient}}, "optimizer__grad_clip": clip}
         | more
     )
@@ -66,13 +66,13 @@ def float_micro_gradients(trainer, index):
     """The gradients of every micro-batch of a step, over their number; those of weights
     have no format.
     """
-    found = []
+    gradients = []
     for micro_step in range(trainer.config.train.accumulation):
         trainer.model.zero_grad()
         tokens, targets = trainer._move(trainer._draw(index, micro_step))
         (trainer.loss(tokens, targets) / trainer.config.train.accumulation).backward()
-        found.append(grads_of(trainer.model))
-    return found
+        gradients.append(grads_of(trainer.model))
+    return gradients
 
 
 class Oracle:
@@ -300,13 +300,13 @@ def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip, tiny):
 
 def test_gradients_of_weights_with_a_format_are_refused(tiny):
     formats = {"*": {"weight": "E4M3", "gradient": {"weight": "E5M2"}}}
-    how = {
+    methods = {
         "train__step_in_backward": True,
         "optimizer__clip_by": "exact",
         "model__formats": formats,
     }
     with refusal(r"gradient of a weight can't be used with train\.step_in_backward"):
-        trainer_of(tiny(rule="stochastic", optimizer__grad_clip=CLIP, **how))
+        trainer_of(tiny(rule="stochastic", optimizer__grad_clip=CLIP, **methods))
 
 
 def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp_path):
@@ -328,13 +328,13 @@ def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp
         )
         == 0
     )
-    given = {
+    settings = {
         "model.pretrained": model,
         "data.dir": law,
         "model.block_size": 16,
         "train.batch_size": 2,
     }
-    given |= {
+    settings |= {
         "rule": "stochastic-8bit",
         "optimizer.grad_clip": 0.5,
         "train.max_steps": STEPS,
@@ -343,7 +343,7 @@ def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp
     within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
     check_same(
         *(
-            taken(load_config(find_config("finetune.yaml"), [*flags(given), *more]))
+            taken(load_config(find_config("finetune.yaml"), [*flags(settings), *more]))
             for more in ([], within)
         )
     )

@@ -83,19 +83,23 @@ def bits(contents: Contents) -> dict[str, bytes]:
     }
 
 
-def check(found: Contents, whole: Contents, kind: str) -> None:
+def check(contents: Contents, whole: Contents, kind: str) -> None:
     """Compare what two trainings hold, to the bit unless torch's own AdamW took their
     steps.
     """
     if kind not in OF_TORCH:
-        ours, theirs = bits(found), bits(whole)
+        own_bits, bits_of_whole = bits(contents), bits(whole)
         assert {
-            name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+            name
+            for name in own_bits.keys() | bits_of_whole.keys()
+            if own_bits.get(name) != bits_of_whole.get(name)
         } == set()
         return
     for name, tensor in whole.tensors["model"].items():
         if not name.endswith("scaler.value"):
-            torch.testing.assert_close(found.tensors["model"][name], tensor, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                contents.tensors["model"][name], tensor, rtol=1e-4, atol=1e-6
+            )
 
 
 def gone_on(config: Config, folder: str, begun: int) -> list[float]:
@@ -128,8 +132,8 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
     commit(tmp_path, capture(begun, alone, [], {}), keep_last=9)
     for size in (2, 3):
         expected = alone.validation_losses()
-        said = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), begun)
-        for losses in said:
+        outcomes = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), begun)
+        for losses in outcomes:
             assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
         step_on_equal_gradients(alone, range(begun, begun + 3))
         begun += 3
@@ -161,7 +165,11 @@ def test_processes_train_on_the_batch_of_one(tiny, pools, kind):
 
 def failing(what: str) -> list[Any]:
     ranks = own_ranks()
-    said = [ranks.broadcast(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
+    answers = [
+        ranks.broadcast(f"from {ranks.rank}"),
+        ranks.each(ranks.rank),
+        ranks.mean(ranks.rank),
+    ]
     errors = {
         "disk": OSError(errno.ENOSPC, "No space left on device", "a"),
         "line": BenchError("no"),
@@ -172,8 +180,8 @@ def failing(what: str) -> list[Any]:
             if ranks.rank == 1 and errors[what]:
                 raise errors[what]
     except (OSError, BenchError) as error:
-        said.append((type(error).__name__, getattr(error, "errno", None), str(error)))
-    return said
+        answers.append((type(error).__name__, getattr(error, "errno", None), str(error)))
+    return answers
 
 
 FULL = [("OSError", errno.ENOSPC, "[Errno 28] No space left on device: 'a'")]
@@ -184,5 +192,5 @@ NOT_WRITTEN, NO = ([(name, None, "no")] for name in ("CheckpointNotWritten", "Be
     ("what", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))]
 )
 def test_what_fails_in_one_fails_in_all(pools, what, ends):
-    for said, end in zip(pools[2].run(failing, what), ends, strict=True):
-        assert said == ["from 0", [0.0, 1.0], 0.5, *end]
+    for outcome, end in zip(pools[2].run(failing, what), ends, strict=True):
+        assert outcome == ["from 0", [0.0, 1.0], 0.5, *end]

@@ -41,19 +41,19 @@ def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
-    done, said = os.pipe()
+    done, read_end = os.pipe()
 
     def child():
         try:
-            with stop_requests(lambda: os.write(said, b"x")):
+            with stop_requests(lambda: os.write(read_end, b"x")):
                 signal.raise_signal(first)
                 time.sleep(SAME_REQUEST_SECONDS * 1.5)
                 signal.raise_signal(second)
         finally:
-            os.write(said, b"cleaned up")
+            os.write(read_end, b"cleaned up")
 
     assert exit_code_of(child) == 128 + second
-    os.close(said)
+    os.close(read_end)
     with os.fdopen(done, "rb") as pipe:
         assert pipe.read() == b"x"
 
@@ -76,16 +76,16 @@ def test_a_signal_that_comes_twice_at_once_or_to_a_worker_is_one_request():
 
 
 def test_outside_of_the_main_thread_nothing_is_handled():
-    found = []
+    handlers = []
 
     def work():
         with stop_requests() as stop:
-            found.extend((signal.getsignal(signal.SIGTERM), stop.asked))
+            handlers.extend((signal.getsignal(signal.SIGTERM), stop.asked))
 
     thread = Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM), False]
+    assert handlers == [signal.getsignal(signal.SIGTERM), False]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

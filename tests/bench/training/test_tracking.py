@@ -78,11 +78,15 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
     ]
     assert [step for _, step, _ in drawn] == [2, 2, 4, 4, 5, 5]
     assert all(calls[at + 1][1] == step for at, step, _ in drawn)
-    found = drawn[-2][2] | drawn[-1][2]
-    names = {name.partition("/")[2] for name in found}
+    histograms = drawn[-2][2] | drawn[-1][2]
+    names = {name.partition("/")[2] for name in histograms}
     assert {"lm_head.weight", "blocks.0.attn.qkv.weight", "token_embedding.weight"} <= names
-    assert found.keys() == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in names}
-    assert found["weights/lm_head.weight"].size == found["gradients/lm_head.weight"].size > 0
+    assert histograms.keys() == {
+        f"{kind}/{name}" for kind in ("weights", "gradients") for name in names
+    }
+    assert (
+        histograms["weights/lm_head.weight"].size == histograms["gradients/lm_head.weight"].size > 0
+    )
 
 
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(
@@ -160,11 +164,11 @@ class FakeWandb:
             wandb, "login", lambda *, prompt, verify: key is not None and not prompt and not verify
         )
 
-    def init(self, **given):
+    def init(self, **options):
         import wandb
 
-        self.given = given
-        if "resume_from" in given and not self.rewinds:
+        self.given = options
+        if "resume_from" in options and not self.rewinds:
             raise wandb.errors.CommError("rewind is not\nenabled")
         return self
 
@@ -213,7 +217,7 @@ def records_of(file: Path) -> list[Any]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    data, at, block, parts, found = file.read_bytes(), 7, 32768, b"", []
+    data, at, block, parts, records = file.read_bytes(), 7, 32768, b"", []
     while at + 7 <= len(data):
         if block - at % block < 7:  # no header fits into what is left of a block
             at += block - at % block
@@ -224,9 +228,9 @@ def records_of(file: Path) -> list[Any]:
         if kind in (1, 4):  # whole, or the last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
-            found.append(record)
+            records.append(record)
             parts = b""
-    return found
+    return records
 
 
 @pytest.mark.extra("wandb")
@@ -267,11 +271,11 @@ def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("settings", [False, True])
 @pytest.mark.parametrize("rewinds", [False, True])
 @pytest.mark.extra("wandb")
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
-    tiny, tmp_path, monkeypatch, caplog, mode, given, rewinds
+    tiny, tmp_path, monkeypatch, caplog, mode, settings, rewinds
 ):
     """From the checkpoint's step, but for a run that was there before ours, and for a
     server that can't.
@@ -283,11 +287,11 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert read(step_file(tmp_path / "r", 4), only=()).facts["trackers"]["wandb"]["id"] == "abc123"
     second = FakeWandb(monkeypatch, "k")
     second.rewinds = rewinds
-    config.tracking.wandb_id = "abc123" if given else None
+    config.tracking.wandb_id = "abc123" if settings else None
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
     back = (
         {"resume": None, "resume_from": "abc123?_step=4"}
-        if rewinds and not given
+        if rewinds and not settings
         else {"resume_from": None}
     )
     back = {"resume": "must" if mode == "online" else None, **back}
@@ -297,7 +301,9 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
     refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
     assert (
-        caplog.messages.count(refused) == second.teardown.call_count == (not rewinds and not given)
+        caplog.messages.count(refused)
+        == second.teardown.call_count
+        == (not rewinds and not settings)
     )
 
 

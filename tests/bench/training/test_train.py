@@ -152,11 +152,11 @@ FACTORS = [
 
 @pytest.mark.parametrize(("settings", "start", "expected"), FACTORS)
 def test_a_schedule_has_its_factors(settings, start, expected):
-    found = [
+    factors = [
         lr_factor(OptimizerConfig(**settings), step, 100)
         for step in range(start, start + len(expected))
     ]
-    assert found == pytest.approx(expected)
+    assert factors == pytest.approx(expected)
 
 
 #: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps
@@ -236,7 +236,9 @@ print(json.dumps([code, calls, imported]), file=open(sys.argv[2], "w"))
 """
 
 
-def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(here, corpus_dir):
+def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(
+    working_folder, corpus_dir
+):
     """Calls by FILE:FUNCTION of a run of the shipped e4m3.yaml, and the modules of the
     bench that it imports.
     """

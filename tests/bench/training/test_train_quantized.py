@@ -53,8 +53,8 @@ def test_a_rule_repeats_however_often_one_looks(tiny, tmp_path, rule):
 
 @pytest.mark.parametrize("rule", QUANTIZED)
 def test_a_rule_runs_and_reports(tiny, tmp_path, rule):
-    config, told = config_of(tiny, rule, train__max_steps=40, eval__interval=40), []
-    summary = run(config, tmp_path / "a", on_progress=told.append)
+    config, messages = config_of(tiny, rule, train__max_steps=40, eval__interval=40), []
+    summary = run(config, tmp_path / "a", on_progress=messages.append)
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
     assert (summary["rule"], summary["format"], summary["storage"]) == (
         rule,
@@ -68,7 +68,7 @@ def test_a_rule_runs_and_reports(tiny, tmp_path, rule):
     losing = RULES[rule].writeback == "nearest" or RULES[rule].storage == "master"
     # What is told on the way is what the table says: means, of what says something
     # under this rule.
-    assert (told[-1].stall, told[-1].arrived) == (
+    assert (messages[-1].stall, messages[-1].arrived) == (
         summary["stall"] if losing else None,
         summary["arrived"],
     )
