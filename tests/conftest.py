@@ -1,5 +1,7 @@
-"""Shared by all tests: the full tier, a covering sample of a matrix, and a tally that
-is printed at the end.
+"""Options, fixtures and hooks of all tests.
+
+The full tier, a covering sample of a marked matrix, and a tally that is printed at the
+end.
 """
 
 import functools
@@ -45,8 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Name a case by its value, so that ``-k`` finds it: formats, classes, dtypes and
-    short sequences of these.
+    """Name a case by its value, so that ``-k`` finds it.
+
+    Formats, classes, dtypes and short sequences of these have names here.
 
     pytest itself names strings, numbers and functions.
     """
@@ -69,8 +72,9 @@ def _name_of(value: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a package that is missing; leave a covering sample of marked
-    matrices to the default run.
+    """Skip tests whose package is missing, and sample marked matrices.
+
+    The default run gets a covering sample of a marked matrix.
     """
     for item in items:
         packages = (name for mark in item.iter_markers("extra") for name in mark.args)
@@ -104,8 +108,9 @@ def _values(item: Any) -> dict[str, Hashable]:
 
 
 def pytest_report_header() -> str:
-    """The processor, and what torch makes of it: numbers may differ, and which code
-    runs does.
+    """Name the processor, and what torch makes of it.
+
+    Numbers may differ with it, and so may the code that runs.
     """
     import torch
 
@@ -120,16 +125,18 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of garbage collection: it would be
-    searched in every test.
+    """Leave imported and collected objects out of garbage collection.
+
+    They would be searched in every test.
     """
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionstart() -> None:
-    """Start autograd before anything is compiled: later, torch may start a thread for a
-    device, and refuses forks.
+    """Start autograd before anything is compiled.
+
+    Later, torch may start a thread for a device, and refuses forks.
     """
     import torch
 
@@ -165,8 +172,9 @@ def full(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
-    """Return a function that takes what was tried, how often, and a note, for the end
-    of the session's output.
+    """Return a function that counts what was tried.
+
+    It takes what, how often, and a note, for the end of the session's output.
     """
 
     def count(what: str, number: int, note: str = "") -> None:
@@ -189,8 +197,9 @@ def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Itera
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The dtype that Muon multiplies in by default, as on a processor with products in
-    bfloat16 and on one without.
+    """The dtype that Muon multiplies in by default.
+
+    Bfloat16 as on a processor with such products, float32 as on one without.
 
     Children that are forked in the test have it too; those that start anew ask the
     processor.
@@ -205,8 +214,9 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def no_accelerator_is_left() -> Iterator[None]:
-    """Accelerate keeps one accelerator a process, Trainer's too, and the next test
-    wants another.
+    """Reset the one accelerator that accelerate keeps in a process.
+
+    Trainer's is one too, and the next test wants another.
     """
     yield
     if state := sys.modules.get("accelerate.state"):

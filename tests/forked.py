@@ -1,5 +1,6 @@
-"""Children forked from the test itself, which has imported everything: each runs a
-function in a folder of its own.
+"""Children forked from the test itself, which has imported everything.
+
+Each runs a function in a folder of its own.
 """
 
 import contextlib
@@ -18,8 +19,9 @@ from nanogpt_bench.report import page, svg_figures
 
 
 def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) -> int:
-    """Run a command in a forked process, its output in output.txt, and return the
-    process's id, or its group's.
+    """Run a command in a forked process and return the process's id, or its group's.
+
+    Its output goes to output.txt.
 
     In a group of its own Ctrl-C raises KeyboardInterrupt, which tests that run in the
     background ignore.
@@ -53,8 +55,9 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
 
 
 def without_drawing() -> None:
-    """Empty pictures from here on: what draws them does not survive a fork, and may
-    have drawn before.
+    """Draw empty pictures from here on.
+
+    What draws them does not survive a fork, and may have drawn before.
     """
     empty = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"></svg>'
     svg_figures.svg, page.javascript = lambda spec: empty, lambda code: ""

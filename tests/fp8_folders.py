@@ -1,5 +1,6 @@
-"""Small random model folders in published FP8 layouts, made by the libraries that
-publish them, never by this one.
+"""Small random model folders in published FP8 layouts.
+
+The libraries that publish a layout make them, never this one.
 
 ``make("name", folder)`` writes the folder ``LAYOUTS`` names so. A layout whose library
 is not at hand is written by its published formula: ``amax / 448`` of each group,
@@ -75,8 +76,9 @@ def transformers() -> Any:
 
 
 def float_model(kind: str) -> Any:
-    """A model in bfloat16 whose weights have groups of unlike sizes, zeros of both
-    signs and one square of zeros.
+    """Return a bfloat16 model with groups of unlike sizes.
+
+    It also has zeros of both signs and one square of zeros.
     """
     library = transformers()
     name, sizes = KINDS[kind]
@@ -107,8 +109,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def rewritten(
     folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None
 ) -> None:
-    """Put what ``change`` gives for each tensor in its place, file by file; ``config``
-    says how it is quantised.
+    """Replace each tensor by what ``change`` returns for it, file by file.
+
+    ``config`` says how the folder is quantised.
     """
     from safetensors.torch import load_file, save_file
 
@@ -141,8 +144,9 @@ def rewritten(
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """True where recipes quantise the tensor: a layer's matrix, neither the embedding
-    nor the head nor a router.
+    """Whether recipes quantise the tensor.
+
+    They take a layer's matrix, neither the embedding nor the head nor a router.
     """
     floats = (
         "embed_tokens",
@@ -167,8 +171,9 @@ def quantised(
 
 
 def in_groups(value: Tensor, block: Any) -> Tensor:
-    """The values with each square's rows and columns in the dimensions 1 and 3; those
-    at the edges end in zeros.
+    """Return the values with each square's rows and columns in dimensions 1 and 3.
+
+    Squares at the edges end in zeros.
     """
     padding = (0, -value.shape[1] % block[1], 0, -value.shape[0] % block[0])
     return (
@@ -188,8 +193,9 @@ def spread(scales: Tensor, block: Any, shape: Any) -> Tensor:
 def by_formula(
     value: Tensor, block: Any, code: torch.dtype, scale: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix: ``amax / max`` of each square, rounded into the
-    scales' dtype.
+    """Return codes and scales of a matrix.
+
+    A scale is ``amax / max`` of a square, rounded into the scales' dtype.
     """
     value, largest = value.float(), torch.finfo(code).max
     fitted = in_groups(value, block).abs().amax((1, 3)) / largest
@@ -200,8 +206,9 @@ def by_formula(
 
 
 def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``FineGrainedFP8Config`` of transformers, whose refusal to quantise without a GPU
-    is left out.
+    """Write ``FineGrainedFP8Config`` of transformers.
+
+    Its refusal to quantise without a GPU is left out.
     """
     library = transformers()
     from transformers.quantizers.quantizer_finegrained_fp8 import (
@@ -224,8 +231,9 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
 
 
 def fine_grained_tensors(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``Fp8Quantize`` of transformers for each matrix of a float folder: experts one by
-    one, as they are published.
+    """Write ``Fp8Quantize`` of transformers for each matrix of a float folder.
+
+    Experts are written one by one, as they are published.
     """
     library = transformers()
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -263,8 +271,9 @@ def compressed(
     head: bool = False,
     **changes: Any,
 ) -> None:
-    """``ModelCompressor`` of compressed-tensors with the recipe of llm-compressor:
-    scales from each group's range.
+    """Write ``ModelCompressor`` of compressed-tensors, with llm-compressor's recipe.
+
+    Scales come from each group's range.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -311,8 +320,9 @@ def compressed(
 def _compressed_tensors(
     folder: Path, model: Any, shards: str, config: Any, scheme: Any, wide: bool
 ) -> None:
-    """Writes a folder by the compressor's function for single layers, because fused
-    experts are no ``Linear``.
+    """Write a folder by the compressor's function for single layers.
+
+    Fused experts are no ``Linear``.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
@@ -349,8 +359,9 @@ def _observed(weight: Tensor, args: Any) -> Tensor:
 
 
 def shared(folder: Path, model: Any, shards: str) -> None:
-    """One scale a tensor, the same for ``w1`` and ``w3`` of each expert, as publishers
-    write what servers fuse.
+    """Write one scale a tensor, the same for ``w1`` and ``w3`` of an expert.
+
+    Publishers do so because servers fuse these.
     """
     model.save_pretrained(folder, max_shard_size=shards)
     values = tensors_of(folder)
@@ -380,8 +391,9 @@ def shared(folder: Path, model: Any, shards: str) -> None:
 
 
 def torchao(folder: Path, model: Any, shards: str) -> None:
-    """``Float8WeightOnlyConfig`` of torchao through transformers; the files' metadata
-    says what each weight is.
+    """Write ``Float8WeightOnlyConfig`` of torchao through transformers.
+
+    The files' metadata says what each weight is.
     """
     from torchao import quantization as ao
 
@@ -396,16 +408,18 @@ def torchao(folder: Path, model: Any, shards: str) -> None:
 
 
 def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """``compressed``, its scales of rows in one dimension, or in none where there is
-    one.
+    """Write ``compressed`` with scales of rows in one dimension, or in none.
+
+    Scalars have none.
     """
     compressed(folder, model, shards, **options)
     rewritten(folder, lambda k, v: {k: v.squeeze() if k.endswith("weight_scale") else v}, None)
 
 
 def autofp8(folder: Path, model: Any, shards: str) -> None:
-    """AutoFP8's files by its formula: one scale a tensor, and one of its input, without
-    dimensions.
+    """Write AutoFP8's files by its formula.
+
+    One scale a tensor, and one of its input, without dimensions.
     """
     modelopt(folder, model, shards)
     (folder / "hf_quant_config.json").unlink()
@@ -418,8 +432,9 @@ def autofp8(folder: Path, model: Any, shards: str) -> None:
 
 
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
-    """Files of Model-Optimizer's ``export_hf_checkpoint`` for FP8, by its formula:
-    ``amax / 448``, one a tensor.
+    """Write the FP8 files of Model-Optimizer's ``export_hf_checkpoint``.
+
+    Its formula is ``amax / 448``, one a tensor.
     """
     model.save_pretrained(folder, max_shard_size=shards)
 
@@ -460,8 +475,9 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def gpt_oss(folder: Path, model: Any, shards: str) -> None:
-    """The experts of gpt-oss: E2M1, two a byte, the first in the low half; each 32 of a
-    row have an E8M0.
+    """Write the experts of gpt-oss in E2M1, two a byte, the first in the low half.
+
+    Each 32 values of a row have an E8M0 scale.
     """
     model.save_pretrained(folder, max_shard_size=shards)
 

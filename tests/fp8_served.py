@@ -14,8 +14,9 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def served(folder: Path, dtype: torch.dtype) -> Any:
-    """The model as transformers reads it, decoded into ``dtype`` by its own code,
-    compressed-tensors' or torchao's.
+    """Return the model as transformers reads it, decoded into ``dtype``.
+
+    The code that decodes is its own, compressed-tensors' or torchao's.
     """
     library, method = transformers(), settings_of(folder).get("quant_method")
     decode = {
@@ -36,8 +37,9 @@ def served(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def decoded(folder: Path) -> dict[str, Tensor]:
-    """Each weight by its name in the files: by compressed-tensors, or its codes times
-    one scale or those of squares.
+    """Return the weights by their names in the files.
+
+    compressed-tensors decodes its own; elsewhere codes are multiplied by their scales.
     """
     weights, files, config = {}, tensors_of(folder), settings_of(folder)
     if config.get("quant_method") != "compressed-tensors":

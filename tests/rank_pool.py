@@ -1,5 +1,6 @@
-"""Processes that stand ready as the ranks of a group: forked once from the test, fed
-with cases, ended at a hang.
+"""Processes that stand ready as the ranks of a group.
+
+They are forked once from the test, fed with cases, and ended at a hang.
 """
 
 import os
@@ -20,8 +21,9 @@ LIMIT = 120.0  # seconds that a case may take
 
 
 class Pool:
-    """Ranks of one group, which run function after function; functions are known by
-    name in the test's modules.
+    """Ranks of one group, which run function after function.
+
+    Functions are known by name in the test's modules.
     """
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
@@ -90,8 +92,9 @@ class Pool:
 
 
 def _warm_up() -> None:
-    """Load here what every rank would load by itself: some modules of torch's come with
-    the first use only.
+    """Load here what every rank would load by itself.
+
+    Some modules of torch's come with the first use only.
     """
     import torch._dynamo
     import torch.distributed.checkpoint.state_dict

@@ -1,5 +1,6 @@
-"""A check of an installed wheel: `python tests/smoke.py [--native]`, with torch, geoopt
-and numpy alone.
+"""A check of an installed wheel, `python tests/smoke.py [--native]`.
+
+It needs torch, geoopt and numpy alone.
 
 A layer on one byte a weight is trained, saved, read back and stepped again; rounding is
 that of the definition.
@@ -33,8 +34,9 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def main(native: bool) -> None:
-    """Train, save, read, go on; compare rounding with its definition; with `native`,
-    fail where C code is missing.
+    """Train, save, read and go on, and compare rounding with its definition.
+
+    With `native`, missing C code is an error.
     """
     if native:
         warnings.filterwarnings("error", message="fp8manifold's native code")

@@ -1,5 +1,6 @@
-"""The benchmarks run from end to end at a tiny size, measure what they say, and report
-what goes wrong.
+"""The benchmarks run from end to end at a tiny size.
+
+They measure what they say, and report what goes wrong.
 """
 
 import argparse
@@ -50,8 +51,9 @@ def path_of(script):
 
 
 def run(script, *words, codes=(0,)):
-    """The output of a benchmark, without the compiler; fail unless it ends with one of
-    the codes.
+    """Return the output of a benchmark that runs without the compiler.
+
+    Fail unless it ends with one of the codes.
     """
     environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = forked_run([sys.executable, str(path_of(script)), *map(str, words)], env=environment)
@@ -68,8 +70,9 @@ def rows_of(script, *words, opening="[", codes=(0,)):
 
 
 def forked_run(command, env, **_):
-    """``subprocess.run`` for a benchmark, in processes that are forked from here and
-    need not import torch.
+    """Stand in for ``subprocess.run`` of a benchmark.
+
+    Its processes are forked from here and need not import torch.
     """
 
     def benchmark():
@@ -285,8 +288,9 @@ def test_mxfp4_training_from_end_to_end():
 
 
 def test_train_is_serve_from_end_to_end():
-    """Training in place, and rounding alike on both sides, is served to the bit;
-    nothing else is.
+    """Training in place, and rounding alike on both sides, is served to the bit.
+
+    Nothing else is.
     """
     words = ("--reading", 2, "--prompts", 1, "--written", 4, "--updates", 1)
     mismatches = rows_of("train_is_serve.py", *words, opening="{")
@@ -336,8 +340,9 @@ def test_the_mismatch_is_what_its_formulas_say(modules):
 
 @pytest.mark.slow
 def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfloat16():
-    """README's recipe, and the same in a plain loop, beside what people use, as
-    processes of their own have it.
+    """README's recipe and the same in a plain loop take less than what people use.
+
+    Each runs in a process of its own.
     """
     words = [
         str(path_of("whole_step.py")),
@@ -359,8 +364,9 @@ def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfl
 
 @pytest.mark.slow
 def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight():
-    """277M bfloat16 weights in shards, beyond the largest tensor, in processes of their
-    own.
+    """277M bfloat16 weights in shards are read in processes of their own.
+
+    What counts is memory beyond the largest tensor.
     """
     done = subprocess.run(
         [sys.executable, str(path_of("loading.py")), "--json"],
@@ -447,8 +453,9 @@ def test_write_back_noise_from_end_to_end(corpus):
 
 
 def test_moment_formats_from_end_to_end(corpus):
-    """Two steps; a fitted even grid loses less than E4M3 under Muon, and more bits less
-    than fewer.
+    """After two steps a fitted even grid loses less than E4M3 under Muon.
+
+    More bits lose less than fewer.
     """
     for optimizer, rows in rows_by_name("moment_formats.py", corpus, 10):
         moments = {name: float(cells[2]) for name, cells in rows.items()}
@@ -465,8 +472,9 @@ def test_moment_formats_from_end_to_end(corpus):
 @pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
 def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, rounding):
-    """Constant gradients, most of them 0.003 of their block's largest: what is kept
-    over what is exact, in the mean.
+    """Under constant gradients the share that arrives is right in the mean.
+
+    Most gradients are 0.003 of their block's largest.
     """
     script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
     gradient[:, 0] = 1.0
@@ -479,7 +487,8 @@ def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, r
 
 
 def test_values_of_a_fitted_grid_stay(modules):
-    """Values on a block's grid are not changed, in blocks of zeros either;
+    """Values on a block's grid are not changed, in blocks of zeros either.
+
     `power_above` rounds up to powers of two.
     """
     script = modules["moment_formats"]
@@ -526,8 +535,9 @@ KEY = {"seed": 1, "stream": 0, "first": 1}
 
 @pytest.mark.parametrize("draws", ["independent", "dither"])
 def test_an_exact_write_back_leaves_no_error(modules, draws):
-    """Weights on the grid of E2M5 with its end at 7.875, and updates by whole steps of
-    it.
+    """Return weights on the grid of E2M5 and updates by whole steps of it.
+
+    The grid ends at 7.875.
     """
     script, generator = modules["_write_back"], torch.Generator().manual_seed(3)
     start = torch.randint(-30, 31, (16, 128), generator=generator) * 0.125

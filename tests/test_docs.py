@@ -1,5 +1,6 @@
-"""The documentation builds without a warning, its examples run, and what it says about
-the code is so.
+"""The documentation builds without a warning, and its examples run.
+
+What it says about the code is so.
 """
 
 import contextlib
@@ -117,8 +118,9 @@ def run_python(example: Example) -> None:
 
 
 def compare_output(example: Example) -> None:
-    """Compare a block of text that follows one of Python with what that one printed, as
-    doctest does.
+    """Compare a block of text with what the Python before it printed.
+
+    The comparison is doctest's.
     """
     before = example.document.text[: example.start].rstrip()
     if before.endswith("```") and before[:-3].rpartition("```")[2].startswith("python\n"):
@@ -139,8 +141,9 @@ RUNS = Sybil(
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_on_the_pages_prints_what_they_say(page, tmp_path):
-    """The blocks of a page run one after the other; a comment skips what needs a hub, a
-    GPU or several processes.
+    """The blocks of a page run one after the other.
+
+    A comment skips what needs a hub, a GPU or several processes.
     """
     with contextlib.chdir(tmp_path), torch.random.fork_rng():
         for example in RUNS.parse(page).examples():
@@ -157,8 +160,9 @@ def test_the_doctests_of_the_page_writers_pass():
 
 @pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
 def test_pages_are_plain_markdown(page):
-    """As a repository shows them, no role, directive, definition list or link without a
-    text is left over.
+    """A repository shows the pages without leftovers of the documentation's markup.
+
+    No role, directive, definition list or link without a text remains.
     """
     tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
     assert [

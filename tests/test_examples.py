@@ -1,5 +1,6 @@
-"""Every example runs, prints what its docstring says, and shows what it is there to
-show.
+"""Every example runs and prints what its docstring says.
+
+It shows what it is there to show.
 """
 
 import ast

@@ -1,5 +1,6 @@
-"""The guide to extending: its changes are applied to a copy of the checkout, which then
-has all that they add.
+"""The changes of the guide to extending work.
+
+They are applied to a copy of the checkout, which then has all that they add.
 """
 
 import os
@@ -62,8 +63,9 @@ print("everything is there")
 
 
 def apply(change: str, folder: Path) -> str:
-    """Make a change, its file's name in the first line, its places apart by @@; each is
-    found once. Return the file.
+    """Make a change and return its file.
+
+    The first line names the file, @@ parts the places, and each place occurs once.
     """
     name, _, text = change.partition("\n")
     path = folder / name

@@ -1,5 +1,6 @@
-"""The tables and figures on the pages are fresh, and show all that the benchmarks
-wrote.
+"""The tables and figures on the pages are fresh.
+
+They show all that the benchmarks wrote.
 """
 
 import datetime
@@ -61,8 +62,9 @@ def test_what_is_stale_is_named_with_the_command(monkeypatch):
     [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry")],
 )
 def test_what_is_made_again_is_what_stands_there(folder, name):
-    """Tables whole; of figures, whose bytes are those of a release of matplotlib, that
-    they are drawn.
+    """Tables are compared whole, figures only by what is drawn.
+
+    A figure's bytes are those of a release of matplotlib.
     """
     pages = pages_of(folder)
     again, shown = (

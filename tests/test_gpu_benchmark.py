@@ -1,5 +1,6 @@
-"""The benchmark of a card runs from end to end without one, and says what differs or
-fails.
+"""The benchmark of a card runs from end to end without one.
+
+It says what differs or fails.
 """
 
 import importlib.util

@@ -1,5 +1,6 @@
-"""Structure: which room may import from which, no circle of modules, and a map from
-each file to its tests.
+"""Structure of the packages.
+
+Which room may import from which, no circle of modules, and a map from files to tests.
 """
 
 import ast
@@ -47,8 +48,9 @@ def tree(path):
 
 
 def imports(source):
-    """(module, name) of every import: `import a.b` is ("a.b", None), `from a import b`
-    is ("a", "b").
+    """Return (module, name) of every import.
+
+    `import a.b` is ("a.b", None), `from a import b` is ("a", "b").
     """
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
@@ -147,8 +149,9 @@ NAMESPACES = {"fp8manifold": fm, **PARTS}
 
 
 def private_uses(source):
-    """Names that a file uses of fp8manifold beyond the public namespaces, which are
-    imported whole or by name.
+    """Return the names of fp8manifold that a file uses beyond the public ones.
+
+    Public namespaces are imported whole or by name.
     """
     of_ours = [
         (module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"
@@ -185,8 +188,9 @@ def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone(
 
 
 def test_files_that_ship_compile_nothing():
-    """Files that ship call neither `compile` nor `__import__`; ruff finds what
-    unpickles or evaluates.
+    """Files that ship call neither `compile` nor `__import__`.
+
+    ruff finds what unpickles or evaluates.
     """
     for path in [
         *MODULES.values(),

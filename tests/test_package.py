@@ -1,5 +1,6 @@
-"""The project as pip builds it: a wheel and an sdist that install without extras, and a
-quick import.
+"""The project as pip builds it.
+
+A wheel and an sdist install without extras, and the import is quick.
 """
 
 import os
@@ -43,8 +44,9 @@ def modules_after(statement):
 
 
 def test_imports_warn_of_nothing_and_bring_no_extras():
-    """The command line begins without its packages, so that it can say which are
-    missing.
+    """The command line begins without its packages.
+
+    So it can say which are missing.
     """
     checked([sys.executable, "-W", "error", "-c", "import fp8manifold"], ROOT, ROOT)
     loaded = modules_after("import fp8manifold") - modules_after("import torch, geoopt")
@@ -117,8 +119,9 @@ def test_sdist_and_wheel_have_what_they_need_and_nothing_else(built):
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
 def test_it_installs_without_extras(built, tmp_path, pattern):
-    """An environment with nothing in it but pip; torch, geoopt and numpy alone are lent
-    by the one the tests run in.
+    """An environment with nothing in it but pip.
+
+    The tests' environment lends torch, geoopt and numpy alone.
     """
     python = empty_environment(tmp_path / "env", tmp_path / "lent")
     # Without an index pip fails unless what the wheel asks for is lent. To build an
@@ -134,8 +137,9 @@ def test_it_installs_without_extras(built, tmp_path, pattern):
 
 
 def empty_environment(folder, lent):
-    """Make an environment that sees, of this one, only the core dependencies and
-    theirs; return its Python.
+    """Make an environment that sees only the core dependencies, and return its Python.
+
+    These are lent by the environment of the tests.
     """
     checked([sys.executable, "-m", "venv", folder], folder.parent)
     # Python 3.11 puts one there that is older than torch asks for; the lent one must

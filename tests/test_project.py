@@ -1,5 +1,6 @@
-"""A repository that can be depended on: a wheel's own test, URLs that are true, one
-version, any processor.
+"""A repository that can be depended on.
+
+A wheel's own test, URLs that are true, one version, any processor.
 """
 
 import ast

@@ -1,5 +1,6 @@
-"""README's lines that fine-tune a Hugging Face model run, are the rule that was
-measured, and take what is said.
+"""README's lines that fine-tune a Hugging Face model run.
+
+They are the rule that was measured, and take the memory that is stated.
 """
 
 import ast
@@ -44,8 +45,9 @@ def recipe(page, after=""):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A random model of SmolLM2's kind: keys narrower than queries, the head tied to
-    the embedding.
+    """A random model of SmolLM2's kind.
+
+    Keys are narrower than queries, the head is tied to the embedding.
     """
     layers, width, inner, vocabulary, queries, keys = SHAPE
     heads = {"num_attention_heads": queries // 16, "num_key_value_heads": keys // 16}
@@ -66,8 +68,9 @@ def llama(tmp_path_factory):
 
 
 def run(code, llama):
-    """The names that the lines leave behind, the model's name replaced, over a few
-    batches of one text.
+    """Run the lines over a few batches of one text and return their names.
+
+    The model's name is replaced.
     """
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(
@@ -113,8 +116,9 @@ def test_the_lines_run_twice_over_one_model_once_the_handle_is_removed():
 
 
 def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
-    """The page's lines, the model's name replaced: what is saved has the layout that
-    was read, and learnt.
+    """The page's lines write what was learnt in the layout that was read.
+
+    The model's name is replaced.
     """
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
@@ -170,8 +174,9 @@ def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(ran,
 
 
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
-    """The lines of 7B, the model's name replaced: everything but norms in codes, no
-    gradient left.
+    """The lines of 7B leave everything but norms in codes, and no gradient.
+
+    The model's name is replaced.
     """
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names = {"batches": [text] * 60, "device": "cpu"}
@@ -223,8 +228,9 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran, tmp_path):
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
-    """The sweep's rule: options, every rate, clipping and weights; the embedding in
-    codes is the bench's option.
+    """The ten lines have the sweep's options, rates, clipping and weights.
+
+    The embedding in codes is the bench's option.
     """
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     settings = {key: value for key, value in base.items() if value is not None}

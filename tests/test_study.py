@@ -1,5 +1,6 @@
-"""The study's maps, ladders and predictions about E7M0; that its tables are fresh is in
-`test_generated.py`.
+"""The study's maps, ladders and predictions about E7M0.
+
+That its tables are fresh is in `test_generated.py`.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""A call in a forked child, watched: what it returns, what a file has it run, and how
-far its memory grows.
+"""A call in a forked child, watched.
+
+What it returns, what a file has it run, and how far its memory grows.
 """
 
 import json
@@ -38,8 +39,9 @@ class Watched:
 
 
 def watched(call: Callable[[], Any], forbidden: Collection[str] = ()) -> Watched:
-    """Make a call in a child of this process; audit events that are `forbidden` count
-    as executions too.
+    """Make a call in a child of this process.
+
+    Audit events that are `forbidden` count as executions too.
     """
     end, start = os.pipe()
     child = os.fork()

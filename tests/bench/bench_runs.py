@@ -45,8 +45,9 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 
 def flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings as words of a command line; two underscores stand for a dot, and the
-    later of two wins.
+    """Settings as words of a command line.
+
+    Two underscores stand for a dot, and the later of two wins.
     """
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     return [f"--{key}={value}" for key, value in dotted.items()]

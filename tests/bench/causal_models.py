@@ -1,5 +1,6 @@
-"""Tiny causal language models of transformers, with a tokenizer of their own, as
-`save_pretrained` writes them.
+"""Tiny causal language models of transformers, with tokenizers.
+
+They are written as `save_pretrained` writes them.
 """
 
 from pathlib import Path
@@ -72,8 +73,9 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
 def write_gguf(
     path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None
 ) -> None:
-    """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a
-    GGUF file; tensors, too.
+    """Write a Llama of one layer and a small tokenizer as a GGUF file.
+
+    The tokenizer has letters and one pair of them.
     """
     draw, width, inner = np.random.default_rng(0), 32, 48
     writer = gguf.GGUFWriter(str(path), "llama")

@@ -45,8 +45,9 @@ def corpus_dir(text_file):
 
 @pytest.fixture(scope="session")
 def labelled_dir(tmp_path_factory):
-    """300 short documents: a label for what each says of the dogs' number, and another
-    for an even one.
+    """300 short documents with labels for the dogs' number.
+
+    An even number has one more label.
     """
     numbers = [number % 7 for number in range(300)]
     texts = [
@@ -67,8 +68,9 @@ def labelled_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(corpus_dir):
-    """Return a function from overrides to the configuration of a one-layer model on the
-    small corpus.
+    """Return a function that configures a small run.
+
+    It takes overrides of a one-layer model on the small corpus.
     """
     base = {"data__dir": corpus_dir, "model__n_layer": 1, "model__n_head": 2, "model__n_embd": 16}
     base |= {
@@ -90,8 +92,9 @@ def working_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that has a command line refused: code 2, no output, one line of
-    an error, which it returns.
+    """Return a function that has a command line refused and returns its error.
+
+    The code is 2, nothing is printed, and the error is one line.
     """
 
     def line(*words):

@@ -78,8 +78,9 @@ def put(keys: str, value: Any) -> Damage:
 
 
 def tensors(**values: Any) -> Damage:
-    """Other tensors in a file of safetensors; two underscores stand for a dot, and GONE
-    leaves one out.
+    """Replace tensors in a file of safetensors.
+
+    Two underscores stand for a dot, and GONE leaves one out.
     """
 
     def damage(path):

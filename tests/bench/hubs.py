@@ -10,8 +10,9 @@ COMMIT = "c0ffee" * 6 + "c0de"
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with the repositories of data sets and models below `root`, every revision
-    of which is the same commit.
+    """A hub with the repositories of data sets and models below `root`.
+
+    Every revision is the same commit.
     """
 
     daemon_threads = True

@@ -1,5 +1,6 @@
-"""Every reader of files that come from elsewhere: a whole file for it, and the call
-that reads the file.
+"""Every reader of files that come from elsewhere.
+
+With a whole file for it, and the call that reads the file.
 """
 
 import contextlib
@@ -44,8 +45,9 @@ FROM_GPT2 = ("run", "bf16_baseline", "--model.block_size=16", "--eval.batches=1"
 
 @dataclass(frozen=True)
 class Reader:
-    """`lay` writes what is whole into an empty folder; `read` raises what is wrong with
-    it, or returns its notes.
+    """A reader and how its file is written.
+
+    `lay` writes a whole one into an empty folder; `read` raises, or returns its notes.
     """
 
     lay: Callable[[Path], object]
@@ -92,8 +94,9 @@ def verified(folder: Path) -> list[str]:
 
 
 def reported(folder: Path) -> tuple[str, ...]:
-    """Return the notes of a run whose page has nothing of what a link leads to; figures
-    are empty from then on.
+    """Return the notes of a run whose page has nothing of what a link leads to.
+
+    Figures are empty from then on.
     """
     without_drawing()
     with tempfile.TemporaryDirectory() as out:

@@ -1,5 +1,6 @@
-"""A package that is not installed is named in one line, with the extra that brings it,
-before anything is written.
+"""A package that is not installed is named in one line, with its extra.
+
+This happens before anything is written.
 """
 
 import importlib.util

@@ -1,5 +1,6 @@
-"""Warnings of torch's own on a card, in every test of this folder: of its profiler, its
-graphs and its compiler.
+"""Warnings of torch's own on a card, in every test of this folder.
+
+They come from its profiler, its graphs and its compiler.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""On a card: the bits of the CPU, its products from codes, and steps of few launches;
-skipped where there is none.
+"""On a card, the bits of the CPU, its products from codes, and few launches.
+
+They are skipped where there is none.
 """
 
 import importlib

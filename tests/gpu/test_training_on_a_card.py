@@ -1,5 +1,6 @@
-"""Models and optimizers on a card beside the same on the CPU; skipped where there is
-none.
+"""Models and optimizers on a card beside the same on the CPU.
+
+They are skipped where there is none.
 """
 
 import copy
@@ -19,8 +20,9 @@ CARD = torch.device("cuda")
 
 
 def parameters(device):
-    """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary
-    floats.
+    """Return codes with scales of rows, blocks and one in all.
+
+    Also values on a grid, and ordinary floats.
     """
     params = [
         fm.FP8Parameter(normal(24, 256, seed=1) * 0.1, "E4M3", seed=1),
@@ -65,8 +67,9 @@ def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_muon_goes_the_way_of_the_cpus(moments):
-    """Its products are of other precision, so not to the bit: within a spacing of the
-    format, and on average closer.
+    """Products of other precision leave the CPU's weights within a spacing.
+
+    On average they are closer.
     """
     on_cpu, on_card = (
         [fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2)

@@ -1,5 +1,6 @@
-"""The inside of a child: one command line of the bench, and whoever is told of what it
-does to files.
+"""The inside of a child that runs one command line of the bench.
+
+A callback hears of what it does to files.
 """
 
 import os
@@ -36,8 +37,9 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 def command(
     folder: str, words: Sequence[str], before_operation: BeforeOperation | None = None
 ) -> NoReturn:
-    """Run a command line of the bench in `folder`, its output in output.txt, and end
-    with its exit code.
+    """Run a command line of the bench in `folder`, and end with its exit code.
+
+    Its output goes to output.txt.
     """
     os.chdir(folder)
     _redirect("output.txt")
@@ -108,8 +110,9 @@ def _name_of(file: int) -> str:
 
 
 def below_checkpoints(path: str) -> str | None:
-    """Return a path relative to a run's folder of checkpoints, "." for the folder, None
-    for a path elsewhere.
+    """Return a path relative to a run's folder of checkpoints.
+
+    "." is the folder itself, None a path elsewhere.
     """
     parts = Path(path).parts
     return str(Path(*parts[parts.index("checkpoints") + 1 :])) if "checkpoints" in parts else None
@@ -128,8 +131,9 @@ class Record:
 
 
 class DieBefore:
-    """Kills this process before the operation on checkpoints of number `index`, from 0,
-    and writes down which it is.
+    """Kill this process before the operation on checkpoints of number `index`.
+
+    Numbers begin at 0, and the operation is written down.
     """
 
     def __init__(self, index: int, note: Path) -> None:

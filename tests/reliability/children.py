@@ -1,5 +1,6 @@
-"""Children of a parent that has imported torch and the bench, and done nothing else:
-each runs one command line.
+"""Children of a parent that has imported torch and the bench, and nothing else.
+
+Each runs one command line.
 """
 
 import multiprocessing
@@ -48,8 +49,9 @@ def start(
 
 
 def wait_for(child: Any, seconds: float) -> int | None:
-    """Return a child's exit code, -N if signal N ended it, or None if it goes on after
-    `seconds`.
+    """Return a child's exit code, -N if signal N ended it.
+
+    None means that it goes on after `seconds`.
     """
     wait([child.sentinel], seconds)
     with _ONE_AT_A_TIME:
@@ -58,8 +60,9 @@ def wait_for(child: Any, seconds: float) -> int | None:
 
 
 def finish(child: Any, folder: Path) -> int:
-    """Wait for a child's end and return its exit code; one that hangs is killed and
-    fails the test.
+    """Wait for a child's end and return its exit code.
+
+    One that hangs is killed and fails the test.
     """
     code = wait_for(child, PATIENCE_S)
     if code is None:

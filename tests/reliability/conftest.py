@@ -1,5 +1,6 @@
-"""A corpus of a few kilobytes and the configuration of a run whose 24 steps take half a
-second.
+"""A corpus of a few kilobytes and a small configuration.
+
+Its 24 steps take half a second.
 """
 
 import sys

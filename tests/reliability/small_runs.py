@@ -1,5 +1,6 @@
-"""Runs of half a second that differ in what a checkpoint has to hold, and what must be
-equal after a fault.
+"""Runs of half a second that differ in what a checkpoint has to hold.
+
+Also what must be equal after a fault.
 """
 
 import json
@@ -77,7 +78,8 @@ KINDS: Mapping[str, Mapping[str, object]] = {
 
 
 def words(kind: str, corpus: Path, more: Mapping[str, object] | None = None) -> list[str]:
-    """Return the command line of a kind of run, which starts it or goes on with it;
+    """Return the command line that starts a kind of run, or goes on with it.
+
     `more` are settings of its own.
     """
     settings = {**BASE, "data.dir": str(corpus), **KINDS[kind], **(more or {})}
@@ -96,8 +98,9 @@ def words(kind: str, corpus: Path, more: Mapping[str, object] | None = None) -> 
 
 
 def traces(run_dir: Path) -> dict[str, Any]:
-    """Return all that a finished run left, by name, but for what depends on the clock
-    or the machine.
+    """Return all that a finished run left, by name.
+
+    What depends on the clock or the machine is left out.
     """
     left: dict[str, Any] = {}
     for path in sorted(run_dir.rglob("*")):
@@ -133,8 +136,9 @@ def bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file, and its texts without what depends on the clock or
-    the machine.
+    """Return the tensors of a file, and its texts.
+
+    What depends on the clock or the machine is left out.
 
     Dtype, shape and bytes by name, so that every bit counts, those of NaN too.
     """
@@ -152,8 +156,9 @@ def _tensors(path: Path) -> dict[str, Any]:
 
 
 def without_machine(content: Any) -> Any:
-    """Return JSON's content without the keys of `MACHINE`, at any depth; a state's
-    dicts are lists of pairs.
+    """Return JSON's content without the keys of `MACHINE`, at any depth.
+
+    A state's dicts are lists of pairs.
     """
     if isinstance(content, dict):
         return {key: without_machine(value) for key, value in content.items() if key not in MACHINE}

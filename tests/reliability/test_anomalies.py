@@ -1,5 +1,6 @@
-"""NaN and Inf in every place of a step, and steps that are not taken: the documented
-policy, and nothing else.
+"""NaN and Inf in every place of a step, and steps that are not taken.
+
+The run follows the documented policy, and does nothing else.
 """
 
 import math

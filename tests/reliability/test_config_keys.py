@@ -1,5 +1,6 @@
-"""Every setting, misspelt by one letter, of a wrong type and out of range: refused in
-one line that names the key.
+"""Every setting, misspelt by one letter, of a wrong type and out of range.
+
+It is refused in one line that names the key.
 """
 
 import math
@@ -20,8 +21,9 @@ TYPOS_A_KEY = 16
 
 
 def typos(key):
-    """Every word that one letter too many, too few, another or two swapped make of a
-    key, and that is no key itself.
+    """Return the misspellings of a key, none of which is a key.
+
+    They have one letter too many, too few or other, or two swapped.
     """
     misspelt = set()
     for head, tail in ((key[:place], key[place:]) for place in range(len(key) + 1)):
@@ -50,8 +52,9 @@ def refusal(arguments, content=None, path=None):
 
 
 def assert_names_the_nearest(message, typo, key, keys=FIELDS):
-    """The key meant, or another that is one edit away as well; what is nested below a
-    key is a value of it.
+    """Return the key that is meant, or others that are one edit away as well.
+
+    What is nested below a key is a value of it.
     """
     if not message.startswith(f"{key}: {{"):
         named = message.partition("did you mean '")[2].partition("'")[0]
@@ -85,8 +88,9 @@ WRONG = {
 
 
 def out_of_range(key):
-    """Values of the right type just beyond every bound, or that are none of the
-    choices.
+    """Return values of the right type just beyond the bounds.
+
+    For choices, values that are none of them.
     """
     kind, bounds = FIELDS[key].kind, FIELDS[key].bounds
     if FIELDS[key].facts["choices"]:

@@ -1,5 +1,6 @@
-"""A run stopped after every one of its steps and taken up from disk each time: the same
-bits as without a stop.
+"""A run stopped after every one of its steps and taken up from disk each time.
+
+It has the same bits as without a stop.
 """
 
 import itertools
@@ -65,8 +66,9 @@ def optimizer_group(optimizer, writeback, storage, moments, granularity, fmt):
 
 
 def sample_of_own():
-    """Every optimizer with every write-back that the library takes with it; all other
-    choices in turn.
+    """Every optimizer with every write-back that the library takes with it.
+
+    All other choices come in turn.
     """
     pairs = itertools.product(OWN, WRITEBACKS)
     # errors need an average that can hold them
@@ -86,8 +88,9 @@ def sample_of_own():
 
 
 def master(policy, granularity):
-    """A policy with a granularity, in all four operands; stochastic rounding counts its
-    draws.
+    """A policy with a granularity, in all four operands.
+
+    Stochastic rounding counts its draws.
     """
     # What flows changes its rows from batch to batch: a scale that looks back has to be
     # the tensor's.
@@ -248,8 +251,9 @@ def check_case(case, corpus, tmp_path):
 
 
 def covered(make, values):
-    """The cases of a matrix: in those of the default tier every value occurs, the
-    others take minutes.
+    """Return the cases of a matrix.
+
+    In those of the default tier every value occurs; the others take minutes.
     """
     sample = covering(
         [dict(zip("abcdef", values_of_case, strict=False)) for values_of_case in values], 1
@@ -278,8 +282,9 @@ def test_stopped_after_every_step(case, corpus, tmp_path):
 
 
 def test_what_is_not_put_back_is_noticed(corpus, tmp_path, monkeypatch):
-    """The comparison can fail: without the optimizer's state, the same chain ends
-    elsewhere.
+    """The comparison can fail.
+
+    Without the optimizer's state, the same chain ends elsewhere.
     """
     monkeypatch.setattr(run_state, "_restore_optimizer", lambda *parts: None)
     with pytest.raises(AssertionError, match="step 2"):

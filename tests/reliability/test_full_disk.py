@@ -43,8 +43,9 @@ def full(path=None):
 
 
 def during_the_save(patch):
-    """The checkpoint of step 9 can't be written, and nothing that is told of the run
-    afterwards.
+    """The checkpoint of step 9 can't be written.
+
+    Nor can anything that is reported afterwards.
     """
 
     class Filling:
@@ -83,8 +84,9 @@ def during_a_record(patch):
 
 
 def at_the_summary(patch):
-    """The training comes to its end, and its summary can't be written, whatever is
-    tried.
+    """The training comes to its end, and its summary can't be written.
+
+    Every attempt fails.
     """
 
     def refusing(path, text):
@@ -153,8 +155,9 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
 
 
 def test_a_limit_of_the_file_size_in_mid_run(whole, small_corpus, tmp_path):
-    """The system's own errors, on metrics.jsonl and then on everything that is to be
-    told of the end.
+    """The system's own errors, on metrics.jsonl and then on the end.
+
+    Everything that the end reports fails.
     """
 
     def limited():

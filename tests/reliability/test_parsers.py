@@ -1,6 +1,7 @@
-"""Whatever is written into a configuration, a sweep file, a format's name or a
-checkpoint's outline: it is taken, or refused in one line. Nothing else comes out, and
-nothing hangs.
+"""Whatever is written into a file is taken, or refused in one line.
+
+Configurations, sweep files, a format's name, a checkpoint's outline. Nothing else comes
+out, and nothing hangs.
 """
 
 import copy
@@ -213,15 +214,17 @@ EDITS = st.lists(
 
 
 def as_yaml(content):
-    """A file that holds some content; what YAML has no word for is left to its own
-    escapes.
+    """Return a file that holds some content.
+
+    What YAML has no word for is left to its own escapes.
     """
     return yaml.safe_dump(content, allow_unicode=True).encode("utf-8", errors="surrogatepass")
 
 
 def edited(text, edits):
-    """A text with stretches of it replaced: where each begins as a share, how long it
-    is, and what takes its place.
+    """A text with stretches of it replaced.
+
+    Where each begins as a share, how long it is, and what takes its place.
     """
     for share, length, new in edits:
         start = int(share * len(text))

@@ -1,5 +1,6 @@
-"""`run --resume`: what it refuses and goes on with, what it says, and that sums go on
-where they were.
+"""`run --resume` refuses what it can't go on with.
+
+Also what it says, and that sums go on where they were.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""A long run leaks nothing: memory, descriptors and threads are at its end what they
-were once it was warm.
+"""A long run leaks nothing.
+
+Memory, descriptors and threads are at its end what they were once it was warm.
 """
 
 import os
@@ -26,8 +27,9 @@ MOST_DRIFT = 0.02
 
 
 class Sampler:
-    """Writes down memory (pages), descriptors and threads of the process at every
-    commit, a line each.
+    """Write down memory, descriptors and threads of the process at every commit.
+
+    Memory is in pages, a commit is a line.
     """
 
     def __init__(self, path):
@@ -41,8 +43,9 @@ class Sampler:
 
 
 def _descriptors():
-    """Open descriptors, but for one of each file of records: these are opened when
-    there is a first line to write.
+    """Return the number of open descriptors, but for files of records.
+
+    These are opened when there is a first line to write.
     """
     open_files = []
     for number in os.listdir("/proc/self/fd"):

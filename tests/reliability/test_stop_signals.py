@@ -1,5 +1,6 @@
-"""Signals and kills in every part of a step: exit code, checkpoint, and a resume with
-the same bits.
+"""Signals and kills in every part of a step.
+
+Exit code, checkpoint, and a resume with the same bits.
 """
 
 import json
@@ -159,8 +160,9 @@ REMOVING = "while an old one, or litter, is removed"
 
 
 class Undisturbed(NamedTuple):
-    """A run that nothing happened to: what it left, what it did to its checkpoints, and
-    how long it took.
+    """A run that nothing happened to.
+
+    What it left, what it did to its checkpoints, and how long it took.
     """
 
     folder: Path
@@ -171,8 +173,10 @@ class Undisturbed(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """A kill: whether at an operation chosen beforehand, where, and before the first
-    commit or not.
+    """A kill.
+
+    Whether at an operation chosen beforehand, where, and before the first commit or
+    not.
     """
 
     aimed: bool
@@ -204,9 +208,7 @@ def undisturbed(small_corpus, tmp_path_factory):
 
 
 def place(operation):
-    """Return in which part of a checkpoint's life an operation on the checkpoints
-    falls.
-    """
+    """Return the part of a checkpoint's life that an operation falls in."""
     name, path = operation.split(" ", 1)
     if name == "remove":
         return REMOVING
@@ -292,8 +294,9 @@ def _survive(undisturbed, above, seed):
 
 
 def _kill(whole, chance, folder):
-    """Start the run, or go on with it, and kill it; return its exit code, and no kill
-    if it ended before.
+    """Start the run, or go on with it, and kill it.
+
+    Return its exit code, and no kill if it ended before.
     """
     aimed = chance.random() < 0.5
     first, litter = not _steps(folder), _litter(folder)
@@ -318,8 +321,9 @@ def _kill(whole, chance, folder):
 
 
 def _operation(operations, chance):
-    """Choose an operation: first the part of a checkpoint's life, so that its short
-    parts are not missed.
+    """Choose an operation.
+
+    First the part of a checkpoint's life is drawn, so that short parts are not missed.
 
     One choice in five lies in the first save, the rename that ends it included.
     """

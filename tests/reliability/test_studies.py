@@ -1,5 +1,6 @@
-"""`compare` and `sweep` interrupted: the same command again, and the same bits as
-without the interruption.
+"""`compare` and `sweep` interrupted.
+
+The same command again has the same bits as without the interruption.
 """
 
 import argparse
@@ -43,8 +44,9 @@ SMALL = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
-    """Reports without their pictures and workers that find torch imported: most of the
-    time, and no part in this.
+    """Reports without their pictures and workers that find torch imported.
+
+    These take most of the time, and no part in this.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
@@ -82,8 +84,9 @@ def table(folder):
 
 @pytest.fixture(scope="module")
 def interrupted(small_corpus, tmp_path_factory):
-    """A folder where a comparison was stopped in its second run, gone on with, and
-    started a third time.
+    """A folder where a comparison was stopped in its second run.
+
+    It was gone on with, and started a third time.
     """
     folder = tmp_path_factory.mktemp("compare")
     out, going = folder / "again" / "out", comparison(small_corpus)

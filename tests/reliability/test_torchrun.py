@@ -1,5 +1,6 @@
-"""Runs in several processes of torchrun: stopped, killed, gone on with by as many or
-others, and what is refused.
+"""Runs in several processes of torchrun.
+
+Stopped, killed, gone on with by as many or others, and refused.
 """
 
 import json
@@ -39,8 +40,9 @@ def words(corpus, **more):
 
 @contextmanager
 def started(folder, words, processes):
-    """A command that goes on, what it says in output.txt, and none of it left
-    afterwards.
+    """A command that goes on, with its output in output.txt.
+
+    Nothing of it is left afterwards.
     """
     folder.mkdir(exist_ok=True)
     ranks = (

@@ -1,5 +1,6 @@
-"""A checkpoint goes to disk whole, comes back bit for bit, and takes the place of those
-that are no longer needed.
+"""A checkpoint goes to disk whole and comes back bit for bit.
+
+It takes the place of those that are no longer needed.
 """
 
 import os

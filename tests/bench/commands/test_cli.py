@@ -1,5 +1,6 @@
-"""The command line, from the outside: exit codes, one-line errors, files, and where a
-user stumbles.
+"""The command line, from the outside.
+
+Exit codes, one-line errors, files, and where a user stumbles.
 """
 
 import json

@@ -26,8 +26,9 @@ from nanogpt_bench.sweep.workers import Pool
 
 @pytest.fixture
 def run_cli(working_folder, capsys):
-    """Return a function that runs the command in an empty folder: its exit code, what
-    it printed, and its errors.
+    """Return a function that runs the command in an empty folder.
+
+    It returns the exit code, what was printed, and the errors.
     """
     return lambda *arguments: (main(["compare", *arguments]), *capsys.readouterr())
 
@@ -91,8 +92,9 @@ def test_workers_are_used_again_and_all_jobs_end():
 
 @pytest.mark.usefixtures("_stub_workers")
 def test_jobs_that_follow_from_one_are_shared_by_all_workers():
-    """A search that ends with one trial, and the runs that wait for it: a worker that
-    had nothing to do takes part.
+    """A search that ends with one trial, and the runs that wait for it.
+
+    A worker that had nothing to do takes part.
     """
     jobs, waiting, busy, most = [{}], deque([0]), set(), 0
     with Pool(2) as pool:
@@ -228,8 +230,9 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
 
 
 def test_the_command_that_goes_on_says_where(run_cli, monkeypatch):
-    """Without --out the folder's name has the time, so that the same command would
-    begin anew.
+    """Without --out the same command would begin anew.
+
+    The folder's name has the time.
     """
     questions = []
     monkeypatch.setattr(

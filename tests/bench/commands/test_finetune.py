@@ -1,5 +1,6 @@
-"""Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and
-saving for others to read.
+"""Fine-tuning of pretrained models.
+
+The loop, checkpoints and memory of `run`, and saving for others to read.
 """
 
 import re

@@ -36,8 +36,9 @@ def fail(*_, **__):
 
 @pytest.fixture
 def line(working_folder, monkeypatch, trained, corpus_dir, text_file):
-    """Return a function from a command of `COMMANDS` and a place to the command's words;
-    nothing can be computed.
+    """Return a function from a command of `COMMANDS` and a place to its words.
+
+    Nothing can be computed.
     """
     for name in (
         "loop.trainer.Trainer.__init__",

@@ -1,5 +1,6 @@
-"""Files of somebody that a command line names stay as they are: one line, code 2, not a
-byte changed.
+"""Files of somebody that a command line names stay as they are.
+
+One line, code 2, not a byte changed.
 """
 
 import json
@@ -61,8 +62,9 @@ def test_what_comes_while_a_text_is_prepared_stays(tmp_path):
 
 
 def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, refused):
-    """Nor is a device, such as /dev/null, which a test that failed would take from the
-    whole machine.
+    """Nor is a device, such as /dev/null, replaced.
+
+    A test that failed would take it from the whole machine.
     """
     (tmp_path / "there").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "there")

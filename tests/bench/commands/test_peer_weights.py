@@ -1,5 +1,6 @@
-"""Weights of other packages, in one byte without a master copy: they train, are
-counted, saved and taken up again.
+"""Weights of other packages, in one byte without a master copy.
+
+They train, are counted, saved and taken up again.
 """
 
 import math

@@ -1,5 +1,6 @@
-"""Published FP8 folders in the bench: trained, written back and measured as they are
-stored; all else is refused.
+"""Published FP8 folders in the bench.
+
+Trained, written back and measured as they are stored; all else is refused.
 """
 
 import json
@@ -34,8 +35,9 @@ SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, 
 
 @pytest.fixture
 def words(working_folder, text_file):
-    """Give the words of a small fine-tuning of a folder in the layout of that name,
-    `model` beside its text `law`.
+    """Return the words of a small fine-tuning of a folder in a layout.
+
+    The folder is `model`, its text is `law`.
     """
 
     def folder_of(layout):

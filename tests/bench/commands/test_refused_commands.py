@@ -1,5 +1,6 @@
-"""Every wrong command line is one line that says what is wrong; every command that is
-advised can be given.
+"""Every wrong command line is one line that says what is wrong.
+
+Every command that is advised can be given.
 """
 
 import ast
@@ -290,8 +291,9 @@ NUMBERS = {"N": "3", "NAME": "name", "word": "./word"}
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Every text of a module, what is put into it as a word; docstrings and usages are
-    none that is printed so.
+    """Every text of a module, what is put into it as a word.
+
+    Docstrings and usages are none that is printed so.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inner = {

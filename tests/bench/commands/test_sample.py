@@ -1,5 +1,6 @@
-"""Sampling: the cache against whole passes, the draws, and the command over a run's
-weights.
+"""Sampling by the cache and by whole passes gives the same tokens.
+
+The draws, and the command over a run's weights.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""`verify`: a run folder as it was written is whole; every damage is named, and what an
-interruption leaves is none.
+"""`verify` takes a run folder as it was written for whole.
+
+Every damage is named, and what an interruption leaves is none.
 """
 
 import shutil
@@ -82,8 +83,9 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(folder, capsys):
 
 
 def digit_changed(data):
-    """A digit changed into its neighbour, so that whatever the file is it can still be
-    read.
+    """Change a digit into its neighbour.
+
+    Whatever the file is, it can still be read.
     """
     place = next(
         place for place in range(len(data) // 2, len(data)) if data[place : place + 1].isdigit()

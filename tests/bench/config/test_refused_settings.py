@@ -1,5 +1,6 @@
-"""Every setting that is refused, by its name and in one line: values that it can't
-have, and settings beside it.
+"""Every setting that is refused, by its name and in one line.
+
+Values that it can't have, and settings beside it.
 """
 
 import re
@@ -171,8 +172,9 @@ ADVICE = re.compile(r"; add ((?:--\S+ [^\s,;]+ ?)+)")
 
 
 def agreed(words: list[str], path: Path | None = None) -> Config | None:
-    """The configuration once the flags that are advised were added; none where a
-    refusal advises nothing.
+    """The configuration once the flags that are advised were added.
+
+    None where a refusal advises nothing.
     """
     for _ in range(6):
         try:

@@ -1,5 +1,6 @@
-"""The search for learning rates: its grid, its growth at the ends, and going on after
-an interruption.
+"""The search for learning rates.
+
+Its grid, its growth at the ends, and going on after an interruption.
 """
 
 import doctest

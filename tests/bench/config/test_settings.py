@@ -1,5 +1,6 @@
-"""Configuration files, overrides, rules and comparisons' settings: what is read,
-resolved and refused.
+"""Configuration files, overrides, rules and comparisons' settings.
+
+What is read, resolved and refused.
 """
 
 from pathlib import Path
@@ -257,8 +258,9 @@ ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "o
 
 @pytest.fixture
 def planned(monkeypatch, working_folder):
-    """Return a function from a command line to the records of what it would have
-    trained, by label.
+    """Return a function that plans a command line.
+
+    It returns the records of what would have been trained, by label.
     """
     records = []
 

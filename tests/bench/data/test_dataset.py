@@ -1,5 +1,6 @@
-"""Data sets in the hub's layout, from a local copy; labelled documents written, opened
-again, and drawn.
+"""Data sets in the hub's layout, from a local copy.
+
+Labelled documents written, opened again, and drawn.
 """
 
 import json
@@ -120,8 +121,9 @@ def test_bad_copies_are_named_and_nothing_is_written(tmp_path, change, options, 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 @pytest.mark.parametrize("place", ["sample", "own"])
 def test_a_model_learns_from_eu_law(tmp_path, copy, tiny, tokenizer, place):
-    """The path a user takes: the command, then a run on what it wrote; of the data
-    set's real layout too.
+    """The command and a run on what it wrote, as a user takes them.
+
+    The data set's real layout is one case.
     """
     if place == "sample" and not SAMPLE.is_dir():
         pytest.skip("the sample of EU legislation is not there")
@@ -162,8 +164,9 @@ LABELS = [sorted({number % 3, number % 5}) for number in range(20)]
 def write_copy(
     folder: Path, texts: list[str], labels: list[object], names: list[str] | None = None
 ) -> Path:
-    """A data set in the hub's layout, its labels named as the hub keeps names where
-    there are some.
+    """A data set in the hub's layout.
+
+    Its labels are named as the hub keeps names where it has some.
     """
     import datasets
 

@@ -1,5 +1,6 @@
-"""The hub: streams from a server that answers as it does, and one line in time when it
-doesn't answer.
+"""The hub's streams come from a server that answers as it does.
+
+Without an answer there is one line in time.
 """
 
 import json
@@ -39,8 +40,9 @@ GLUE, MULTI = "coastalcph/lex_glue", "coastalcph/multi_eurlex"
 
 
 def add_repository(root: Path, name: str, config: str) -> None:
-    """Lay out a data set as the hub keeps them: a card that names the files of each
-    split.
+    """Lay out a data set as the hub keeps them.
+
+    A card names the files of each split.
     """
     folder = root / name
     write_parquet(folder / config / "train-00000-of-00002.parquet", TRAIN[:20])
@@ -89,8 +91,9 @@ print(json.dumps(outcomes))
 
 
 class Preparation(NamedTuple):
-    """A preparation that has ended: exit code, output, where it was to go, and what the
-    hub was asked for.
+    """A preparation that has ended.
+
+    Exit code, output, where it was to go, and what the hub was asked for.
     """
 
     code: int

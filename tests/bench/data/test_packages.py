@@ -1,5 +1,7 @@
-"""Packages as a corpus: what is taken of each kind, what is left out, and archives that
-can't be had or are others.
+"""Packages as a corpus.
+
+What is taken of each kind, what is left out, and archives that can't be had or are
+others.
 """
 
 import gzip
@@ -69,8 +71,9 @@ def described(key: str, text: str) -> bytes:
 
 
 def archives() -> dict[str, bytes]:
-    """Return an archive of every package with two files; the text of one has a sentence
-    of the others before it.
+    """Return an archive of every package with two files.
+
+    The text of one has a sentence of the others before it.
     """
     service = "botocore/data/{}/{}/service-2.json"
     google = "googleapiclient/discovery_cache/documents/{}.json"
@@ -116,8 +119,9 @@ def archives() -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with an archive of each package, whose sha256 are those that are
-    expected.
+    """A folder with an archive of each package.
+
+    Their sha256 are those that are expected.
     """
     archive_folder = tmp_path / "archives"
     archive_folder.mkdir()

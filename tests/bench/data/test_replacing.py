@@ -1,5 +1,6 @@
-"""`prepare` replaces a corpus of the same text, and another one only where it is told
-to.
+"""`prepare` replaces a corpus of the same text.
+
+Another one it replaces only on request.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Texts as corpora: any UTF-8 file, nanoGPT's own data by the name of its tokenizer,
-the standard library's prose.
+"""Texts as corpora.
+
+Any UTF-8 file, nanoGPT's data by the name of its tokenizer, the library's prose.
 """
 
 import pickle

@@ -1,5 +1,6 @@
-"""Documents and their labels: the head, the figures, runs of every kind, and what a
-classifier can't be asked for.
+"""Documents and their labels.
+
+The head, the figures, runs of every kind, and what a classifier can't be asked for.
 """
 
 import json

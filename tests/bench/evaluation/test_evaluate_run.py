@@ -1,5 +1,6 @@
-"""Losses of a run's weights in other formats, and what rounding after the training
-costs.
+"""Losses of a run's weights in other formats.
+
+This is what rounding after the training costs.
 """
 
 import json

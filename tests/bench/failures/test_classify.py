@@ -1,5 +1,6 @@
-"""The classes of failure, on constructed figures and in runs that provoke them; the
-timeline.
+"""The classes of failure, on constructed figures and in runs that provoke them.
+
+The timeline.
 """
 
 import json
@@ -41,8 +42,9 @@ HEALTHY_LOSS = [2.2 + 3.3 * (step + 1) ** -0.5 + 0.02 * math.sin(7 * step) for s
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that writes a run folder: per-step series by metric, a value or
-    a null each.
+    """Return a function that writes a run folder.
+
+    It takes series per step by metric, of values or nulls.
     """
 
     def folder(name="run", *, series=None, loss=None, settings=None, alerts=(), summary=None):
@@ -73,8 +75,9 @@ def make(tmp_path):
 
 
 def _records(series):
-    """Records of steps 1, 2, …; a mapping gives the steps at which a metric was looked
-    at.
+    """Records of steps 1, 2, ….
+
+    A mapping gives the steps at which a metric was looked at.
     """
     by_step = {}
     for metric, values in series.items():
@@ -177,8 +180,9 @@ def test_what_was_not_recorded_is_not_judged_and_named(make):
 def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(
     make, turns, state
 ):
-    """In every fourth look it is there; of layers that are always looked at that would
-    be four looks apart.
+    """The overflow is there in every fourth look.
+
+    In layers that are always looked at that would be four looks apart.
     """
     shares = {step: 0.3 for index, step in enumerate(LOOKS) if index % 4 == 0}
     series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": shares}
@@ -240,8 +244,9 @@ def test_the_course_of_a_loss_is_judged(make, name):
 
 
 def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make):
-    """There is no share of it, and the record is null; of fewer than three validations
-    nothing is said.
+    """An absent share is a null in the record.
+
+    Of fewer than three validations nothing is said.
     """
     assert (
         judged(

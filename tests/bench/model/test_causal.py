@@ -1,5 +1,6 @@
-"""Pretrained language models of transformers: read, measured in formats, and every way
-in which one may not fit.
+"""Pretrained language models of transformers.
+
+Read, measured in formats, and every way in which one may not fit.
 """
 
 import builtins
@@ -276,9 +277,7 @@ def test_what_changes_nothing_in_a_gguf_is_named(tmp_path, capsys):
 )
 @pytest.mark.parametrize("quantization", [None, {"formats": {"*": "E4M3"}, "tied": "leave"}])
 def test_codes_are_not_read_as_weights(dtype, called, quantization, tmp_path):
-    """By whatever reader: floats of ``finetune`` and ``evaluate``, or codes as they are
-    read.
-    """
+    """Both readers refuse: ``finetune`` and ``evaluate`` with floats, or with codes."""
     path = causal_models.write(tmp_path) / "model.safetensors"
     state, name = load_file(path), "model.layers.0.mlp.down_proj.weight"
     save_file({**state, name: (state[name] * 1000).to(dtype)}, path, {"format": "pt"})
@@ -463,8 +462,9 @@ def test_a_language_model_bears_e4m3(working_folder):
 )  # what other libraries' imports announce is their own business
 @needs_smollm
 def test_a_language_model_is_read_by_others(tmp_path):
-    """SmolLM2-135M in E4M3, written for compressed-tensors, for torchao and for this
-    library: the same logits.
+    """SmolLM2-135M in E4M3 has the same logits in every layout.
+
+    It is written for compressed-tensors, torchao and this library.
     """
     model = load_causal(next(iter(SMOLLM.submodule_search_locations))).eval()
     fm.quantize_model(model, {"*": "E4M3"}, "fp8", tied="leave")

@@ -1,5 +1,6 @@
-"""The GPT: shapes, initial values, causality; weights in a file, and back; other
-models, and models in 16 bits.
+"""The GPT, its shapes, initial values and causality.
+
+Weights in a file, and back; other models, and models in 16 bits.
 """
 
 import json

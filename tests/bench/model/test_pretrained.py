@@ -221,8 +221,9 @@ def settings(data: Path, *words: str) -> Resolved:
 
 
 def transformers_model(config: Resolved, vocabulary: int) -> Any:
-    """A GPT-2 of transformers with the run's first weights; its linear layers hold
-    (inputs, outputs).
+    """A GPT-2 of transformers with the run's first weights.
+
+    Its linear layers hold (inputs, outputs).
     """
     import transformers
 
@@ -251,8 +252,9 @@ def transformers_model(config: Resolved, vocabulary: int) -> Any:
 
 
 def transformers_losses(config: Resolved, steps: int) -> list[float]:
-    """The losses of the first steps as one would write a training: torch's AdamW, its
-    norm, warm-up and cosine.
+    """Return the losses of the first steps of a training as one would write it.
+
+    Torch's AdamW, its norm, warm-up and cosine.
     """
     folder, options, train = Path(config.data.dir), config.optimizer, config.train
     meta = json.loads((folder / "meta.json").read_text())

@@ -1,5 +1,6 @@
-"""Entropy of attention by hand, and zones without gradient by trial: two monitors that
-share their models.
+"""Entropy of attention by hand, and zones without gradient by trial.
+
+The two monitors share their models.
 """
 
 import math
@@ -69,8 +70,9 @@ def test_looking_at_attention_leaves_the_scales():
 def zone_by_trial(
     w: torch.Tensor, x: torch.Tensor, fmt: str, scale: Any, output: torch.dtype
 ) -> float:
-    """Move every weight up and down by half a spacing and look at the rounded outputs,
-    in float64.
+    """Move every weight up and down by half a spacing.
+
+    The rounded outputs are compared in float64.
     """
     half = (fm.ulp((w / scale).double(), fmt) * scale.double() / 2).expand(w.shape)
     y, unchanged = x.double() @ w.double().T, 0

@@ -1,5 +1,6 @@
-"""Code histograms, spacings of the weights and constraints, against counts and
-definitions by hand.
+"""Code histograms, spacings of the weights and constraints.
+
+They are compared with counts and definitions by hand.
 """
 
 import itertools

@@ -1,5 +1,6 @@
-"""Gradient figures, dead runs, the noise of rounding and the angle to a shadow's,
-against definitions in float64.
+"""Gradient figures, dead runs, the noise of rounding and the angle to a shadow's.
+
+They are compared with definitions in float64.
 """
 
 import math

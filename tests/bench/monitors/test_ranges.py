@@ -1,5 +1,6 @@
-"""Range figures against exact rounding and definitions in float64, and which tensors a
-run measures.
+"""Range figures against exact rounding and definitions in float64.
+
+Also which tensors a run measures.
 """
 
 import math
@@ -27,8 +28,9 @@ SHARES = (OVERFLOW, UNDERFLOW, CLAMPED)
 
 
 def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float]:
-    """Each value rounded in exact arithmetic to a grid that goes on beyond the largest
-    value.
+    """Round every value in exact arithmetic.
+
+    The grid goes on beyond the largest value.
     """
     counts = [0, 0, 0]
     for value in map(abs, values):

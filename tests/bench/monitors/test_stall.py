@@ -1,5 +1,6 @@
-"""Stall: its counts on the grid and with master weights, the share of the updates that
-moves weights, and its steps.
+"""Stall on the grid and with master weights.
+
+The share of the updates that moves weights, and its steps.
 """
 
 import math
@@ -191,8 +192,9 @@ def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_
 
 
 def test_what_arrived_of_all_layers_is_of_their_movement_together():
-    """A layer with tiny updates hardly counts in the mean over layers, however many
-    weights it has.
+    """A layer with tiny updates hardly counts in the mean over layers.
+
+    How many weights it has does not matter.
     """
     model = model_on("grid")
     groups = [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}]

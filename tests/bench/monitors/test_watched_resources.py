@@ -1,5 +1,6 @@
-"""Whole runs under watch, of all layers or in turns: what they write is registered, and
-nothing else changes.
+"""Whole runs under watch, of all layers or in turns.
+
+What they write is registered, and nothing else changes.
 """
 
 import re

@@ -55,8 +55,9 @@ def watched(
 
 
 def observers_of(of: Watched, *names: str) -> list[Observer]:
-    """Some monitors of what is watched, in the order of a run, with what shows them
-    what they look at.
+    """Some monitors of what is watched, in the order of a run.
+
+    What shows them their tensors comes with them.
     """
     monitors = [MODULES[name].build(of) for name in names]
     watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]

@@ -1,5 +1,6 @@
-"""A headless Chromium driven over its own pipe: no driver program, no port, no package
-beside the browser.
+"""A headless Chromium driven over its own pipe.
+
+No driver program, no port, no package beside the browser.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ FLAGS = (
 
 
 class Chromium:
-    """One browser with one tab; everything it says on the console, and every uncaught
-    error, is kept in `said`.
+    """One browser with one tab.
+
+    `messages` has what its console says, and every uncaught error.
     """
 
     def __init__(self, profile):
@@ -157,8 +159,9 @@ class Chromium:
         return answer["result"].get("value")
 
     def mouse(self, kind, x, y, clicks=1):
-        """`mouseMoved`, `mousePressed` or `mouseReleased` at a place of the window,
-        with the left button.
+        """Send `mouseMoved`, `mousePressed` or `mouseReleased` at a place of the window.
+
+        The button is the left one.
         """
         button = (
             {"button": "left", "buttons": 1, "clickCount": clicks} if kind != "mouseMoved" else {}

@@ -1,5 +1,6 @@
-"""Synthetic run folders that follow the run-folder contract, so that the report is
-tested without training.
+"""Synthetic run folders that follow the run-folder contract.
+
+With them the report is tested without training.
 """
 
 import csv
@@ -80,8 +81,10 @@ def write_run(
     lr: float = 1e-3,
     **changes: Any,
 ) -> Path:
-    """Write one run folder: write_run(folder, rule="nearest", fmt="E4M3", final=2.5,
-    seed=0, **summary).
+    """Write one run folder.
+
+    Example: write_run(folder, rule="nearest", fmt="E4M3", final=2.5, seed=0,
+    **summary).
     """
     folder.mkdir(parents=True)
     metrics = records(rule, final, steps, 20)
@@ -155,8 +158,9 @@ def write_comparison(folder: Path, seeds: int = 1) -> list[Path]:
 
 
 def write_metrics(folder: Path, series: Mapping[str, Callable[[int], Any]], every: int = 1) -> None:
-    """Add series to the metrics of a run on disk: write_metrics(folder, {key: value of
-    step}, every=1).
+    """Add series to the metrics of a run on disk.
+
+    Example: write_metrics(folder, {key: value of step}, every=1).
     """
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -201,8 +205,9 @@ def csv_lines(results: Sequence[Result]) -> list[dict[str, str]]:
 
 
 class Page(HTMLParser):
-    """The elements of a page, with their attributes, and the text of each kind of
-    element.
+    """The elements of a page, with their attributes.
+
+    Also the text of each kind of element.
     """
 
     def __init__(self, text):

@@ -1,5 +1,6 @@
-"""The page in a real browser: every chart drawn, the console silent, readable on both
-screens and in both themes.
+"""The page in a real browser.
+
+Every chart drawn, the console silent, readable on both screens and in both themes.
 """
 
 import json
@@ -58,8 +59,9 @@ FAINT = """(() => {
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A report with every kind of chart: nine rows, a sweep of learning rates,
-    monitors, alerts and a failed run.
+    """A report with every kind of chart.
+
+    Nine rows, a sweep of learning rates, monitors, alerts and a failed run.
     """
     folder = tmp_path_factory.mktemp("report")
     runs = write_comparison(folder / "runs")
@@ -162,8 +164,9 @@ def test_a_drag_magnifies_and_two_presses_go_back(opened):
 
 
 def test_a_page_evaluates_no_text(opened):
-    """Vega's expressions are read by its interpreter: the page's own policy lets
-    nothing be compiled.
+    """Vega's interpreter reads its expressions.
+
+    The page's own policy lets nothing be compiled.
     """
     compiled = "(() => { try { return new Function('return 1')() } catch (e) { return e.name } })()"
     answer = opened.call("Runtime.evaluate", expression=compiled, allowUnsafeEvalBlockedByCSP=False)

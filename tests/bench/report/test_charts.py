@@ -165,8 +165,9 @@ def test_studies_that_do_not_fit_are_named_and_left_out(tmp_path, name, content)
 
 
 def test_the_chart_marks_the_first_step_of_each_class(tmp_path):
-    """In a run whose residual outputs grow heavy tails and whose loss then leaves
-    everything finite.
+    """The chart marks classes in a run that ends in values that are not finite.
+
+    Before, its residual outputs grow heavy tails.
     """
     failure = {"kind": "nan", "message": "train/loss is nan at step 200", "step": 200}
     folder = write_run(

@@ -12,8 +12,9 @@ from nanogpt_bench.cli import main
 
 @pytest.fixture
 def unfinished(tmp_path):
-    """A sweep of four rows and two seeds: three runs ended, one half done, two not
-    begun; one row was given up.
+    """A sweep of four rows and two seeds.
+
+    Three runs ended, one half done, two not begun; one row was given up.
     """
     folder = tmp_path / "study"
     entries = []

@@ -1,5 +1,6 @@
-"""Text that would do harm is shown as text: on the page, in pictures and tables, and on
-a terminal.
+"""Text that would do harm is shown as text.
+
+On the page, in pictures and tables, and on a terminal.
 """
 
 import csv
@@ -37,8 +38,9 @@ KEYS = (
 
 
 def expressions(node):
-    """Every text of a chart's description where Vega allows an expression or an
-    address; data allow neither.
+    """Return the texts of a chart's description where Vega allows an expression.
+
+    So do addresses; data allow neither.
     """
     named = (
         node.items()

@@ -1,5 +1,6 @@
-"""The page is one file that needs no network, carries small curves, and shows every
-text as text.
+"""The page is one file that needs no network.
+
+It carries small curves, and shows every text as text.
 """
 
 import time

@@ -1,5 +1,6 @@
-"""Differences paired by seed; a seed counts once, and a final loss is that of a run
-that came to its end.
+"""Differences paired by seed.
+
+A seed counts once, and a final loss is that of a run that came to its end.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Every form of the table carries the same numbers, has the columns that tell rows
-apart, and fits a terminal.
+"""Every form of the table carries the same numbers.
+
+It has the columns that tell rows apart, and fits a terminal.
 """
 
 from pathlib import Path

@@ -20,8 +20,9 @@ CRASH = {"kind": "crash", "message": "gone", "step": None}
 
 @pytest.fixture
 def run(tmp_path):
-    """Makes a run in whose records some classes of failure were found, with the summary
-    changed as asked.
+    """Make a run in whose records some classes of failure are found.
+
+    Its summary is changed as asked.
     """
 
     def make(*kinds, **changes):
@@ -156,8 +157,9 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
 
 def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path):
     def labels(*runs):
-        """The labels of runs (name, seed, learning rate, value of four settings) and
-        the size of their rows.
+        """Return the labels of runs, and the size of their rows.
+
+        A run is (name, seed, learning rate, value of four settings).
         """
         paths = []
         for name, seed, lr, value in runs:

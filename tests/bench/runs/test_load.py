@@ -1,5 +1,6 @@
-"""Run folders: found at any depth, read whatever state they are in, records as columns,
-and how far a run is.
+"""Run folders, found at any depth and read whatever state they are in.
+
+Records as columns, and how far a run is.
 """
 
 import io
@@ -139,8 +140,9 @@ def test_columns_say_what_the_records_said(seed):
 
 
 def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
-    """Its records are large: to read a small file takes a buffer for the largest that
-    is read.
+    """The records are large.
+
+    To read a small file takes a buffer for the largest that is read.
     """
     draw = random.Random(0)
     with (tmp_path / "metrics.jsonl").open("w") as file:

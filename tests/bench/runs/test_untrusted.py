@@ -1,5 +1,6 @@
-"""A fault of a file is one line that names it; nothing is written, changed or run,
-whoever reads it.
+"""A fault of a file is one line that names it.
+
+Nothing is written, changed or run, whoever reads it.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""The baselines: each shipped file trains for a few steps, with the bytes per parameter
-that its scheme has.
+"""Each shipped baseline trains for a few steps.
+
+It has the bytes per parameter of its scheme.
 """
 
 from pathlib import Path
@@ -32,8 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*")
 
 @pytest.fixture
 def uncompiled():
-    """Run what would be compiled as it is written: the same step without a minute of
-    compiling.
+    """Run what would be compiled as it is written.
+
+    The same step without a minute of compiling.
     """
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -1,5 +1,6 @@
-"""Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and
-refused where they can't be.
+"""Weights on geoopt's manifolds stay there.
+
+They are resumed bit for bit, watched, and refused where they can't be.
 """
 
 import geoopt
@@ -86,8 +87,9 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
 
 @pytest.fixture(scope="module")
 def watched(tiny, tmp_path_factory):
-    """Folders of a run under each constraint, with a format that is read through a
-    copy.
+    """Folders of a run under every constraint.
+
+    Its format is read through a copy.
     """
     folders = {name: tmp_path_factory.mktemp(name) / "r" for name in ("stiefel", "sphere", "float")}
     for folder, settings in zip(

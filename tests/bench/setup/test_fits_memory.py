@@ -1,5 +1,6 @@
-"""Memory: what a run needs by arithmetic and has on this machine, and machines without
-a GPU.
+"""Memory that a run needs by arithmetic, and that this machine has.
+
+Also machines without a GPU.
 """
 
 import signal
@@ -44,8 +45,9 @@ TRAINING += ["sweep axes.yaml --out out", "sweep tuned.yaml --out out"]
 
 @pytest.fixture
 def folder(working_folder, monkeypatch):
-    """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where
-    no worker can be started.
+    """A folder with sweep files on a machine of 4 GiB free.
+
+    It has no GPU, and no worker can be started.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
@@ -239,8 +241,9 @@ def asked_at(step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rule", ["stochastic", "fisher"])
 def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny, tmp_path, rule):
-    """The last step was watched or not, another follows, or the run was resumed with or
-    without a step to do.
+    """The last step was watched or not.
+
+    Another follows, or the run was resumed with or without a step to do.
     """
     config = tiny(rule=rule, model__format="E4M3", monitor__interval=100, train__max_steps=5)
     ends = {"whole": run(config, tmp_path / "whole")}

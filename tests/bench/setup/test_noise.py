@@ -1,5 +1,6 @@
-"""Noise where a grid would round: its variance in each arm, and that it depends on the
-step alone.
+"""Noise where a grid would round.
+
+Its variance in each arm, and that it depends on the step alone.
 """
 
 import pytest

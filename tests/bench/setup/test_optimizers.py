@@ -1,5 +1,6 @@
-"""Optimizers and storages: what a rule sets up, by its options and beside its float
-twin.
+"""Optimizers and storages.
+
+What a rule sets up, by its options and beside its float twin.
 """
 
 import shutil
@@ -230,8 +231,9 @@ def test_a_residual_begins_with_the_float_weights(tiny):
 @pytest.mark.parametrize("fmt", ["E4M3", "E7M0"])
 @pytest.mark.parametrize("rule", WITH_TWIN)
 def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule, fmt):
-    """From the same weights and batch: what the rule writes is a neighbour of what the
-    twin keeps.
+    """From the same weights and batch.
+
+    What the rule writes is a neighbour of what the twin keeps.
     """
     twin, rounded = (
         trainer_of(tiny(rule=name, model__format=fmt, optimizer__warmup_steps=0, **grid))
@@ -257,8 +259,9 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
 
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
     def products_of(formats, **settings):
-        """Products of each layer of one block, and of its weight's gradient, where the
-        shipped file is changed.
+        """Products of the layers of one block, and of their weights' gradients.
+
+        They change with the shipped file.
         """
         file = read_yaml(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
         formats = {"*": file.pop("model.format"), **formats}

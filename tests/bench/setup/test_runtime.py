@@ -1,5 +1,6 @@
-"""The loss compiled, and products of bfloat16 matrices taken as float32's where a
-processor has no instructions.
+"""The loss compiled, and products of bfloat16 matrices as float32's.
+
+The latter are for processors without the instructions.
 """
 
 from contextlib import nullcontext

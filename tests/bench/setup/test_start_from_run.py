@@ -1,5 +1,6 @@
-"""`model.init_from: runs/X`: a training starts from the weights of another run,
-exactly, and goes on without it.
+"""`model.init_from: runs/X` starts from the weights of another run, exactly.
+
+The training goes on without it.
 """
 
 import json

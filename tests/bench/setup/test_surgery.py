@@ -1,5 +1,6 @@
-"""Formats put into a model: what becomes of its layers, and the examples of the
-documentation.
+"""Formats put into a model.
+
+What becomes of its layers, and the examples of the documentation.
 """
 
 import json
@@ -67,8 +68,9 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
 
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
 def test_draws_are_the_weights_own_as_well(storage):
-    """Other writers of a weight then draw as its optimizer does, and a checkpoint
-    records how.
+    """Other writers of a weight then draw as its optimizer does.
+
+    A checkpoint records how.
     """
     for draws, words in (("independent", ()), ("dither", ["--optimizer.draws=dither"])):
         layers = quantized_layers(

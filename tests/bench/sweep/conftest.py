@@ -51,8 +51,9 @@ def stub(job):
 
 @pytest.fixture
 def write(working_folder, corpus_dir):
-    """Return a function that writes a sweep file over a tiny model, in a folder that
-    becomes the current one.
+    """Return a function that writes a sweep file over a tiny model.
+
+    Its folder becomes the current one.
     """
     base = small(
         corpus_dir,
@@ -73,7 +74,8 @@ def write(working_folder, corpus_dir):
 
 @pytest.fixture
 def _stub_workers(monkeypatch, _forked_workers, _no_figures):
-    """Workers that train nothing, and reports without pictures, which take most of the
-    time and no part in this.
+    """Workers that train nothing, and reports without pictures.
+
+    Pictures take most of the time and no part in this.
     """
     monkeypatch.setattr(pool_module, "SERVE", stub)

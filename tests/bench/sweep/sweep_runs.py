@@ -1,5 +1,6 @@
-"""Files that sweeps leave in the current folder, and sweeps that train in the test's
-own process.
+"""Files that sweeps leave in the current folder.
+
+Also sweeps that train in the test's own process.
 """
 
 import json
@@ -12,8 +13,9 @@ from nanogpt_bench.sweep.workers import Event
 
 
 class PoolOfNone:
-    """Does the jobs itself, one after another: what a worker process takes to import
-    torch is more than a tiny run.
+    """A pool that does the jobs itself, one after another.
+
+    A worker process takes longer to import torch than a tiny run takes.
     """
 
     def __init__(self, *_):

@@ -1,5 +1,6 @@
-"""A sweep that goes on: what is left when it is started again, or was interrupted, and
-what it shows meanwhile.
+"""A sweep that goes on.
+
+What is left when it is started again, or was interrupted, and what it shows meanwhile.
 """
 
 import csv

@@ -1,5 +1,6 @@
-"""Sweeps in a Ray cluster: the same runs, and nothing lost or left running when
-something of it dies.
+"""Sweeps in a Ray cluster.
+
+The same runs, and nothing lost or left running when something of it dies.
 """
 
 import json
@@ -122,8 +123,9 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
 
 
 def marked(folder, word=b""):
-    """Processes that descend from a command, by what it was given in its environment,
-    and by how theirs begins.
+    """Return the processes that descend from a command.
+
+    They are found by a variable of its environment and by how their words begin.
     """
     marker = f"MARKER={folder}\0".encode()
 

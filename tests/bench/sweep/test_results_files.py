@@ -22,8 +22,9 @@ from nanogpt_bench.runs.load import load_run
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory, corpus_dir):
-    """A sweep that has tuned and confirmed two rules, its table, and what was exported
-    of it; the folders are gone.
+    """A sweep that has tuned and confirmed two rules, and its table.
+
+    Also what was exported of it; the folders are gone.
     """
     folder = tmp_path_factory.mktemp("study")
     settings_of_study = {
@@ -126,8 +127,9 @@ def test_the_commit_is_that_of_the_checkout():
 
 
 def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(study, tmp_path):
-    """Both files have a row of one label, of other lengths: a seed that one lacks is
-    not the other's.
+    """Both files have a row of one label, of other lengths.
+
+    A seed that one lacks is not the other's.
     """
     content = json.loads(study[0].read_text())
     files = {"whole": content, "partial": json.loads(study[0].read_text())}
@@ -157,8 +159,9 @@ def test_a_mean_cosine_is_exported_and_shown(tmp_path):
 
 
 def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monkeypatch, capsys):
-    """Of a sweep whose folder is gone, only the runs of the rows are trained again, and
-    they end as they did.
+    """A sweep whose folder is gone trains only the runs of the rows again.
+
+    They end as they did.
     """
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "study")
     train_here(monkeypatch)

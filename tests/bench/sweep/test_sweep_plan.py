@@ -367,8 +367,9 @@ def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays
 
 
 def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
-    """The file's rate is the rules' on its axis: a reference that is given as settings
-    has its own.
+    """The file's rate is the rules' on its axis.
+
+    A reference that is given as settings has its own.
     """
     train_here(monkeypatch)
     own_settings = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}

@@ -1,5 +1,6 @@
-"""Sweeps over lengths, sizes of the data, and layers: a reference for each, and the gap
-to it.
+"""Sweeps over lengths, sizes of the data, and layers.
+
+Each has a reference, and the gap to it.
 """
 
 import csv

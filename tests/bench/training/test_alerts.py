@@ -1,5 +1,6 @@
-"""Alerts: what a run says as it goes; steps that are not finite or not taken, weights
-that stand still; early ends.
+"""Alerts that a run gives as it goes.
+
+Steps that are not finite or not taken, weights that stand still, early ends.
 """
 
 import math
@@ -98,8 +99,9 @@ def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above
 
 
 def sabotage(monkeypatch, steps, what):
-    """Put a NaN into the gradient or the loss of chosen steps, by way of the model's
-    own parameters.
+    """Put a NaN into the gradient or the loss of chosen steps.
+
+    It comes by way of the model's own parameters.
     """
     accumulate = Trainer._accumulate
 
@@ -200,8 +202,9 @@ def test_weights_of_any_strides_have_the_hash_of_their_values():
 
 
 class Run:
-    """A layer and an optimizer; `go` takes steps, or only counts them, and validates at
-    the last.
+    """A layer and an optimizer.
+
+    `go` takes steps, or only counts them, and validates at the last.
     """
 
     def __init__(

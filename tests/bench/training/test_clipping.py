@@ -1,5 +1,6 @@
-"""Clipping: before the weights' gradients are quantised, of the sum, and in the
-backward pass.
+"""Clipping in every place.
+
+Before the weights' gradients are quantised, of the sum, and in the backward pass.
 """
 
 import pytest
@@ -63,8 +64,9 @@ def settings_of(weight, accumulation, clip, **more):
 
 
 def float_micro_gradients(trainer, index):
-    """The gradients of every micro-batch of a step, over their number; those of weights
-    have no format.
+    """The gradients of every micro-batch of a step, over their number.
+
+    Those of weights have no format.
     """
     gradients = []
     for micro_step in range(trainer.config.train.accumulation):
@@ -151,8 +153,9 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accu
 
 @pytest.mark.parametrize("kind", ["fixed", "delayed", "global"])
 def test_what_is_clipped_first_does_not_saturate(tiny, kind):
-    """A spike of a million times the gradient passes a scale that does not move with
-    it: clipping takes it away.
+    """Clipping takes away a spike of a million times the gradient.
+
+    The spike passes a scale that does not move with it.
     """
     scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
     trainer, seen = trainer_of(tiny(**settings_of(scale, 1, 1.0))), Seen()
@@ -219,8 +222,9 @@ def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, a
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_shadow_is_compared_at_the_same_clipping(tiny, tmp_path, accumulation):
-    """If it were not, a clipped gradient's distance to the shadow's would be larger
-    than the gradient itself.
+    """The shadow's gradient is clipped as well.
+
+    Else the distance would be larger than the gradient itself.
     """
     more = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
     more |= {"model__formats": "{'*': {gradient: {weight: E3M4}}}"}
@@ -271,8 +275,9 @@ def test_exact_is_the_plain_loop(rule, tiny):
 
 
 def test_previous_clips_by_the_norm_of_the_step_before(tiny):
-    """The first step clips by its own norm, as the plain loop does; the records say
-    which steps were clipped.
+    """The first step clips by its own norm, as the plain loop does.
+
+    The records say which steps were clipped.
     """
     plain, _ = taken(tiny(**stepped("adamw")))
     within, _ = taken(

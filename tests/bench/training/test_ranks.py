@@ -1,5 +1,6 @@
-"""Runs in several processes: one state and one batch for any number of them, and what
-fails in one fails in all.
+"""Runs in several processes.
+
+One state and one batch for any number of them, and what fails in one fails in all.
 """
 
 import errno
@@ -61,8 +62,9 @@ def own_ranks() -> Ranks:
 
 
 def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
-    """Take steps on gradients with the same bits in every process, as a reduction
-    leaves them.
+    """Take steps on gradients with the same bits in every process.
+
+    A reduction leaves them so.
     """
     for step in steps:
         for index, parameter in enumerate(trainer.model.parameters()):
@@ -72,8 +74,9 @@ def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
 
 
 def bits(contents: Contents) -> dict[str, bytes]:
-    """All that later steps depend on: the scale that an operand had last is for the
-    record.
+    """Return all that later steps depend on.
+
+    The scale that an operand had last is for the record.
     """
     return {
         f"{stem}/{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
@@ -84,8 +87,9 @@ def bits(contents: Contents) -> dict[str, bytes]:
 
 
 def check(contents: Contents, whole: Contents, kind: str) -> None:
-    """Compare what two trainings hold, to the bit unless torch's own AdamW took their
-    steps.
+    """Compare two trainings to the bit.
+
+    Steps of torch's own AdamW are compared within a tolerance.
     """
     if kind not in OF_TORCH:
         own_bits, bits_of_whole = bits(contents), bits(whole)
@@ -103,8 +107,9 @@ def check(contents: Contents, whole: Contents, kind: str) -> None:
 
 
 def gone_on(config: Config, folder: str, begun: int) -> list[float]:
-    """Take a checkpoint up in every rank, go on, and write another one; the losses on
-    the way.
+    """Take a checkpoint up in every rank, go on, and write another one.
+
+    Return the losses on the way.
     """
     ranks = own_ranks()
     trainer = trainer_of(config, ranks)
@@ -124,8 +129,9 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
 def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
     tiny, pools, tmp_path, kind, begun
 ):
-    """One process begins, two go on, three, one: as the one that went all the way
-    alone.
+    """One process begins, two go on, three, one.
+
+    They end as the one that went all the way alone.
     """
     alone = trainer_of(settings(tiny, kind, None))
     step_on_equal_gradients(alone, range(begun))

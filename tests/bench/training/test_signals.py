@@ -1,5 +1,6 @@
-"""Signals: the first is a request to stop, a second one an end at once, and a command
-ends with their number.
+"""Signals to a run.
+
+The first is a request to stop, a second one an end at once; the code has its number.
 """
 
 import os
@@ -15,8 +16,9 @@ from nanogpt_bench.system.signals import SAME_REQUEST_SECONDS, stop_requests, st
 
 
 def exit_code_of(child: Callable[[], None]) -> int:
-    """Fork, run `child`, and return what the process ended with: 0 if it came to its
-    end.
+    """Fork, run `child`, and return how the process ended.
+
+    The code is 0 if it came to its end.
     """
     pid = os.fork()
     if pid == 0:

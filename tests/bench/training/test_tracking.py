@@ -149,8 +149,9 @@ def test_tensorboard_holds_every_scalar_of_a_run_that_was_resumed(tiny, tmp_path
 
 
 class FakeWandb:
-    """A stand-in for wandb.init that records its arguments and returns a run that
-    records its calls.
+    """A stand-in for wandb.init that records its arguments.
+
+    It returns a run that records its calls.
     """
 
     def __init__(self, monkeypatch, key):
@@ -212,8 +213,9 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(
 
 
 def records_of(file: Path) -> list[Any]:
-    """Return the records of a file of W&B's: LevelDB's log format after 7 bytes, a
-    protobuf message a record.
+    """Return the records of a file of W&B's.
+
+    It has LevelDB's log format after 7 bytes, a protobuf message a record.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -277,8 +279,9 @@ def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     tiny, tmp_path, monkeypatch, caplog, mode, settings, rewinds
 ):
-    """From the checkpoint's step, but for a run that was there before ours, and for a
-    server that can't.
+    """The resumed run rewinds to the checkpoint's step.
+
+    Not where a run was there before ours, and not for a server that can't.
     """
     config = tiny(rule="fp32", tracking__wandb=mode, checkpoint__every=2)
     first = FakeWandb(monkeypatch, "k")
@@ -309,8 +312,9 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
 
 @pytest.mark.extra("wandb")
 def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny, tmp_path):
-    """A reader of both parts, as `wandb sync` is, has every step once: those after the
-    checkpoint are the second's.
+    """A reader of both parts, as `wandb sync` is, has every step once.
+
+    Those after the checkpoint are the second's.
     """
     import wandb
 

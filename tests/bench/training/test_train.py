@@ -239,8 +239,9 @@ print(json.dumps([code, calls, imported]), file=open(sys.argv[2], "w"))
 def test_a_run_enters_few_files_imports_what_it_uses_and_is_resolved_once(
     working_folder, corpus_dir
 ):
-    """Calls by FILE:FUNCTION of a run of the shipped e4m3.yaml, and the modules of the
-    bench that it imports.
+    """Count calls by FILE:FUNCTION of a run of the shipped e4m3.yaml.
+
+    Also the modules of the bench that it imports.
     """
     words = ["run", "e4m3.yaml", "--train.max_steps=5", "--train.batch_size=4", "--eval.batches=2"]
     words += [

@@ -1,5 +1,6 @@
-"""Runs with 8-bit weights: they learn, repeat, stay on the grid and report what the
-contract asks.
+"""Runs with 8-bit weights learn, repeat and stay on the grid.
+
+They report what the contract asks.
 """
 
 import pytest
