@@ -39,11 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
-    chosen = config.option.markexpr
-    if (
-        chosen and "slow" not in chosen
-    ):  # `-m extra` replaces `-m 'not slow'`, and would run for hours
-        config.option.markexpr = f"({chosen}) and not slow"
+    expression = config.option.markexpr
+    # `-m extra` replaces `-m 'not slow'`, and would run for hours.
+    if expression and "slow" not in expression:
+        config.option.markexpr = f"({expression}) and not slow"
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -56,7 +55,9 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     if isinstance(val, list | tuple) and 0 < len(val) <= 4:
         parts = [_name_of(part) for part in val]
         return None if None in parts else ",".join(map(str, parts))
-    return None if isinstance(val, str | int | float | None) else _name_of(val)
+    if val is None or isinstance(val, str | int | float):
+        return None
+    return _name_of(val)
 
 
 def _name_of(value: object) -> str | None:
@@ -84,8 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        is_sampled = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
-        if is_sampled and hasattr(item, "callspec"):
+        is_marked = item.get_closest_marker("covering") is not None
+        is_slow = item.get_closest_marker("slow") is not None
+        if is_marked and not is_slow and hasattr(item, "callspec"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for matrix in matrices.values():
         (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]
@@ -101,9 +103,9 @@ def _installed(package: str) -> bool:
 
 
 def _values(item: Any) -> dict[str, Hashable]:
-    params = item.callspec.params
     return {
-        name: value if isinstance(value, str | int) else id(value) for name, value in params.items()
+        name: value if isinstance(value, str | int) else id(value)
+        for name, value in item.callspec.params.items()
     }
 
 
@@ -120,8 +122,9 @@ def pytest_report_header() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
+    capability = torch.backends.cpu.get_cpu_capability()
     products = str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
-    return f"processor: {model}; torch: {torch.backends.cpu.get_cpu_capability()}, products in {products}"
+    return f"processor: {model}; torch: {capability}, products in {products}"
 
 
 def pytest_collection_finish() -> None:
@@ -219,5 +222,6 @@ def no_accelerator_is_left() -> Iterator[None]:
     Trainer's is one too, and the next test wants another.
     """
     yield
-    if state := sys.modules.get("accelerate.state"):
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

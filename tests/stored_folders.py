@@ -1,4 +1,6 @@
-"""Write the folders under `tests/stored` that every later version has to read, or to refuse by name.
+"""Write the folders under `tests/stored`.
+
+Every later version has to read them, or to refuse them by name.
 
     python tests/stored_folders.py tests/stored/NAME
 

@@ -482,7 +482,9 @@ def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, r
     ratio = torch.stack([moment.advance(gradient)[:, 1:] for _ in range(300)])[150:].mean() / 0.003
     if rounding == "independent":
         assert abs(ratio - 1) < 0.03
-    else:  # what is rounded to nearest stays where it is; a dithered draw is not independent of what it rounds
+    else:
+        # What is rounded to nearest stays where it is; a dithered draw is not
+        # independent of what it rounds.
         assert abs(ratio - 1) > 0.035
 
 
@@ -533,9 +535,10 @@ def test_draws_from_end_to_end(modules, monkeypatch):
 KEY = {"seed": 1, "stream": 0, "first": 1}
 
 
+@pytest.mark.parametrize("residual_bits", [0, 2, 4, 8])
 @pytest.mark.parametrize("draws", ["independent", "dither"])
-def test_an_exact_write_back_leaves_no_error(modules, draws):
-    """Return weights on the grid of E2M5 and updates by whole steps of it.
+def test_an_exact_write_back_leaves_no_error(residual_bits, modules, draws):
+    """Weights on the grid of E2M5 with updates by whole steps of it stay exact.
 
     The grid ends at 7.875.
     """
@@ -544,11 +547,10 @@ def test_an_exact_write_back_leaves_no_error(modules, draws):
     start[:, ::32] = 3.9375  # decides every scale
     moves = torch.randint(-1, 2, (10, 16, 128), generator=generator) * 0.125
     moves[:, :, ::32] = 0
-    for residual_bits in (0, 2, 4, 8):
-        way = script.Way("E2M5", room=2, residual_bits=residual_bits)
-        code, exact = script.replayed(start, list(moves), way, draws, **KEY)
-        assert torch.equal(code.double(), exact), residual_bits
-        assert torch.equal(exact, (start + sum(moves)).double())
+    way = script.Way("E2M5", room=2, residual_bits=residual_bits)
+    code, exact = script.replayed(start, list(moves), way, draws, **KEY)
+    assert torch.equal(code.double(), exact), residual_bits
+    assert torch.equal(exact, (start + sum(moves)).double())
 
 
 def test_a_write_back_is_right_on_average_while_scales_widen(modules):

@@ -114,14 +114,12 @@ def test_sessions_name_tests_that_exist():
             assert (ROOT / file).is_dir() or test in (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_torch_without_onednn_has_products_in_float32(monkeypatch):
+@pytest.mark.parametrize(("has_onednn", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_torch_without_onednn_has_products_in_float32(has_onednn, dtype, monkeypatch):
     """Its builds for Macs of ARM lack the operator that is asked, too."""
-    for has_onednn, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        operators = (
-            SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True)
-            if has_onednn
-            else SimpleNamespace()
-        )
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda answer=has_onednn: answer)
-        monkeypatch.setattr(torch.ops, "mkldnn", operators)
-        assert _muon.product_dtype(torch.device("cpu")) is dtype
+    operators = (
+        SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True) if has_onednn else SimpleNamespace()
+    )
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda answer=has_onednn: answer)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    assert _muon.product_dtype(torch.device("cpu")) is dtype

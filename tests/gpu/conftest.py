@@ -15,7 +15,8 @@ WARNINGS = (
     "ignore:Warning. Profiler clears events:UserWarning",
     "ignore:Synchronization debug mode is a prototype:UserWarning",
     "ignore:TensorFloat32 tensor cores:UserWarning",
-    "ignore:The CUDA Graph is empty:UserWarning",  # the compiler records an empty one to have a pool of memory
+    # The compiler records an empty one to have a pool of memory.
+    "ignore:The CUDA Graph is empty:UserWarning",
     "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
 )
 

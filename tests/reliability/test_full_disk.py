@@ -239,13 +239,13 @@ def test_an_output_folder_belongs_to_one_process(
     assert not Path("out").exists()
 
 
-def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path):
-    for used in (False, True):
-        with locked(tmp_path / "a" / "b", "folder"):
-            assert os.listdir(tmp_path / "a" / "b") == [LOCK]
-            if used:
-                (tmp_path / "a" / "b" / "file").touch()
-        assert [path.name for path in tmp_path.rglob("*")] == (["a", "b", "file"] if used else [])
+@pytest.mark.parametrize("used", [False, True])
+def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(used, tmp_path):
+    with locked(tmp_path / "a" / "b", "folder"):
+        assert os.listdir(tmp_path / "a" / "b") == [LOCK]
+        if used:
+            (tmp_path / "a" / "b" / "file").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == (["a", "b", "file"] if used else [])
 
 
 def test_every_process_that_wants_a_new_folder_gets_another_one(tmp_path):

@@ -123,13 +123,13 @@ def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_warm_up_that_outlasts_the_run_is_said(corpus_dir, capsys):
-    for steps, warned in ((2, False), (3, True)):
-        words = [*QUICK, "--data.dir", str(corpus_dir), f"--optimizer.warmup_steps={steps}"]
-        assert main(["run", "bf16_baseline.yaml", *words]) == 0
-        assert (
-            "steps of warm-up in a run of 3: the learning rate rises to" in capsys.readouterr().err
-        ) is warned
+@pytest.mark.parametrize(("steps", "warned"), [(2, False), (3, True)])
+def test_a_warm_up_that_outlasts_the_run_is_said(steps, warned, corpus_dir, capsys):
+    words = [*QUICK, "--data.dir", str(corpus_dir), f"--optimizer.warmup_steps={steps}"]
+    assert main(["run", "bf16_baseline.yaml", *words]) == 0
+    assert (
+        "steps of warm-up in a run of 3: the learning rate rises to" in capsys.readouterr().err
+    ) is warned
 
 
 def test_a_byte_order_mark_is_no_token(tmp_path):

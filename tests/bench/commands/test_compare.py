@@ -250,15 +250,24 @@ def test_the_shipped_sweep_is_the_comparison(tmp_path):
     assert [(run.label, run.settings) for run in shipped] == [
         (run.label, run.settings) for run in planned
     ]
-    path = tmp_path / "my.yaml"
-    for content, words in (
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
         ("rows: 3", "give a list"),
         ("rows: [{model.format: E4M3}]", "has no rule"),
         ("rows: [{rule: fp32}]\naxes: {rule: [fp32]}", "rows says it"),
-    ):
-        path.write_text(content)
-        with refusal(words):
-            read_sweep(path)
+    ],
+)
+def test_wrong_rows_are_refused(content, words, tmp_path):
+    (tmp_path / "my.yaml").write_text(content)
+    with refusal(words):
+        read_sweep(tmp_path / "my.yaml")
+
+
+def test_rows_of_a_file_differ_in_their_settings(tmp_path):
+    path = tmp_path / "my.yaml"
     path.write_text(
         "rows: [{rule: sgd, optimizer.momentum: 0.5}, {rule: sgd, optimizer.momentum: 0.9}]"
     )

@@ -109,11 +109,16 @@ def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monke
         ), name
 
 
-def test_one_learning_rate_is_for_all_and_activations_in_a_format_are_measured_in_floats_first(
-    settings,
-):
-    for more, rate in (({}, 1e-3), ({"optimizer__float_lr": 2e-3}, 2e-3)):
-        assert resolve(settings(rule="muon-stochastic", **more)).optimizer.float_lr == rate
+@pytest.mark.parametrize(
+    ("more", "rate"),
+    [({}, 1e-3), ({"optimizer__float_lr": 2e-3}, 2e-3)],
+    ids=["one rate", "two rates"],
+)
+def test_one_learning_rate_is_for_all_unless_floats_have_another(more, rate, settings):
+    assert resolve(settings(rule="muon-stochastic", **more)).optimizer.float_lr == rate
+
+
+def test_activations_in_a_format_are_measured_in_floats_first(settings):
     mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
     assert read_as_codes(resolve(settings(rule="stochastic-8bit"))) is not None
     assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
@@ -326,16 +331,30 @@ def test_every_kind_of_layer_is_saved(kind, tied, more, rule, working_folder, te
     assert validated(*QUICK, "--data.dir=law") == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--save saved --checkpoint.last false", "leave --checkpoint.last false out"),
+        (
+            "--save model/config.json/saved",
+            "'model/config.json' is a file; give a name in a folder",
+        ),
+        ("--save saved --layout gguf", "--layout: 'gguf' is not known"),
+    ],
+)
+def test_words_that_contradict_saving_are_refused_before_the_training(
+    more, message, working_folder, text_file, refused
+):
+    words = prepared(working_folder, text_file, "llama")
+    assert message in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
+    assert not Path("runs").exists()
+    assert not Path("saved").exists()
+
+
 def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     working_folder, text_file, refused, monkeypatch
 ):
     words = prepared(working_folder, text_file, "llama")
-    for more, message in {
-        "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
-        "--save model/config.json/saved": "'model/config.json' is a file; give a name in a folder",
-        "--save saved --layout gguf": "--layout: 'gguf' is not known",
-    }.items():
-        assert message in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(

@@ -137,22 +137,28 @@ def test_a_small_version_changes_one_setting_of_a_section_and_leaves_the_others(
     assert (small["train.max_steps"], small["train.batch_size"]) == (2, 4)
 
 
-def test_an_entry_is_given_once_and_does_not_drop_the_others_whatever_the_order():
-    attn, whole, mlp = (
-        ["--model.formats.attn", "E4M3"],
-        ["--model.formats", "{attn: E4M3}"],
-        ["--model.formats.mlp=E5M2"],
-    )
-    for words in (
-        attn + attn,
-        whole + attn,
-        attn + whole,
-        ["--model.formats", "{attn: E4M3, attn: E5M2}"],
-    ):
-        with refusal("given twice"):
-            parse_overrides(words)
+ATTENTION = ["--model.formats.attn", "E4M3"]
+WHOLE = ["--model.formats", "{attn: E4M3}"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(ATTENTION + ATTENTION, id="key twice"),
+        pytest.param(WHOLE + ATTENTION, id="mapping then key"),
+        pytest.param(ATTENTION + WHOLE, id="key then mapping"),
+        pytest.param(["--model.formats", "{attn: E4M3, attn: E5M2}"], id="twice in a mapping"),
+    ],
+)
+def test_an_entry_is_given_once(words):
+    with refusal("given twice"):
+        parse_overrides(words)
+
+
+def test_an_entry_does_not_drop_the_others_whatever_the_order():
+    mlp = ["--model.formats.mlp=E5M2"]
     merged = {"model.formats": {"attn": "E4M3", "mlp": "E5M2"}}
-    assert parse_overrides(whole + mlp) == parse_overrides(mlp + whole) == merged
+    assert parse_overrides(WHOLE + mlp) == parse_overrides(mlp + WHOLE) == merged
 
 
 @pytest.mark.parametrize("name", shipped_configs())

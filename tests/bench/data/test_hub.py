@@ -226,18 +226,23 @@ def test_a_hub_out_of_reach_in_trouble_or_silent_is_given_up_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_errors_are_a_hub_out_of_reach_and_a_given_revision_is_looked_for_in_one_data_set(
-    monkeypatch, tmp_path
-):
-    for error in (
+@pytest.mark.parametrize(
+    "error",
+    [
         ConnectionError("no route"),
         OfflineModeIsEnabled("off"),
         TimeoutError(),
         OSError(5, "broken pipe"),
-    ):
-        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
-        with refusal(r"can't be reached \(.+\)"):
-            find_commit("some/set", None)
+    ],
+    ids=["no route", "offline", "timeout", "broken pipe"],
+)
+def test_errors_are_a_hub_out_of_reach(error, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", Mock(side_effect=error))
+    with refusal(r"can't be reached \(.+\)"):
+        find_commit("some/set", None)
+
+
+def test_a_given_revision_is_looked_for_in_one_data_set(monkeypatch, tmp_path):
     monkeypatch.setattr(
         dataset,
         "find_commit",

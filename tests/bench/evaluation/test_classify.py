@@ -159,15 +159,14 @@ def test_tokens_are_counted_without_padding(classify, tmp_path):
     )
 
 
-def test_the_head_follows_its_pattern(classify):
-    for formats, quantised in (
-        ("{'*': E4M3}", True),
-        ("{'*': E4M3, lm_head: none}", False),
-        ("{lm_head: E4M3}", True),
-    ):
-        trainer = trainer_of(classify(rule="stochastic", model__formats=formats))
-        assert ("lm_head" in quantized_layers(trainer.model)) is quantised
-        assert trainer.model.lm_head.weight.shape == (8, 16)
+@pytest.mark.parametrize(
+    ("formats", "quantised"),
+    [("{'*': E4M3}", True), ("{'*': E4M3, lm_head: none}", False), ("{lm_head: E4M3}", True)],
+)
+def test_the_head_follows_its_pattern(formats, quantised, classify):
+    trainer = trainer_of(classify(rule="stochastic", model__formats=formats))
+    assert ("lm_head" in quantized_layers(trainer.model)) is quantised
+    assert trainer.model.lm_head.weight.shape == (8, 16)
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,8 @@ def test_embeddings_are_on_the_grid_a_row_at_a_time(models):
         assert torch.equal(model.lm_head.weight, table)
 
 
-def test_a_mixture_is_the_best_of_all():
+@pytest.mark.parametrize("budget", [224.0, 225.0, 400.0, 600.0, 1100.0, 1800.0])
+def test_a_mixture_is_the_best_of_all(budget):
     sizes = {"a": 100.0, "b": 300.0, "c": 50.0}
     gaps = {"a": (0.3, 0.1), "b": (0.2, 0.05), "c": (-0.1, 0.02)}
     choices = {
@@ -113,18 +114,13 @@ def test_a_mixture_is_the_best_of_all():
     mixtures = [
         dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*choices.values())
     ]
-    for budget in (224.0, 225.0, 400.0, 600.0, 1100.0, 1800.0):
-        fitting = [
-            mixture
-            for mixture in mixtures
-            if sum(size for _, _, size in mixture.values()) <= budget
-        ]
-        best = min(
-            fitting, key=lambda mixture: sum(gap for _, gap, _ in mixture.values()), default={}
-        )
-        assert best_mixture(choices, budget) == (
-            {name: fmt for name, (fmt, _, _) in best.items()} or None
-        )
+    fitting = [
+        mixture for mixture in mixtures if sum(size for _, _, size in mixture.values()) <= budget
+    ]
+    best = min(fitting, key=lambda mixture: sum(gap for _, gap, _ in mixture.values()), default={})
+    assert best_mixture(choices, budget) == (
+        {name: fmt for name, (fmt, _, _) in best.items()} or None
+    )
 
 
 def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path, capsys):

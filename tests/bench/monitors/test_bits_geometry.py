@@ -96,14 +96,14 @@ def test_weights_and_activations_that_are_quantised_have_codes():
     assert "bits/codes_used/weight/0" not in record
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("columns", [50, 70_000])
-def test_spacings_are_the_definition(columns):
-    for name in NAMES:
-        w = normal(3, columns, std=0.1)
-        scale = fm.storage_scale(w, name)
-        stiffness = fm.ulp(w / scale, name) * scale
-        figures = geometry_figures(w, of(name), scale)
-        assert figures[STIFFNESS_MEAN] == pytest.approx(stiffness.double().mean().item(), rel=1e-5)
+def test_spacings_are_the_definition(name, columns):
+    w = normal(3, columns, std=0.1)
+    scale = fm.storage_scale(w, name)
+    stiffness = fm.ulp(w / scale, name) * scale
+    figures = geometry_figures(w, of(name), scale)
+    assert figures[STIFFNESS_MEAN] == pytest.approx(stiffness.double().mean().item(), rel=1e-5)
 
 
 def test_the_off_grid_share():

@@ -57,16 +57,16 @@ def test_gradients_without_signal():
         )
 
 
-def test_noise_is_the_variance_of_stochastic_rounding():
-    for name in ("E4M3", "E7M0", "E1M6"):
-        weight = on_grid(name, 3, 40) * SCALES
-        target = weight + normal(3, 40, seed=2) * 0.3 * fm.ulp(weight / SCALES, name) * SCALES
-        many = (target / SCALES).expand(4000, 3, 40)
-        errors = (fm.round_to_grid(many, name, "stochastic", seed=1) * SCALES - target).double()
-        measured = (target - weight).double().square().sum() / errors.square().mean(0).sum()
-        assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(
-            measured.item(), rel=0.05
-        )
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E1M6"])
+def test_noise_is_the_variance_of_stochastic_rounding(name):
+    weight = on_grid(name, 3, 40) * SCALES
+    target = weight + normal(3, 40, seed=2) * 0.3 * fm.ulp(weight / SCALES, name) * SCALES
+    many = (target / SCALES).expand(4000, 3, 40)
+    errors = (fm.round_to_grid(many, name, "stochastic", seed=1) * SCALES - target).double()
+    measured = (target - weight).double().square().sum() / errors.square().mean(0).sum()
+    assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(
+        measured.item(), rel=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,22 +141,22 @@ def test_a_weight_is_dead_after_its_steps_without_a_gradient(small):
     )
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
 @pytest.mark.parametrize("shape", [(5,), (400, 700)])
-def test_cosine_and_noise_are_the_definitions(shape):
-    for size in (1.0, 1e-25, 1e25):
-        reference = normal(*shape, seed=1) * size
-        g = reference + normal(*shape, seed=2) * 0.3 * size
-        (cosine, decibels), a, b = (
-            shadow_figures(g, reference),
-            g.double().flatten(),
-            reference.double().flatten(),
-        )
-        assert cosine == pytest.approx((a @ b / a.norm() / b.norm()).item(), rel=1e-5)
-        assert decibels == pytest.approx(
-            10 * math.log10(b.square().sum() / (a - b).square().sum()), rel=1e-4
-        )
-        assert shadow_figures(g, g.clone()) == (1.0, math.inf)
-        assert shadow_figures(g, -g)[0] == -1.0
+def test_cosine_and_noise_are_the_definitions(size, shape):
+    reference = normal(*shape, seed=1) * size
+    g = reference + normal(*shape, seed=2) * 0.3 * size
+    (cosine, decibels), a, b = (
+        shadow_figures(g, reference),
+        g.double().flatten(),
+        reference.double().flatten(),
+    )
+    assert cosine == pytest.approx((a @ b / a.norm() / b.norm()).item(), rel=1e-5)
+    assert decibels == pytest.approx(
+        10 * math.log10(b.square().sum() / (a - b).square().sum()), rel=1e-4
+    )
+    assert shadow_figures(g, g.clone()) == (1.0, math.inf)
+    assert shadow_figures(g, -g)[0] == -1.0
 
 
 def test_gradients_of_other_size_and_dtype_have_an_angle_and_others_none():

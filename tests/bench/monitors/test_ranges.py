@@ -160,7 +160,7 @@ def test_gradients_of_weights_are_measured_where_they_are_quantised(granularity)
     assert not model[0].weight_gradient_scaler._forward_pre_hooks
 
 
-def test_what_has_no_format_is_measured_without_one_or_in_that_of_the_setting_and_a_block_by_its_own_scale():
+def test_what_has_no_format_is_measured_in_that_of_the_setting_and_a_block_by_its_scale():
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     inputs = torch.tensor([[1.0, 2.0, 3.0, 1e-9]])
     record = one_step(model, observers_of(watched(model), "ranges"), inputs).record

@@ -62,7 +62,7 @@ class Chromium:
         for end in (to_child, from_child, *ends):
             os.close(end)
         self._buffer, self._number, self._session = b"", 0, ""
-        self.said = []
+        self.messages = []
         self._attach()
 
     def _attach(self):
@@ -111,16 +111,16 @@ class Chromium:
     def _note(self, event):
         facts = event.get("params", {})
         if event.get("method") == "Runtime.consoleAPICalled":
-            self.said.append(
+            self.messages.append(
                 " ".join(str(part.get("value", part.get("description"))) for part in facts["args"])
             )
         elif event.get("method") == "Runtime.exceptionThrown":
             details = facts["exceptionDetails"]
-            self.said.append(
+            self.messages.append(
                 str(details.get("exception", {}).get("description") or details["text"])
             )
         elif event.get("method") == "Log.entryAdded":
-            self.said.append(facts["entry"]["text"])
+            self.messages.append(facts["entry"]["text"])
 
     def screen(self, *, width, height=900, dark=False):
         """The screen and the theme that pages see from now on."""
@@ -147,7 +147,9 @@ class Chromium:
         """Until an expression is true in the page."""
         end = time.monotonic() + seconds
         while not self.evaluate(condition):
-            assert time.monotonic() < end, f"still not: {condition}; the console says {self.said}"
+            assert time.monotonic() < end, (
+                f"still not: {condition}; the console says {self.messages}"
+            )
             time.sleep(0.05)
 
     def evaluate(self, expression):

@@ -104,10 +104,10 @@ def opened(page, browser):
 
 @pytest.mark.parametrize(("width", "dark"), SCREENS, ids=lambda value: str(value))
 def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
-    browser.said.clear()
+    browser.messages.clear()
     browser.screen(width=width, dark=dark)
     browser.open(page.resolve().as_uri())
-    assert browser.said == []
+    assert browser.messages == []
     for flaws in (UNDRAWN, TOO_WIDE, OVERLAPPING, FAINT):
         assert browser.evaluate(flaws) == []
     assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 13
@@ -160,7 +160,7 @@ def test_a_drag_magnifies_and_two_presses_go_back(opened):
         for kind in ("mousePressed", "mouseReleased"):
             opened.mouse(kind, x, y, clicks)
     opened.wait(f"{LABELS} === {json.dumps(before)}")
-    assert opened.said == []
+    assert opened.messages == []
 
 
 def test_a_page_evaluates_no_text(opened):

@@ -256,5 +256,5 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
             "document.querySelectorAll('#loss button.key').forEach((key) => key.click())"
         )
         browser.wait("document.querySelectorAll('#chart-val-step .mark-line path').length === 0")
-        assert browser.said == []
+        assert browser.messages == []
         assert browser.evaluate("window.broken === undefined")

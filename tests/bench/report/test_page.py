@@ -15,7 +15,7 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
 
 
-def test_it_is_one_file_beside_tables_and_figures_that_has_every_chart_and_loads_nothing_from_elsewhere(
+def test_it_is_one_file_that_has_every_chart_and_loads_nothing_from_elsewhere(
     tmp_path,
 ):
     write_comparison(tmp_path / "runs")

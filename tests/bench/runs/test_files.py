@@ -23,7 +23,7 @@ def secret(tmp_path):
     return path
 
 
-def test_a_failure_leaves_the_old_file_and_no_part_and_half_a_surrogate_pair_and_a_long_name_are_written(
+def test_a_failure_leaves_the_old_file_and_odd_texts_and_names_are_written(
     tmp_path,
 ):
     path = write_text(tmp_path / "a", "old")

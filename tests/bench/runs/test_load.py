@@ -215,7 +215,7 @@ def test_runs_count_by_their_size_and_those_to_come_too(clock):
     assert (bar.share(), bar.words().split(",")[0]) == (4 / 8, "2 of 2 runs ended")
 
 
-def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on_and_a_terminal_has_one_bar(
+def test_the_estimate_is_a_line_from_the_first_minute_on_and_one_bar_on_a_terminal(
     clock,
 ):
     text = io.StringIO()

@@ -67,22 +67,22 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny, case):
         assert type(layer) is torch.nn.Linear
 
 
-def test_a_step_turns_rows_and_columns_by_its_rate(tiny):
+@pytest.mark.parametrize("settings", [STIEFEL, SPHERE], ids=["stiefel", "sphere"])
+def test_a_step_turns_rows_and_columns_by_its_rate(tiny, settings):
     """Adam's first step alone has the length of its rate, whatever the gradient."""
-    for settings in (STIEFEL, SPHERE):
-        still = {
-            "optimizer__warmup_steps": 0,
-            "optimizer__schedule": "constant",
-            "optimizer__constrained_lr": 1e-3,
-        }
-        trainer = trainer_of(tiny(**settings, **still))
-        weights = constrained_weights(trainer.model)
-        before = {name: weight.detach().clone() for name, weight in weights.items()}
-        train(trainer, 1)
-        for name, weight in weights.items():
-            moved = (weight.detach() - before[name]).as_subclass(torch.Tensor)
-            vectors = min(weight.shape) if settings is STIEFEL else len(weight)
-            assert float(moved.norm()) == pytest.approx(1e-3 * vectors**0.5, rel=0.02), name
+    still = {
+        "optimizer__warmup_steps": 0,
+        "optimizer__schedule": "constant",
+        "optimizer__constrained_lr": 1e-3,
+    }
+    trainer = trainer_of(tiny(**settings, **still))
+    weights = constrained_weights(trainer.model)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    train(trainer, 1)
+    for name, weight in weights.items():
+        moved = (weight.detach() - before[name]).as_subclass(torch.Tensor)
+        vectors = min(weight.shape) if settings is STIEFEL else len(weight)
+        assert float(moved.norm()) == pytest.approx(1e-3 * vectors**0.5, rel=0.02), name
 
 
 @pytest.fixture(scope="module")

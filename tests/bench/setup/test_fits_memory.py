@@ -88,27 +88,35 @@ def test_nor_is_a_model_trained_further(folder, refused):
     assert sorted(folder.iterdir()) == before
 
 
-def test_layers_and_threads_have_a_limit(corpus_dir, refused):
-    for key, value, most in (("runtime.threads", 10**6, 1024), ("model.n_layer", 10**9, 4096)):
-        message = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, f"--{key}", value)
-        assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {most}" in message
+@pytest.mark.parametrize(
+    ("key", "value", "most"), [("runtime.threads", 10**6, 1024), ("model.n_layer", 10**9, 4096)]
+)
+def test_layers_and_threads_have_a_limit(key, value, most, corpus_dir, refused):
+    message = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, f"--{key}", value)
+    assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {most}" in message
 
 
-def test_what_is_counted_is_what_a_model_has_in_the_fewest_bytes_of_its_rule(tiny):
+def test_what_is_counted_is_what_a_model_has(tiny):
     config = resolve(tiny())
     shape = model_shape(config, open_corpus(config))
     matrices = [
         parameter for parameter in build_model(shape, 0).parameters() if parameter.dim() == 2
     ]
     assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
-    e4m3 = {"model.format": "E4M3"}
-    for rule, more, fewest in (
-        ("fp32", {}, 12),
-        ("bf16-pure", {}, 6),
-        ("stochastic", e4m3, 9),
-        ("stochastic-8bit", e4m3, 6),
-    ):
-        assert bytes_each(resolve(build_config({"rule": rule, **more}))) == fewest, rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "fmt", "fewest"),
+    [
+        ("fp32", None, 12),
+        ("bf16-pure", None, 6),
+        ("stochastic", "E4M3", 9),
+        ("stochastic-8bit", "E4M3", 6),
+    ],
+)
+def test_a_rule_has_its_fewest_bytes(rule, fmt, fewest):
+    settings = {"rule": rule} if fmt is None else {"rule": rule, "model.format": fmt}
+    assert bytes_each(resolve(build_config(settings))) == fewest
 
 
 def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):

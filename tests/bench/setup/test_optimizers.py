@@ -31,7 +31,7 @@ ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=fp8")
 UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 
-def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once_and_options_reach_the_optimizer():
+def test_matrices_alone_decay_tied_weights_count_once_and_options_reach_the_optimizer():
     model = GPT(GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True))
     assert (
         len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
@@ -65,23 +65,23 @@ BUILT |= {
 BUILT |= {"riemannian_adam": fm.optim.RiemannianAdam, "riemannian_sgd": fm.optim.RiemannianSGD}
 
 
-def test_what_all_of_the_library_s_optimizers_take_reaches_them():
+@pytest.mark.parametrize(("name", "built"), BUILT.items())
+def test_what_all_of_the_library_s_optimizers_take_reaches_them(name, built):
     options = [
         "--optimizer.lr=0.5",
         "--optimizer.writeback=residual8",
         "--optimizer.moments=bfloat16",
         "--seed=7",
     ]
-    for name, built in BUILT.items():
-        optimizer = on_one_byte(name, *options)
-        assert type(optimizer) is built
-        for group in optimizer.param_groups:
-            assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [
-                0.5,
-                "residual8",
-                "bfloat16",
-                7,
-            ]
+    optimizer = on_one_byte(name, *options)
+    assert type(optimizer) is built
+    for group in optimizer.param_groups:
+        assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [
+            0.5,
+            "residual8",
+            "bfloat16",
+            7,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,18 @@ def test_options_of_their_own_reach_the_library_s_optimizers(name, option, value
     assert {group[option] for group in on_one_byte(name, *words).param_groups} == {value}
 
 
-def test_a_combination_the_library_refuses_is_one_line():
-    for words, parts in (
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
         ("stiffness_lion", ["'momentum'", "StiffnessLion"]),
         ("adamw --optimizer.moments=8bit", ["momentum", "8bit"]),
-    ):
-        with refusal("^optimizer: ") as caught:
-            on_one_byte(*words.split(), "--optimizer.writeback=momentum")
-        assert [part for part in parts if part not in str(caught.value)] == []
+    ],
+    ids=["lion", "adamw"],
+)
+def test_a_combination_the_library_refuses_is_one_line(words, parts):
+    with refusal("^optimizer: ") as caught:
+        on_one_byte(*words.split(), "--optimizer.writeback=momentum")
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 @pytest.mark.extra("nngeometry")
@@ -331,13 +335,15 @@ def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
     torch.testing.assert_close(fp8, decoded, atol=0.02, rtol=0)
 
 
-def test_a_comparison_of_all_rules_leaves_out_formats_that_no_unit_multiplies():
+@pytest.mark.parametrize(
+    ("rules", "formats"),
+    [(["all"], ["E4M3"]), (["stochastic-fp8"], ["E4M3", "E7M0"])],
+    ids=["all", "one rule"],
+)
+def test_a_comparison_of_all_rules_leaves_out_formats_that_no_unit_multiplies(rules, formats):
     # one that is named is refused when it is planned
-    for rules, formats in ((["all"], ["E4M3"]), (["stochastic-fp8"], ["E4M3", "E7M0"])):
-        rows = [
-            row for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"
-        ]
-        assert [row["model.format"] for row in rows] == formats
+    rows = [row for row in choose_rows(["E4M3", "E7M0"], rules) if row["rule"] == "stochastic-fp8"]
+    assert [row["model.format"] for row in rows] == formats
 
 
 OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
@@ -385,16 +391,25 @@ def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys)
         assert main([command, str(tmp_path / "whole"), *more]) == 0, capsys.readouterr().err
 
 
-def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny):
-    floats = "model.embeddings: 'E3M4' needs model.storage fp8, not "
-    for setting, message in {
-        "--model.embeddings=e3m4 --rule=master --model.format=E4M3": f"{floats}'mast",
-        "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
-        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: "
-        "unknown float format "
-        "'E3M9",
-    }.items():
-        with refusal() as refused:
-            resolved(setting.split())
-        assert str(refused.value).startswith(message)
+FLOATS = "model.embeddings: 'E3M4' needs model.storage fp8, not "
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("--model.embeddings=e3m4 --rule=master --model.format=E4M3", f"{FLOATS}'mast"),
+        ("--model.embeddings=e3m4 --rule=fp32", f"{FLOATS}'float32'"),
+        (
+            "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3",
+            "model.embeddings: unknown float format 'E3M9",
+        ),
+    ],
+)
+def test_a_format_of_embeddings_is_refused_by_its_key_where_they_are_floats(setting, message):
+    with refusal() as refused:
+        resolved(setting.split())
+    assert str(refused.value).startswith(message)
+
+
+def test_embeddings_without_a_format_are_taken_with_floats(tiny):
     assert resolve(tiny(rule="fp32", model__embeddings="none")).model.embeddings is None

@@ -50,43 +50,57 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
         assert torch.equal(layer(x), plain(x))
 
 
-def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded():
-    for storage, is_between in (("continuous", True), ("grid", False)):
-        model, other = (
-            quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2)
-        )
-        (name, layer), *_ = quantized_layers(model).items()
-        with torch.no_grad():
-            layer.weight.mul_(1.01)
-        with nullcontext() if is_between else pytest.warns(UserWarning, match="are off the grid"):
-            state = model.state_dict()
-        other.load_state_dict(state)
-        weight = quantized_layers(other)[name].weight
-        assert torch.equal(weight, layer.weight) is is_between, storage
-        assert weight.manifold is quantized_layers(other)[name].manifold
+@pytest.mark.parametrize(("storage", "is_between"), [("continuous", True), ("grid", False)])
+def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded(
+    storage, is_between
+):
+    model, other = (
+        quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2)
+    )
+    (name, layer), *_ = quantized_layers(model).items()
+    with torch.no_grad():
+        layer.weight.mul_(1.01)
+    with nullcontext() if is_between else pytest.warns(UserWarning, match="are off the grid"):
+        state = model.state_dict()
+    other.load_state_dict(state)
+    weight = quantized_layers(other)[name].weight
+    assert torch.equal(weight, layer.weight) is is_between, storage
+    assert weight.manifold is quantized_layers(other)[name].manifold
 
 
+@pytest.mark.parametrize(
+    ("draws", "words"),
+    [("independent", ()), ("dither", ["--optimizer.draws=dither"])],
+    ids=["independent", "dither"],
+)
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
-def test_draws_are_the_weights_own_as_well(storage):
+def test_draws_are_the_weights_own_as_well(draws, words, storage):
     """Other writers of a weight then draw as its optimizer does.
 
     A checkpoint records how.
     """
-    for draws, words in (("independent", ()), ("dither", ["--optimizer.draws=dither"])):
-        layers = quantized_layers(
-            quantized("--model.format=E4M3", f"--model.storage={storage}", *words)
-        )
-        assert {layer.weight.manifold.draws for layer in layers.values()} == {draws}
+    layers = quantized_layers(
+        quantized("--model.format=E4M3", f"--model.storage={storage}", *words)
+    )
+    assert {layer.weight.manifold.draws for layer in layers.values()} == {draws}
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
-def test_a_tied_head_is_untied_or_left_as_asked(storage):
+STORAGES = ["master", "grid", "fp8", "continuous"]
+
+
+@pytest.mark.parametrize(("tied", "is_left"), [("untie", False), ("leave", True)])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_tied_head_is_untied_or_left_as_asked(storage, tied, is_left):
+    options = ("--model.format=E4M3", f"--model.storage={storage}", f"--model.tied={tied}")
+    model = quantized(*options, tie=True)
+    assert ("lm_head" not in quantized_layers(model)) is is_left
+    assert (model.lm_head.weight is model.token_embedding.weight) is is_left
+    assert type(model.token_embedding.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_tied_head_of_which_nothing_is_said_is_refused(storage):
     options = ("--model.format=E4M3", f"--model.storage={storage}")
-    for tied, is_left in (("untie", False), ("leave", True)):
-        model = quantized(*options, f"--model.tied={tied}", tie=True)
-        assert ("lm_head" not in quantized_layers(model)) is is_left
-        assert (model.lm_head.weight is model.token_embedding.weight) is is_left
-        assert type(model.token_embedding.weight) is nn.Parameter
     with refusal(r"model.formats: .*'lm_head' is shared .*tied='untie'.*tied='leave'"):
         quantized(*options, tie=True)
 

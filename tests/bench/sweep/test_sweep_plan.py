@@ -250,21 +250,24 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_cores_are_divided_among_workers_that_have_no_more_threads_than_this_process(monkeypatch):
+@pytest.mark.parametrize(
+    ("workers", "runs", "threads", "divided"),
+    [
+        (None, 1000, None, (4, 1)),
+        (None, 1, None, (1, 4)),
+        (3, 1000, None, (3, 1)),
+        (None, 1000, 2, (2, 2)),
+        # What the settings say belongs to the run.
+        (None, 1000, 40, (1, 40)),
+        (3, 1000, 2, (3, 2)),
+    ],
+)
+def test_cores_are_divided_among_workers(workers, runs, threads, divided, monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
-    for workers, runs, threads, divided in (
-        *(
-            (None, 1000, None, (4, 1)),
-            (None, 1, None, (1, 4)),
-            (3, 1000, None, (3, 1)),
-            (None, 1000, 2, (2, 2)),
-        ),
-        *(
-            (None, 1000, 40, (1, 40)),
-            (3, 1000, 2, (3, 2)),
-        ),  # what the settings say belongs to the run
-    ):
-        assert divide(workers, runs, threads, 4) == divided
+    assert divide(workers, runs, threads, 4) == divided
+
+
+def test_workers_have_no_more_threads_than_this_process(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
@@ -374,7 +377,8 @@ def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
     train_here(monkeypatch)
     own_settings = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
     settings = {"model.format": "E4M3", "train.max_steps": 2}
-    sentence = "the reference is trained with its rule's own optimizer.lr, optimizer.weight_decay, not the file's: set them"
+    sentence = "the reference is trained with its rule's own optimizer.lr, "
+    sentence += "optimizer.weight_decay, not the file's: set them"
     for reference, warned in (
         ({"rule": "fp32"}, True),
         ("E4M3 stochastic", False),

@@ -244,22 +244,20 @@ def test_nothing_follows_from_a_trial_that_was_ended_from_outside(write, monkeyp
     assert sum(not name.startswith("trials/") for name in trained()) == 3
 
 
+@pytest.mark.parametrize(("steps", "searches"), [(4, 1), (None, 3)])
 @pytest.mark.usefixtures("_bowl")
-def test_lengths_share_a_search_or_have_each_their_own(write):
+def test_lengths_share_a_search_or_have_each_their_own(steps, searches, write):
     axes = {"rule": ["sgd"], "train.max_steps": [4, 8, 16]}
-    for steps, searches in ((4, 1), (None, 3)):
-        sweep = read_sweep(
-            write(axes=axes, tune={"seeds": [1], "steps": steps}, confirm={"seeds": [2]})
-        )
-        tuning = Tuning(sweep, SweepRecord(Path(f"out{searches}"), "tune"))
-        assert len(tuning.searches) == searches
-        runs = [
-            run for search in tuning.searches for run in tuning.confirmations(search, search.first)
-        ]
-        assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
-        assert {run.settings["train.max_steps"] for run in tuning.first()} == (
-            {4} if steps else {4, 8, 16}
-        )
+    sweep = read_sweep(
+        write(axes=axes, tune={"seeds": [1], "steps": steps}, confirm={"seeds": [2]})
+    )
+    tuning = Tuning(sweep, SweepRecord(Path(f"out{searches}"), "tune"))
+    assert len(tuning.searches) == searches
+    runs = [run for search in tuning.searches for run in tuning.confirmations(search, search.first)]
+    assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
+    assert {run.settings["train.max_steps"] for run in tuning.first()} == (
+        {4} if steps else {4, 8, 16}
+    )
 
 
 SGD = {"axes": {"rule": ["sgd"]}}

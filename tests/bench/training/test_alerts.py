@@ -147,7 +147,8 @@ def test_patience_ends_the_run(tiny, tmp_path, monkeypatch):
     sabotage(monkeypatch, {1, 2, 4, 5, 6}, "gradient")
     summary = run(tiny(rule="fp32"), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["final_val_loss"]) == ("failed", 3, None)
-    message = "grad/norm is nan at step 6, and not finite in the 2 steps before; first seen in gradient of lm_head.weight"
+    message = "grad/norm is nan at step 6, and not finite in the 2 steps before; "
+    message += "first seen in gradient of lm_head.weight"
     assert summary["failure"] == {"kind": "nan", "message": message, "step": 4}
 
 
