@@ -236,7 +236,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
 
 
 @pytest.mark.parametrize(
-    ("status", "settings", "steps"),
+    ("status", "settings", "is_kept"),
     [
         *(
             ("finished", settings, bool(settings))
@@ -246,13 +246,13 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     ],
 )
 def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(
-    status, settings, steps, tmp_path
+    status, settings, is_kept, tmp_path
 ):
     (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
     if status is not None:
         (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
     drop_checkpoints(tmp_path, settings)
-    assert (tmp_path / "checkpoints").exists() is steps
+    assert (tmp_path / "checkpoints").exists() is is_kept
     (tmp_path / ".checkpoints.removed" / "step-6").mkdir(parents=True)  # as a kill leaves it
     drop_checkpoints(tmp_path, settings)
-    assert (tmp_path / ".checkpoints.removed").exists() is steps
+    assert (tmp_path / ".checkpoints.removed").exists() is is_kept

@@ -273,11 +273,11 @@ def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-@pytest.mark.parametrize("settings", [False, True])
+@pytest.mark.parametrize("has_id", [False, True])
 @pytest.mark.parametrize("rewinds", [False, True])
 @pytest.mark.extra("wandb")
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
-    tiny, tmp_path, monkeypatch, caplog, mode, settings, rewinds
+    tiny, tmp_path, monkeypatch, caplog, mode, has_id, rewinds
 ):
     """The resumed run rewinds to the checkpoint's step.
 
@@ -290,11 +290,11 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert read(step_file(tmp_path / "r", 4), only=()).facts["trackers"]["wandb"]["id"] == "abc123"
     second = FakeWandb(monkeypatch, "k")
     second.rewinds = rewinds
-    config.tracking.wandb_id = "abc123" if settings else None
+    config.tracking.wandb_id = "abc123" if has_id else None
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
     back = (
         {"resume": None, "resume_from": "abc123?_step=4"}
-        if rewinds and not settings
+        if rewinds and not has_id
         else {"resume_from": None}
     )
     back = {"resume": "must" if mode == "online" else None, **back}
@@ -306,7 +306,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert (
         caplog.messages.count(refused)
         == second.teardown.call_count
-        == (not rewinds and not settings)
+        == (not rewinds and not has_id)
     )
 
 
