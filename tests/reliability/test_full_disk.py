@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked import finish, said, start
+from forked import finish, output_of, start
 from small_runs import differences, traces, words
 
 from nanogpt_bench import checkpoint
@@ -173,7 +173,7 @@ def test_a_limit_of_the_file_size_in_mid_run(whole, small_corpus, tmp_path):
         return main(words(KIND, small_corpus))
 
     assert finish(start(tmp_path, limited)) == 1
-    assert "metrics.jsonl' can't be written: File too large" in said(tmp_path)
+    assert "metrics.jsonl' can't be written: File too large" in output_of(tmp_path)
     assert not (tmp_path / "runs" / "r" / "summary.json").exists()
     assert newest(tmp_path / "runs" / "r")[0] == step_file(tmp_path / "runs" / "r", 6)
     assert finish(start(tmp_path, lambda: main(words(KIND, small_corpus)))) == 0
@@ -200,7 +200,7 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(
     try:
         end = time.monotonic() + 60
         while not list(run_dir.glob("checkpoints/step-*.safetensors")):
-            assert time.monotonic() < end, said(tmp_path)
+            assert time.monotonic() < end, output_of(tmp_path)
             time.sleep(0.02)
         for words_of_second in (line, [word for word in line if word != "--resume"]):
             assert main(words_of_second) == 2

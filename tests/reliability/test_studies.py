@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked import finish, said, start
+from forked import finish, output_of, start
 from small_runs import BASE, differences, traces
 
 from nanogpt_bench.checkpoint import step_file
@@ -94,12 +94,12 @@ def interrupted(small_corpus, tmp_path_factory):
     metrics = out / "E4M3-stochastic-seed=42" / "metrics.jsonl"
     await_that(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 30)
     os.kill(pid, signal.SIGTERM)
-    assert finish(pid) == RESUMABLE, said(folder / "again")
+    assert finish(pid) == RESUMABLE, output_of(folder / "again")
     os.rename(folder / "again" / "output.txt", folder / "first.txt")
     statuses = {path.parent.name: read_json(path)["status"] for path in out.glob("*/summary.json")}
     assert statuses == {"bf16-mixed-seed=42": "finished", "E4M3-stochastic-seed=42": "stopped"}
     before = traces(out / "bf16-mixed-seed=42")
-    assert finish(start(folder / "again", going)) == 0, said(folder / "again")
+    assert finish(start(folder / "again", going)) == 0, output_of(folder / "again")
     assert differences(before, traces(out / "bf16-mixed-seed=42")) == []
     return folder
 
@@ -130,7 +130,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     assert 30 <= taken_up_at(out / planned[1].name)[0] < STEPS
     assert [line["run"] for line in table(out)] == ["bf16-mixed", "E4M3 stochastic", "E4M3 nearest"]
     assert {run["status"] for run in read_json(out / "sweep.json")["runs"]} == {"finished"}
-    assert "2 runs, 1 done before" in said(interrupted / "again")
+    assert "2 runs, 1 done before" in output_of(interrupted / "again")
 
 
 def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus):
@@ -140,10 +140,10 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
     (out / "results.csv").unlink()
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
     assert (
-        said(interrupted / "again").splitlines()[0]
+        output_of(interrupted / "again").splitlines()[0]
         == "all runs of out have ended; nothing is trained"
     )
-    assert "running" not in said(interrupted / "again")
+    assert "running" not in output_of(interrupted / "again")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert table(out) == expected
 
@@ -200,7 +200,7 @@ def test_a_command_that_is_killed_takes_its_workers_along(small_corpus, tmp_path
     await_that(
         lambda: not os.path.exists(run_dir / ".lock")
     )  # so that the same command can have the folder
-    assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, said(tmp_path)
+    assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, output_of(tmp_path)
     assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
 
@@ -217,9 +217,11 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     await_checkpoint(out / first.name)
     (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)  # as the OOM killer does
-    assert finish(pid) == 1, said(tmp_path)
-    assert "runs that did not reach their end: 1; the same command continues them" in said(tmp_path)
-    assert "its process was killed" in said(tmp_path)
+    assert finish(pid) == 1, output_of(tmp_path)
+    assert "runs that did not reach their end: 1; the same command continues them" in output_of(
+        tmp_path
+    )
+    assert "its process was killed" in output_of(tmp_path)
     assert [entry["ended"] for entry in read_json(out / "sweep.json")["runs"]] == [False, True]
     summary = read_json(out / first.name / "summary.json")
     assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == (
@@ -228,7 +230,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
         "killed",
     )
     assert read_json(out / second.name / "summary.json")["status"] == "finished"
-    assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
+    assert finish(start(tmp_path, lambda: main(words))) == 0, output_of(tmp_path)
     assert 5 <= taken_up_at(out / first.name)[0] < STEPS
     assert taken_up_at(out / second.name) == []
     run(build_config(first.settings), tmp_path / first.name)

@@ -304,9 +304,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
     refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
     assert (
-        caplog.messages.count(refused)
-        == second.teardown.call_count
-        == (not rewinds and not has_id)
+        caplog.messages.count(refused) == second.teardown.call_count == (not rewinds and not has_id)
     )
 
 
