@@ -30,14 +30,14 @@ def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
     return quantize(model, resolved([*flags(shape), *arguments]))
 
 
-@pytest.mark.parametrize(("writeback", "share"), [("residual8", True), ("stochastic", False)])
-def test_a_residual_finds_what_rounding_the_weights_left(writeback, share):
+@pytest.mark.parametrize(("writeback", "is_kept"), [("residual8", True), ("stochastic", False)])
+def test_a_residual_finds_what_rounding_the_weights_left(writeback, is_kept):
     model = quantized(
         "--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}"
     )
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
-    assert {layer.weight.remainder is not None for layer in layers} == {share}
+    assert {layer.weight.remainder is not None for layer in layers} == {is_kept}
 
 
 def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
