@@ -133,14 +133,11 @@ def rewritten(
         index.write_text(json.dumps(listed, indent=2) + "\n")
     if config is not None:
         path = folder / "config.json"
-        config_of_folder = json.loads(path.read_text())
-        config_of_folder.pop("quantization_config", None)
-        path.write_text(
-            json.dumps(
-                config_of_folder | ({"quantization_config": config} if config else {}), indent=2
-            )
-            + "\n"
-        )
+        config_of_model = json.loads(path.read_text())
+        config_of_model.pop("quantization_config", None)
+        if config:
+            config_of_model["quantization_config"] = config
+        path.write_text(json.dumps(config_of_model, indent=2) + "\n")
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:

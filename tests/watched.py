@@ -54,9 +54,9 @@ def watched(call: Callable[[], Any], forbidden: Collection[str] = ()) -> Watched
     with os.fdopen(end) as answer:
         text = answer.read()
     _, status = os.waitpid(child, 0)
-    return (
-        Watched(*json.loads(text)) if text else Watched(None, f"the child died of {status}", [], 0)
-    )
+    if not text:
+        return Watched(None, f"the child died of {status}", [], 0)
+    return Watched(*json.loads(text))
 
 
 def _called(call: Callable[[], Any], forbidden: Collection[str]) -> tuple[Any, str, list[str], int]:
@@ -64,11 +64,9 @@ def _called(call: Callable[[], Any], forbidden: Collection[str]) -> tuple[Any, s
     watching = True
 
     def hook(event: str, details: tuple[Any, ...]) -> None:
-        if (
-            watching
-            and (event, details) != DRIVER
-            and (event in RUNS or event in forbidden or _runs_text(event, details))
-        ):
+        if not watching or (event, details) == DRIVER:
+            return
+        if event in RUNS or event in forbidden or _runs_text(event, details):
             executions.append(f"{event} {str(details)[:200]}")
 
     sys.addaudithook(hook)
@@ -88,10 +86,8 @@ def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
     if event not in ("exec", "compile"):
         return False
     name = getattr(details[0], "co_filename", "") if event == "exec" else str(details[1])
-    return not (
-        name.startswith("<frozen")
-        or (name.endswith(".py") and os.path.isabs(name) and os.path.isfile(name))
-    )
+    is_module = name.endswith(".py") and os.path.isabs(name) and os.path.isfile(name)
+    return not (name.startswith("<frozen") or is_module)
 
 
 def _kibibytes(key: str) -> int:

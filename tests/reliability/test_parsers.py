@@ -356,13 +356,12 @@ NODES = st.recursive(
 
 
 def places(outline, values):
-    for key in (
-        list(outline)
-        if isinstance(outline, dict)
-        else range(len(outline))
-        if isinstance(outline, list)
-        else []
-    ):
+    keys = []
+    if isinstance(outline, dict):
+        keys = list(outline)
+    elif isinstance(outline, list):
+        keys = range(len(outline))
+    for key in keys:
         values.append((outline, key))
         places(outline[key], values)
     return values

@@ -180,8 +180,9 @@ def agreed(words: list[str], path: Path | None = None) -> Config | None:
         try:
             return resolve(load_config(path, words))
         except BenchError as error:
-            if (advised := ADVICE.search(str(error))) is None:
-                return None
+            advised = ADVICE.search(str(error))
+        if advised is None:
+            return None
         added = [
             f"{key}={value}" for key, value in zip(*[iter(advised[1].split())] * 2, strict=True)
         ]

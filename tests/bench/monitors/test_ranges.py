@@ -38,13 +38,10 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float
             c for c in range(fmt.max_code + 1) if reference.magnitude(c, fmt) <= Fraction(value)
         )
         middle = (reference.magnitude(low, fmt) + reference.magnitude(low + 1, fmt)) / 2
-        code = (
-            low
-            if Fraction(value) < middle
-            else low + 1
-            if Fraction(value) > middle
-            else low + low % 2
-        )
+        is_above = Fraction(value) > middle
+        is_tie = Fraction(value) == middle
+        # Of two equally near codes the even one.
+        code = low + low % 2 if is_tie else low + is_above
         answers = code > fmt.max_code, value > 0 and code == 0, value > fmt.max * (1 + 2**-20)
         counts = [count + hit for count, hit in zip(counts, answers, strict=True)]
     return [count / len(values) for count in counts]

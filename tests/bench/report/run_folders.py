@@ -46,7 +46,9 @@ def loss_at(step: int, steps: int, final: float, jitter: float = 0.0) -> float:
 
 
 def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, Any]]:
-    metric = None if rule not in STALL else "code_unchanged" if rule == "master" else "update_lost"
+    metric = None
+    if rule in STALL:
+        metric = "code_unchanged" if rule == "master" else "update_lost"
     lines = []
     for step in range(steps + 1):
         record = {"step": step, "tokens": 768 * (step + 1), "lr": 1e-3 * (1 - step / (steps + 1))}
@@ -88,7 +90,9 @@ def write_run(
     """
     folder.mkdir(parents=True)
     metrics = records(rule, final, steps, 20)
-    storage = "float32" if fmt == "none" else "master" if rule == "master" else "grid"
+    storage = "master" if rule == "master" else "grid"
+    if fmt == "none":
+        storage = "float32"
     optimizer = {"lr": lr, "writeback": "nearest" if rule == "nearest" else "stochastic"}
     config = {
         "rule": rule,

@@ -42,15 +42,15 @@ def expressions(node):
 
     So do addresses; data allow neither.
     """
-    named = (
-        node.items()
-        if isinstance(node, dict)
-        else [*enumerate(node)]
-        if isinstance(node, list)
-        else ()
-    )
-    texts = [str(part) for key, part in named if key in KEYS]
-    return texts + [text for key, part in named if key != "data" for text in expressions(part)]
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    texts = []
+    if isinstance(node, dict):
+        texts += [str(part) for key, part in node.items() if key in KEYS]
+        for key, part in node.items():
+            if key != "data":
+                texts += expressions(part)
+    return texts
 
 
 CANARY = "window.broken=1;alert(1)"

@@ -40,7 +40,8 @@ def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followe
     names = [path.relative_to(runs).as_posix() for path in find_runs([runs], messages.append)]
     assert names == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/tune/c"]
     assert messages[0] == f"{runs}: 5 runs found in 4 folders (2 links not followed)"
-    (links := tmp_path / "links").mkdir()
+    links = tmp_path / "links"
+    links.mkdir()
     (links / "d").symlink_to(tmp_path / "elsewhere" / "d")
     with refusal(r"holds none \(1 link not followed\)"):
         find_runs([links])

@@ -196,7 +196,8 @@ def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
         )
     folders = {}
     for name, reader in readers(corpus_dir, labelled_dir, folder / "a").items():
-        (place := folder / name).mkdir()
+        place = folder / name
+        place.mkdir()
         reader.lay(place)
         folders[name] = (reader, place)
         if " on a " in name or " from " in name:  # those would train, or draw
@@ -225,22 +226,20 @@ def messages_of(
     return outcome.returned
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damage_is_named(name, every, tmp_path, attacks, monkeypatch):
-    for number, (damage, words) in enumerate(DAMAGED[name].items()):
-        (folder := tmp_path / str(number)).mkdir()
-        monkeypatch.chdir(folder)
-        file, _, expression = damage.partition(": ")
-        messages = messages_of(*every[name], file, eval(expression, NAMES), folder, attacks)
-        assert any(all(word in line for word in words.split(" & ")) for line in messages), (
-            damage,
-            messages,
-        )
-        assert len(messages) == 1 or name == "verify", damage
-        if name not in ("config", "sweep"):  # which name a setting
-            assert any(
-                part in line for line in messages for part in (Path(file).name, str(folder / "it"))
-            ), (damage, messages)
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name, damages in DAMAGED.items() for damage in damages]
+)
+def test_a_damage_is_named(name, damage, every, working_folder, attacks):
+    words = DAMAGED[name][damage].split(" & ")
+    file, _, expression = damage.partition(": ")
+    change = eval(expression, NAMES)
+    messages = messages_of(*every[name], file, change, working_folder, attacks)
+    assert any(all(word in line for word in words) for line in messages), messages
+    assert len(messages) == 1 or name == "verify"
+    # A configuration and a sweep name a setting.
+    if name not in ("config", "sweep"):
+        places = (Path(file).name, str(working_folder / "it"))
+        assert any(place in line for line in messages for place in places), messages
 
 
 @pytest.mark.covering(1)

@@ -93,8 +93,9 @@ def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above
             (1, 0.0, 0.0),
             *((number, 0.25, math.inf) for number in (2, 3, 4)),
         ):
-            trend.written(taken := step(number, {"train/loss": loss, "val/loss": loss}))
-            assert taken.record["train/excess"] == excess
+            written = step(number, {"train/loss": loss, "val/loss": loss})
+            trend.written(written)
+            assert written.record["train/excess"] == excess
         assert trend.diverging
 
 

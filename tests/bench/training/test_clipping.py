@@ -181,7 +181,8 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, acc
             )
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
     expected = grads_of(trainer.model)
-    step = one_step(trainer, 1, seen := Seen())
+    seen = Seen()
+    step = one_step(trainer, 1, seen)
     assert (step.record["grad/norm"], step.record["grad/clipped"], step.clip_factor) == (
         norm,
         int(clip > 0),
@@ -200,7 +201,8 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny,
             layer._defers = False
     for micro_step in (0, 1):
         (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
-    step = one_step(trainer, 1, seen := Seen())
+    seen = Seen()
+    step = one_step(trainer, 1, seen)
     assert step.record["grad/clipped"] == 0
     for name, gradient in grads_of(itself.model).items():
         assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()

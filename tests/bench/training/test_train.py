@@ -110,7 +110,8 @@ def test_the_environment_names_versions_corpus_and_command(tiny, tmp_path):
 
 
 def test_the_points_of_a_step_come_in_their_order(tiny):
-    one_step(trainer_of(tiny(train__accumulation=2)), 1, recorder := Mock(spec=Observer))
+    recorder = Mock(spec=Observer)
+    one_step(trainer_of(tiny(train__accumulation=2)), 1, recorder)
     micro = ["before_forward", "after_forward", "after_backward"]
     assert [name for name, *_ in recorder.method_calls] == [
         *micro,
