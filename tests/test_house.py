@@ -22,16 +22,14 @@ BENCH = """system | model checkpoint | config | data monitors | runs | setup fai
 | evaluation | sweep | commands"""
 ABOVE = LIBRARY.count("|") + 1
 FLOORS = {
-    f"{package}.{name}": floor
-    for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, ABOVE + 1))
-    for floor, names in enumerate(floors.split("|"), first)
-    for name in names.split()
-} | {
     "fp8manifold": ABOVE,
     "nanogpt_bench.cli": 90,
     "nanogpt_bench": 90,
     "nanogpt_bench.__main__": 91,
 }
+for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, ABOVE + 1)):
+    for floor, names in enumerate(floors.split("|"), first):
+        FLOORS |= {f"{package}.{name}": floor for name in names.split()}
 
 
 #: name, and its file

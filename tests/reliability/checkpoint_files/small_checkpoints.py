@@ -1,5 +1,6 @@
-"""A checkpoint of three kilobytes, different at every step, and a look at what is in a
-folder.
+"""A checkpoint of three kilobytes, different at every step.
+
+Also a look at what is in a folder.
 """
 
 import torch

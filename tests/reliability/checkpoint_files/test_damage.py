@@ -1,5 +1,6 @@
-"""Checkpoints that are damaged, or made by someone else: read or refused, nothing in
-them runs.
+"""Checkpoints that are damaged, or made by someone else.
+
+They are read or refused, and nothing in them runs.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from nanogpt_bench.checkpoint import (
 LAST = ("", ".sha256")
 
 
-def beside(path, last):
+def with_ending(path, last):
     return path.with_name(path.name + last)
 
 
@@ -50,22 +51,22 @@ def seen(path):
 
 def assert_passed_over(run_dir):
     """The checkpoint of step 2 is broken, that of step 1 is taken, and it is said why."""
-    found, (skipped,) = newest(run_dir)
-    assert found == step_file(run_dir, 1)
+    path, (skipped,) = newest(run_dir)
+    assert path == step_file(run_dir, 1)
     assert "step-2" in skipped
 
 
 def test_every_single_bit_flip_is_detected(run_dir, full, tally):
     path, draw, number = step_file(run_dir, 2), random.Random(0), 10_000 if full else 500
-    whole = {last: beside(path, last).read_bytes() for last in LAST}
+    whole = {last: with_ending(path, last).read_bytes() for last in LAST}
     bits = [(last, bit) for last, data in whole.items() for bit in range(8 * len(data))]
     missed = []
     for last, bit in draw.sample(bits, number):
         data = bytearray(whole[last])
         data[bit // 8] ^= 1 << bit % 8
-        beside(path, last).write_bytes(data)
+        with_ending(path, last).write_bytes(data)
         missed += [] if seen(path) else [(last, bit)]
-        beside(path, last).write_bytes(whole[last])
+        with_ending(path, last).write_bytes(whole[last])
     assert missed == []
     verify(path)
     tally("bit flips in a checkpoint", number, f"of {len(bits):,} bits, all detected")
@@ -74,7 +75,7 @@ def test_every_single_bit_flip_is_detected(run_dir, full, tally):
 def test_truncation_at_every_length_is_detected(run_dir, tally):
     path, number = step_file(run_dir, 2), 0
     for last in LAST:
-        file = beside(path, last)
+        file = with_ending(path, last)
         data = file.read_bytes()
         for length in range(len(data)):
             os.truncate(file, length)
@@ -115,7 +116,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_is_not_the_one_is_detected(run_dir, last, damage):
     path = step_file(run_dir, 2)
-    DAMAGES[damage](beside(path, last))
+    DAMAGES[damage](with_ending(path, last))
     assert seen(path)
     if path.exists():
         assert_passed_over(run_dir)
@@ -128,8 +129,8 @@ def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_it
 ):
     first, second = (step_file(run_dir, step) for step in (1, 2))
     shutil.copy(first, second)
-    beside(second, ".sha256").write_text(
-        beside(first, ".sha256").read_text().replace("step-1", "step-2")
+    with_ending(second, ".sha256").write_text(
+        with_ending(first, ".sha256").read_text().replace("step-1", "step-2")
     )
     assert seen(second)
     assert_passed_over(run_dir)
@@ -232,7 +233,7 @@ def lay(folder, data):
     return path
 
 
-def said_of(look, path):
+def message_of(look, path):
     try:
         look(path)
     except BrokenCheckpoint as error:
@@ -244,23 +245,23 @@ def said_of(look, path):
 def test_each_is_refused_in_one_line_or_read(case, tmp_path, attacks, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = lay(Path(), CASES[case])
-    assert said_of(verify, Path("nowhere"))  # which imports what it needs
-    found = watched(lambda: [said_of(look, path) for look in (verify, read)], FORBIDDEN)
-    assert (found.raised, found.executions) == ("", [])
+    assert message_of(verify, Path("nowhere"))  # which imports what it needs
+    outcome = watched(lambda: [message_of(look, path) for look in (verify, read)], FORBIDDEN)
+    assert (outcome.raised, outcome.executions) == ("", [])
     assert len(list(tmp_path.iterdir())) == 2
-    assert found.grown <= 2 * len(CASES[case]) + 64 * MIB
-    attacks.append(found.grown)
-    for said in found.returned:
-        assert (said == "") == (case in WHOLE), said
-        assert "\n" not in said
-        assert len(said) < 400
-        assert not said or said.startswith("checkpoint 'step-5.safetensors': ")
+    assert outcome.grown <= 2 * len(CASES[case]) + 64 * MIB
+    attacks.append(outcome.grown)
+    for message in outcome.returned:
+        assert (message == "") == (case in WHOLE), message
+        assert "\n" not in message
+        assert len(message) < 400
+        assert not message or message.startswith("checkpoint 'step-5.safetensors': ")
 
 
 def test_a_file_of_a_terabyte_without_content_is_not_read(tmp_path):
     path = lay(tmp_path, b"")
     os.truncate(path, 1 << 43)
-    assert "more than this machine's memory" in said_of(verify, path)
+    assert "more than this machine's memory" in message_of(verify, path)
 
 
 QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -291,10 +292,10 @@ def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, t
         tmp_path_factory.getbasetemp(), tensor_file({"__metadata__": texts, **tensors}, data)
     )
     with suppress(BrokenCheckpoint):
-        found = read(path)
-        assert found.step == 5
+        contents = read(path)
+        assert contents.step == 5
         assert sum(
-            tensor.nbytes for part in found.tensors.values() for tensor in part.values()
+            tensor.nbytes for part in contents.tensors.values() for tensor in part.values()
         ) == len(data)
 
 

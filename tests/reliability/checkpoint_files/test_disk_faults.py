@@ -1,5 +1,6 @@
-"""A disk that is full, read-only, missing, slow or lies: one clear line, the
-checkpoints before whole, no litter.
+"""A disk that is full, read-only, missing, slow or lies.
+
+One clear line, the checkpoints before whole, no litter.
 """
 
 import errno
@@ -30,8 +31,9 @@ OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 
 
 class Disk:
-    """Functions that a commit writes with in place of `os`; a disk that writes
-    otherwise has its own `write`.
+    """Functions that a commit writes with in place of `os`.
+
+    A disk that writes otherwise has its own `write`.
     """
 
     def __init__(self, write=os.write):
@@ -54,10 +56,13 @@ class FullDisk(Disk):
 
 
 class Watched:
-    """A disk that calls `told` with number, operation and path before each operation."""
+    """A disk that calls a function before each operation.
 
-    def __init__(self, told):
-        self._told, self._count = told, 0
+    It gets the number of the operation, its name and the path.
+    """
+
+    def __init__(self, before_operation):
+        self._before_operation, self._count = before_operation, 0
 
     def __getattr__(self, name):
         method = getattr(os, name)
@@ -65,7 +70,7 @@ class Watched:
             return method
 
         def operation(*arguments):
-            self._told(self._count, name, arguments[0])
+            self._before_operation(self._count, name, arguments[0])
             self._count += 1
             return method(*arguments)
 
@@ -95,8 +100,9 @@ def file_size_limit(size):
 
 
 def assert_refused(run_dir, words, disk=None):
-    """A third checkpoint can't be written; what was there before is there byte for
-    byte, and nothing else.
+    """Check that a third checkpoint can't be written.
+
+    What was there before is there byte for byte, and nothing else.
     """
     before = bytes_in(run_dir)
     with pytest.raises(CheckpointNotWritten, match=words) as caught:
@@ -161,16 +167,16 @@ def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
             if number == failing:
                 raise OSError(code, os.strerror(code))
 
-        said = ""
+        message = ""
         try:
             commit_on(Watched(fail), with_fault, 3)
         except CheckpointNotWritten as error:
-            said = str(error)
-        assert not said or (
-            os.strerror(code) in said and step_file(with_fault, 2).read_bytes() == before
+            message = str(error)
+        assert not message or (
+            os.strerror(code) in message and step_file(with_fault, 2).read_bytes() == before
         ), name
-        found, skipped = newest(with_fault)
-        assert (found is not None, skipped) == (True, []), (failing, name)
+        newest_path, skipped = newest(with_fault)
+        assert (newest_path is not None, skipped) == (True, []), (failing, name)
         commit(with_fault, small(4), keep_last=1)
         assert names_in(with_fault) == names(4), (failing, name)
     tally(
@@ -194,14 +200,14 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, be
     )
     for shot in sorted(shots.iterdir()):
         clean(shot)
-        there = steps(shot)
-        assert names_in(shot) == names(*there), shot.name
-        assert set(there) <= {*before, step}
-        for number in there:
+        steps_on_disk = steps(shot)
+        assert names_in(shot) == names(*steps_on_disk), shot.name
+        assert set(steps_on_disk) <= {*before, step}
+        for number in steps_on_disk:
             verify(step_file(shot, number))
         if before:
-            kept = "checkpoints/step-2.safetensors"
-            assert step == 2 or bytes_in(shot)[kept] == whole[kept]
+            older = "checkpoints/step-2.safetensors"
+            assert step == 2 or bytes_in(shot)[older] == whole[older]
             assert newest(shot)[0] in (step_file(shot, 2), step_file(shot, 1 if step == 2 else 3))
         commit(shot, small(9), keep_last=1)
         assert names_in(shot) == names(9)
