@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: why a test marked `extra` is skipped where a package is missing
 TEST_ALL = 'pip install -e ".[test-all]"'
+#: characters of a case's name that is made of a value's parts
+LONGEST_ID = 80
 _TALLY = pytest.StashKey[list[str]]()
 
 
@@ -48,16 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name a case by its value, so that ``-k`` finds it.
 
-    Formats, classes, dtypes and short sequences of these have names here.
-
+    Formats, classes, dtypes and small dicts and sequences of these have names here.
     pytest itself names strings, numbers and functions.
     """
-    if isinstance(val, list | tuple) and 0 < len(val) <= 4:
-        parts = [_name_of(part) for part in val]
-        return None if None in parts else ",".join(map(str, parts))
     if val is None or isinstance(val, str | int | float):
         return None
-    return _name_of(val)
+    name = _name_of(val)
+    return name if name is None or len(name) <= LONGEST_ID else None
 
 
 def _name_of(value: object) -> str | None:
@@ -67,8 +66,22 @@ def _name_of(value: object) -> str | None:
         return str(value).removeprefix("torch.")
     if value is None or isinstance(value, str | int | float):
         return str(value)
+    if isinstance(value, dict):
+        names = {key: _name_of(part) for key, part in value.items()}
+        parts = [None if name is None else f"{key}={name}" for key, name in names.items()]
+        return _joined(parts)
+    if isinstance(value, list | tuple):
+        return _joined([_name_of(part) for part in value])
     name = getattr(value, "name", None) or getattr(value, "__name__", None)
     return name if isinstance(name, str) else None
+
+
+def _joined(parts: list[str | None]) -> str | None:
+    """Join the names of a value's parts; None if a part has none."""
+    if not parts:
+        return "empty"
+    names = [part for part in parts if part is not None]
+    return ",".join(names) if len(names) == len(parts) else None
 
 
 @pytest.hookimpl(tryfirst=True)
