@@ -69,13 +69,13 @@ from nanogpt_bench.model.weights import checkpoint_shape
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
-    module, package, call, sentence, folder, tiny, monkeypatch
+    module, package, call, sentence, working_folder, tiny, monkeypatch
 ):
-    (folder / "x.gguf").write_bytes(b"GGUF")
+    (working_folder / "x.gguf").write_bytes(b"GGUF")
     tokenizers.encoding.cache_clear()
     find = importlib.util.find_spec
     absent = import_module(f"nanogpt_bench.{module}")
     monkeypatch.setattr(absent, "find_spec", lambda name: None if name == package else find(name))
     with refusal(sentence):
-        call(folder, tiny)
-    assert [path.name for path in folder.iterdir()] == ["x.gguf"]
+        call(working_folder, tiny)
+    assert [path.name for path in working_folder.iterdir()] == ["x.gguf"]
