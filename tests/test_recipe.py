@@ -266,8 +266,8 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
         }
 
     assert storage_of(ran["model"]) == storage_of(model)
-    names = [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in ran["model"].named_parameters()] == names
+    names = {name for name, _ in model.named_parameters()}
+    assert {name for name, _ in ran["model"].named_parameters()} == names
 
 
 @pytest.fixture
@@ -296,7 +296,9 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
     for way, counted in zip(ways, memory, strict=True):
         assert results[way]["bytes"] == pytest.approx(counted.weights_and_state, rel=0.02), way
     assert results["float32"]["loss"] == results["float32"]["loss_in_float32"]
-    assert results["readme"]["loss"] == pytest.approx(results["readme"]["loss_in_float32"], abs=0.01)
+    assert results["readme"]["loss"] == pytest.approx(
+        results["readme"]["loss_in_float32"], abs=0.01
+    )
 
 
 def test_the_tables_of_memory_are_those_of_the_arithmetic_which_gives_what_was_measured(cards):
