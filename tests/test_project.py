@@ -94,7 +94,7 @@ def test_one_version_everywhere():
 def test_the_baseline_is_a_processor_without_products_in_bfloat16(name, kernels):
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     variables = ast.literal_eval(
-        re.search(r"^OLDER = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)[1]
+        re.search(r"^OLDER_PROCESSORS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)[1]
     )[name]
     code = "import torch; from fp8manifold.optim._muon import product_dtype as dtype\n"
     code += "print(torch.backends.cpu.get_cpu_capability(), dtype(torch.device('cpu')))"
@@ -106,7 +106,7 @@ def test_the_baseline_is_a_processor_without_products_in_bfloat16(name, kernels)
 
 def test_sessions_name_tests_that_exist():
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
-    for constant in ("FIRST", "NOT_THERE"):
+    for constant in ("FIRST", "FAIL_WITH_AMX"):
         for name in ast.literal_eval(
             re.search(rf"^{constant} = (\(.*?\))", text, re.MULTILINE | re.DOTALL)[1]
         ):
