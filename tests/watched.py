@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MIB = 2**20
@@ -26,6 +27,8 @@ RUNS = {
 RUNS |= {"ctypes.dlopen", "socket.connect", "os.putenv", "cpython.run_command", "cpython.run_file"}
 #: what torch opens, where it is built for GPUs, to ask the driver how many there are
 DRIVER = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
+#: the report's own templates, which Jinja compiles
+TEMPLATES = Path(__file__).parents[1] / "nanogpt_bench" / "report" / "templates"
 
 
 @dataclass
@@ -87,7 +90,8 @@ def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
         return False
     name = getattr(details[0], "co_filename", "") if event == "exec" else str(details[1])
     is_module = name.endswith(".py") and os.path.isabs(name) and os.path.isfile(name)
-    return not (name.startswith("<frozen") or is_module)
+    is_template = Path(name).parent == TEMPLATES and os.path.isfile(name)
+    return not (name.startswith("<frozen") or is_module or is_template)
 
 
 def _kibibytes(key: str) -> int:
