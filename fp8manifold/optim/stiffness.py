@@ -1,4 +1,19 @@
-"""The stiffness family: AdamW, SGD and Lion over weights that live on a grid."""
+"""AdamW, SGD and Lion over weights that live on a grid.
+
+    w <- round((1 - lr decay) w  -  lr clamp(S(w) / S_ref)^k d)
+
+A class here is its options, and two answers that the base class asks for in a step of
+each parameter (a `Slot`):
+
+- `_fields`: the parts of a step that are fixed: the direction ``d`` by its name, the
+  metric ``S``, and the way in which the exponent ``k`` is computed.
+- `_numbers`: what changes from step to step: rates with bias corrections, decay,
+  ``S_ref`` and its bounds.
+
+Nothing is computed on weights here. `ManifoldOptimizer` runs the step, directions are
+functions of `_directions.py`, and `_step.py` has the arithmetic. Muon, the Riemannian
+optimizers and the Fisher optimizer take their numbers from here too.
+"""
 
 import math
 from functools import lru_cache
@@ -22,21 +37,24 @@ from fp8manifold.optim._slot import Parameters, Slot, manifold_of, stiffness_man
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 
-_LARGEST_POWER = 8.0
-_MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
-"""Exponents whose power is computed exactly; any other goes through :func:`exp2_exact`."""
+_LARGEST_EXPONENT = 8.0
+_EXACT_POWERS = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
+"""Names of the exponents whose power is computed exactly; any other is ``power``."""
 
 
 class StiffnessOptimizer(ManifoldOptimizer):
-    """``w - lr (S / S_ref)^k d``, of which subclasses give the direction ``d`` and its
-    numbers.
+    """Base of the optimizers that step by ``w - lr (S / S_ref)^k d``.
+
+    Subclasses give the direction ``d`` and its numbers.
     """
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_choice("writeback", group["writeback"], WRITEBACKS)  # None is for manifolds
+        # None, a manifold's own rounding, is for the Riemannian optimizers alone
+        check_choice("writeback", group["writeback"], WRITEBACKS)
         if "stiffness" in group:
-            scheduled("stiffness", group["stiffness"], 0, -_LARGEST_POWER, _LARGEST_POWER)
+            scheduled("stiffness", group["stiffness"], 0, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+            # raises for what is no metric
             chart_of(FloatFormat(4, 3), group["metric"])
         for parameter in group["params"]:
             if manifold_of(parameter) is not None and stiffness_manifold_of(parameter) is None:
@@ -46,40 +64,48 @@ class StiffnessOptimizer(ManifoldOptimizer):
                 )
 
     def _check_schedules(self, slots: list[Slot]) -> None:
-        """Set the exponent of each slot; a schedule is called once for all parameters
-        with as many steps.
+        """Set the exponent of each slot, or raise if a schedule has left its range.
+
+        A schedule is called once for all parameters of a group with as many steps.
         """
-        powers: dict[tuple[int, int], float] = {}
+        exponents: dict[tuple[int, int], float] = {}
         for slot in slots:
-            power, key = slot.group.get("stiffness", 0.0), (id(slot.group), slot.steps_done)
-            if callable(power):
-                if key not in powers:
-                    powers[key] = scheduled(
-                        "stiffness", power, slot.steps_done, -_LARGEST_POWER, _LARGEST_POWER
+            exponent = slot.group.get("stiffness", 0.0)
+            if callable(exponent):
+                key = (id(slot.group), slot.steps_done)
+                if key not in exponents:
+                    exponents[key] = scheduled(
+                        "stiffness",
+                        exponent,
+                        slot.steps_done,
+                        -_LARGEST_EXPONENT,
+                        _LARGEST_EXPONENT,
                     )
-                power = powers[key]
-            slot.power = power
+                exponent = exponents[key]
+            slot.power = exponent
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         if slot.fmt is None:
             return {"direction": self.direction}
         k = slot.group["stiffness"]
-        mode = "power" if callable(k) else _MODES.get(float(k), "power")
-        return {"direction": self.direction, "metric": slot.group["metric"], "stiffness": mode}
+        power = "power" if callable(k) else _EXACT_POWERS.get(float(k), "power")
+        return {"direction": self.direction, "metric": slot.group["metric"], "stiffness": power}
 
     def _shared_numbers(self, slot: Slot) -> dict[str, float]:
-        """Decay, and for a quantised parameter S_ref, its bounds and the exponent."""
+        """Return decay, and for a quantised parameter S_ref, its bounds and the exponent."""
         group, state = slot.group, slot.state
         numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
         if "reference" in state:
-            numbers |= _field_numbers(
+            numbers |= _stiffness_numbers(
                 state["reference"], group[self.damping_option], group["clip"], slot.power
             )
         return numbers
 
 
 @lru_cache(maxsize=4096)
-def _field_numbers(reference: float, damping: float, clip: float, power: float) -> dict[str, float]:
+def _stiffness_numbers(
+    reference: float, damping: float, clip: float, power: float
+) -> dict[str, float]:
     return {
         "inverse_reference": 1 / reference,
         "log_reference": log2_bounded(reference),
@@ -92,15 +118,16 @@ def _field_numbers(reference: float, damping: float, clip: float, power: float) 
 
 
 def injected(rate: float, beta: float) -> float:
-    """``(1 - beta) / beta / rate``: how much of a rounding error a moment is given;
-    nothing at rate 0.
+    """Return how much of a rounding error goes into a moment: ``(1 - beta) / beta / rate``.
+
+    It is 0 if rate or beta is 0.
     """
     return (1 - beta) / beta / rate if rate and beta else 0.0
 
 
 @lru_cache(maxsize=256)
 def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -> dict[str, float]:
-    """Adam's numbers, with its bias corrections in the rate and in eps."""
+    """Return Adam's numbers, with its bias corrections in the rate and in eps."""
     beta1, beta2 = betas
     correction = math.sqrt(1 - beta2**step)
     rate = lr * correction / (1 - beta1**step)
@@ -116,18 +143,22 @@ def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -
 
 
 class StiffnessAdamW(StiffnessOptimizer):
-    r"""AdamW over weights on a grid, with steps proportional to a power of the local
-    spacing.
+    r"""AdamW over weights on a grid, with steps proportional to a power of its spacing.
 
     .. math:: w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
               - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k d \right)
 
-    with Adam's direction ``d``, learning rate ``eta``, decoupled decay ``lambda`` and
-    ``S_ref`` the mean of ``S``; computed in float32 (float64 for float64 parameters)
-    and rounded once. ``k = 0``, the default, is AdamW with a rounded write-back
-    (``docs/optimizers.md`` lists what differs from torch's); ``k = 1`` approximates the
-    Riemannian step. Points of a :class:`~fp8manifold.StiffnessManifold` are not
-    rounded, and ordinary parameters get plain AdamW.
+    Here ``d`` is Adam's direction, ``eta`` the learning rate, ``lambda`` the decoupled
+    decay, ``S(w)`` the spacing of the grid at ``w`` and ``S_ref`` its mean over the
+    tensor. A step is computed in float32 (float64 for float64 parameters) and rounded
+    once.
+
+    ``k = 0``, the default, is AdamW with a rounded write-back; ``docs/optimizers.md``
+    lists what differs from torch's. ``k = 1`` approximates the Riemannian step.
+
+    Points of a :class:`~fp8manifold.StiffnessManifold` are not rounded. Ordinary
+    parameters take plain AdamW steps. Options that ``torch.optim.AdamW`` has too have
+    the same defaults.
 
     Args:
         params: parameters, or groups of them with options of their own, as for any
@@ -135,44 +166,48 @@ class StiffnessAdamW(StiffnessOptimizer):
         lr: learning rate in value, a number or a tensor of one element.
         betas: decay rates of the running averages.
         eps: added to the denominator.
-        weight_decay: decoupled decay, times ``lr`` per step.
-        stiffness: the exponent k: a number, or a function of the steps taken, such as
-            :func:`anneal`.
-        metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
-        writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte per weight for the
-            remainder of rounding, to 1/256 of an ULP; a new 0 is +0) or ``momentum``
-            (the error is added to the first average). Ordinary bfloat16 and float16
-            parameters are rounded stochastically under all but ``nearest``; finite
-            values saturate.
-        draws: ``independent``, or ``dither``, with less noise and a pull towards 0:
-            decay is 7% too strong in E4M3, 12% in E5M2
-            (:func:`fp8manifold.random_bits`). Draws for moments are always independent.
-        moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3,
-            the second as its square root; Muon's in E2M5), the last two rounded
-            stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v`` 4 to
-            6% too large.
-        seed: key of all random bits, with the step count and the parameter's stream.
+        weight_decay: decoupled decay, multiplied by ``lr`` in every step.
+        stiffness: the exponent k: a number in [-8, 8], or a function of the number of
+            steps taken, such as :func:`anneal`.
+        metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt), as
+            in :class:`~fp8manifold.StiffnessManifold`.
+        writeback: how a step becomes codes. ``nearest`` loses steps below half an ULP.
+            ``stochastic`` rounds at random, right in the mean. ``residual8`` stores the
+            remainder of rounding to 1/256 of an ULP, in one more byte per weight; a new
+            0 is +0. ``momentum`` adds the rounding error to the first average. Ordinary
+            bfloat16 and float16 parameters are rounded stochastically under all of them
+            but ``nearest``. Finite values saturate.
+        draws: random bits of stochastic rounding: ``independent`` in every step, or
+            ``dither``, with less noise and a pull towards 0, which makes decay 7% too
+            strong in E4M3 and 12% in E5M2 (see :func:`fp8manifold.random_bits`). Draws
+            for moments are always independent.
+        moments: how the averages are stored. ``float32`` stores them exactly;
+            ``bfloat16`` and ``8bit`` round them stochastically. ``8bit`` is E4M3 with a
+            scale for each block, and stores the second average as its square root:
+            ``1 / sqrt(v)`` is right in the mean, ``v`` 4 to 6% too large. Muon's
+            average is in E2M5.
+        seed: key of all random bits, together with the number of the step and the
+            stream of the parameter.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in
             formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
-        refresh_every: steps between two computations of S_ref (and of
-            ``bounded_share``).
-        maximize: ascend instead.
-        on_nonfinite: ``skip`` skips the whole step if a gradient is not finite,
-            ``raise`` raises.
+        refresh_every: steps between two computations of S_ref and ``bounded_share``.
+        maximize: ascend instead of descend.
+        on_nonfinite: what happens if a gradient or its square is not finite: ``skip``
+            skips the whole step, ``raise`` raises FloatingPointError.
         stabilize_every: project parameters to their manifold every so many steps.
         reset_every: clear the running averages every so many steps.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``,
             which must be False or None.
 
     Attributes:
-        bounded_share: share of the quantised weights whose ratio was at ``damping`` or
-            ``clip`` at the last refresh.
+        bounded_share: share of the quantised weights whose S / S_ref was at ``damping``
+            or ``clip`` at the last refresh.
 
     Raises:
         TypeError: an option of another type.
         ValueError: an option out of range, an unsupported flag or combination, no
-            parameters, another manifold.
+            parameters, or a parameter on another manifold of geoopt's.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -184,8 +219,6 @@ class StiffnessAdamW(StiffnessOptimizer):
         ...     optimizer.step()
         >>> bool((weight - 0.5).abs().max() < 0.15)
         True
-
-    Options that ``torch.optim.AdamW`` has too have the same defaults.
 
     Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is
     this library's.
@@ -231,26 +264,29 @@ class StiffnessAdamW(StiffnessOptimizer):
 class StiffnessSGD(StiffnessOptimizer):
     r"""SGD with momentum over weights that live on a grid.
 
-    .. math:: b = \mu b + (1 - \tau) g, \qquad w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
+    .. math:: b \leftarrow \mu b + (1 - \tau) g, \qquad
+              w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
               - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k b \right)
 
-    The Riemannian step is ``S^2 g``: ``stiffness=2.0``. Unlike in torch, decay is
-    decoupled.
+    ``mu`` is the momentum and ``tau`` the dampening. The Riemannian step is ``S^2 g``,
+    which is ``stiffness=2.0``. Unlike in torch, decay is decoupled.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
-        lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts
-            from the first gradient.
-        weight_decay: decoupled decay, times ``lr`` per step.
+        lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``. The momentum
+            starts from the first gradient, without dampening.
+        weight_decay: decoupled decay, multiplied by ``lr`` in every step.
         stiffness, metric, draws, seed, damping, clip: as in :class:`StiffnessAdamW`.
-        writeback, moments: as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
-            ``momentum`` > 0, the former without Nesterov.
+        writeback: as in :class:`StiffnessAdamW`; ``momentum`` needs 0 < ``momentum`` < 1
+            and no Nesterov.
+        moments: as in :class:`StiffnessAdamW`; all but ``float32`` need ``momentum`` > 0.
         refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
         stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and
-            no dampening.
+        TypeError: as :class:`StiffnessAdamW`.
+        ValueError: as :class:`StiffnessAdamW`, or Nesterov without momentum or with
+            dampening.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -301,21 +337,21 @@ class StiffnessSGD(StiffnessOptimizer):
 
 
 def momentum_numbers(rate: float, momentum: float, gain: float) -> dict[str, float]:
-    """Numbers of a step by one average, which is given ``gain`` of the gradient."""
+    """Return the numbers of a step by one average; ``gain`` multiplies its gradient."""
     return {"beta1": momentum, "gain1": gain, "rate": rate, "inject": injected(rate, momentum)}
 
 
 def sgd_numbers(slot: Slot) -> dict[str, float]:
-    """SGD's numbers; the buffer starts from the gradient without dampening."""
+    """Return SGD's numbers; the momentum starts from the gradient without dampening."""
     group = slot.group
-    return momentum_numbers(
-        lr_of(group), group["momentum"], 1.0 if slot.age == 1 else 1 - group["dampening"]
-    )
+    gain = 1.0 if slot.age == 1 else 1 - group["dampening"]
+    return momentum_numbers(lr_of(group), group["momentum"], gain)
 
 
 def check_momentum(group: dict[str, Any]) -> None:
-    """Raise ValueError unless momentum, dampening and Nesterov fit each other, the
-    write-back and the moments.
+    """Raise ValueError unless SGD's options of the momentum fit each other.
+
+    These are momentum, dampening, Nesterov, the write-back and the moments.
     """
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, math.inf, open_high=True)
@@ -332,29 +368,30 @@ def check_momentum(group: dict[str, Any]) -> None:
         )
     if group["moments"] != "float32" and not momentum:
         raise ValueError(
-            f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to "
-            "store"
+            f"moments={group['moments']!r} needs momentum > 0 (momentum=0 keeps no moment to store)"
         )
 
 
 class StiffnessLion(StiffnessOptimizer):
-    r"""Lion over weights that live on a grid: one average, and steps of the same size
-    for all weights of a binade.
+    r"""Lion over weights that live on a grid.
+
+    It has one average, and its steps have the same size for all weights of a binade.
 
     .. math:: w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
               - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k
-              \operatorname{sign}(\beta_1 m + (1 - \beta_1) g) \right), \quad m = \beta_2 m + (1 - \beta_2) g
+              \operatorname{sign}(\beta_1 m + (1 - \beta_1) g) \right), \\
+              m \leftarrow \beta_2 m + (1 - \beta_2) g
 
     With ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere between the bounds. Ordinary
-    parameters get plain Lion.
+    parameters take plain Lion steps.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
-        lr: learning rate, Lion's: a third to a tenth of AdamW's.
-        betas: of the interpolation, and of the average.
-        weight_decay: decoupled decay, times ``lr`` per step.
+        lr: learning rate; Lion's is a third to a tenth of AdamW's.
+        betas: decay rates of the interpolation and of the average.
+        weight_decay: decoupled decay, multiplied by ``lr`` in every step.
         stiffness, metric, draws, moments, seed: as in :class:`StiffnessAdamW`.
-        writeback: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
+        writeback: as in :class:`StiffnessAdamW`, except ``momentum``.
         damping, clip, refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
         stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 

@@ -1,5 +1,13 @@
-"""StiffnessMuon: Muon over matrices that live on a grid, and Adam over all other
-parameters, in one optimizer.
+"""StiffnessMuon: Muon over matrices on a grid, and Adam over all other parameters.
+
+One optimizer steps both; a group's ``direction`` says which. Three parts:
+
+- The class: options, checks, numbers of a step. Matrices are stepped by
+  `take_muon_steps` of `_muon.py`, everything else as by StiffnessAdamW.
+- `StiffnessMuon.for_model` sorts the parameters of a model into groups. Each parameter
+  has a kind (`_kind_of`): a matrix, a kernel of a convolution, a batch of experts,
+  another one with decay, or a vector without. `_GROUP_OPTIONS` has what follows.
+- `muon_report` prints the same decisions with their reasons.
 """
 
 import math
@@ -7,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +40,11 @@ from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, moment
 from fp8manifold.random_bits import Draws
 
 _DIRECTIONS = ("muon", "adam")
-_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names of output layers."""
 _Kind = Literal["matrices", "transposed", "kernels", "experts", "others", "vectors"]
-_KINDS: Final[dict[_Kind, dict[str, Any]]] = {
+_GROUP_OPTIONS: Final[dict[_Kind, dict[str, Any]]] = {
     "matrices": {},
     "transposed": {"matrix_shape": TRANSPOSED},
     "kernels": {"matrix_shape": "flatten"},
@@ -44,69 +52,82 @@ _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "others": {"direction": "adam"},
     "vectors": {"direction": "adam", "weight_decay": 0.0},
 }
-"""Options of the groups, in their order, where they are not ``direction="muon"`` with
-the given decay.
+"""Options of the group of each kind, in the order of the groups.
+
+They stand beside ``direction="muon"`` and the given decay, or in place of these.
 """
-_OF_EITHER_SHAPE: Final = "match_rms_adamw"
+_SYMMETRIC_RULE: Final = "match_rms_adamw"
 """The rule for the size of a step that is the same for a transposed matrix."""
-_NO_DECAY: Final = re.compile(
-    r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
-    r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
-    r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"  # state spaces
+_NAMES_WITHOUT_DECAY: Final = re.compile(
+    # gate_up_proj_bias, pos_embed, rel_pos_h
+    r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"
+    # cls_token, register_tokens
+    r"|(.*_)?(token|tokens|latent|latents)"
+    # state spaces
+    r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"
 )
-"""Names of a module's own parameters that are not the matrix of a layer and never
-decay.
+"""Names, in their module, of parameters that never decay.
+
+The weight that a layer multiplies by decays all the same.
 """
-_EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
+_EMBEDDING_NAMES: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
 class StiffnessMuon(StiffnessOptimizer):
-    r"""Muon over matrices on a grid: one average, and a step of the same size in every
-    direction of the matrix.
+    r"""Muon over matrices on a grid, and Adam over all other parameters.
+
+    Muon has one average, and its steps have the same size in every direction of the
+    matrix.
 
     .. math:: m \leftarrow \mu m + (1 - \mu) g, \qquad u = (1 - \mu) g + \mu m, \\
               w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
               - \eta a \, F \, \mathrm{msign}(F u) \right),
               \qquad F = \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k
 
-    ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by ``ns_steps``
-    Newton-Schulz iterations; ``a`` follows from the matrix' shape. ``k = 0``, the
-    default, is ``torch.optim.Muon`` with one rounding; ``k = 1`` takes the steepest
-    step of the spectral norm in the chart's coordinates. Embeddings, heads, norms and
-    biases are stepped as by :class:`StiffnessAdamW`, in groups with
-    ``direction="adam"``; :meth:`for_model` sorts a whole model.
+    Here ``mu`` is the momentum, ``eta`` the learning rate and ``lambda`` the decoupled
+    decay; without Nesterov ``u = m``. ``msign`` is the orthogonal factor ``U V^T`` of
+    ``U diag(s) V^T``, by ``ns_steps`` Newton-Schulz iterations. ``a`` follows from the
+    shape of the matrix. Where ``u`` is all zeros, the step is the decay alone.
+
+    ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding. ``k = 1`` takes
+    the steepest step of the spectral norm in the coordinates of the chart.
+
+    Embeddings, heads, norms and biases belong in groups with ``direction="adam"``,
+    which are stepped as by :class:`StiffnessAdamW`. :meth:`for_model` sorts the
+    parameters of a whole model.
 
     Args:
-        params: parameters or groups, quantised and ordinary ones mixed; matrices, where
-            ``direction`` is ``muon``.
+        params: parameters or groups, quantised and ordinary ones mixed. With
+            ``direction="muon"`` they are matrices.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in
             ``torch.optim.Muon``.
-        adjust_lr_fn: ``a`` of a matrix of R rows and C columns: ``original`` (None),
-            ``sqrt(max(1, R/C))``; ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for
-            AdamW's rate and decay; ``spectral_unclamped``, ``sqrt(R/C)``.
-        direction: ``muon``, or ``adam`` for a group's parameters.
-        matrix_shape: for a parameter of more than two dimensions: ``flatten`` makes one
-            matrix with a row for each entry of the first (a convolution's filters),
-            ``batch``, with three, a matrix for each entry of the first (experts);
-            ``auto`` refuses it. ``transposed``: a matrix, or one for each entry of the
-            first of three dimensions, with a row for each input, as in ``Conv1D``;
-            ``a`` is then that of its transpose.
-        ns_dtype: what the products are computed in; None is bfloat16 where the device
-            has it, float32 elsewhere.
+        adjust_lr_fn: ``a`` of a matrix of R rows and C columns. ``original``, which
+            None is too: ``sqrt(max(1, R/C))``. ``match_rms_adamw``:
+            ``0.2 sqrt(max(R, C))``, for the rate and the decay of AdamW.
+            ``spectral_unclamped``: ``sqrt(R/C)``.
+        direction: ``muon`` or ``adam``, for the parameters of a group.
+        matrix_shape: how a parameter is read as matrices. ``auto`` takes matrices, and
+            refuses parameters of more than two dimensions. ``flatten`` makes one matrix
+            of these, with a row for each entry of the first dimension, such as the
+            filters of a convolution. ``batch`` makes a matrix for each entry of the
+            first of three dimensions, such as experts. ``transposed`` reads like
+            ``batch``, or takes a matrix, that has a row for each input, as ``Conv1D``
+            has; ``a`` is then that of its transpose.
+        ns_dtype: what the products are computed in. None is bfloat16 if the device has
+            it, otherwise float32.
         betas, adam_eps: of groups with ``direction="adam"``.
         stiffness, metric, draws, seed, damping, clip: as in :class:`StiffnessAdamW`.
-        writeback, moments: as in :class:`StiffnessAdamW`. ``moments`` and
-            ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors
-            as if the step were linear in it.
+        writeback: as in :class:`StiffnessAdamW`. ``momentum`` needs ``momentum`` > 0,
+            and adds errors to it as if the step were linear in it.
+        moments: as in :class:`StiffnessAdamW`; all but ``float32`` need
+            ``momentum`` > 0.
         refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
         stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
-    Where ``u`` is all zeros the step is the decay alone, and no step depends on other
-    parameters.
-
     Raises:
-        TypeError, ValueError: as :class:`StiffnessAdamW`; no matrix; in a step, a
-            scheduler with ``cycle_momentum``.
+        TypeError: as :class:`StiffnessAdamW`.
+        ValueError: as :class:`StiffnessAdamW`, a parameter that is no matrix, or, in a
+            step, a scheduler with ``cycle_momentum``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -168,57 +189,68 @@ class StiffnessMuon(StiffnessOptimizer):
         weight_decay: float = 0.1,
         **options: Any,
     ) -> "StiffnessMuon":
-        r"""One optimizer for a whole model: hidden matrices by Muon, everything else by
-        Adam.
+        r"""Return an optimizer for a whole model.
+
+        Muon steps hidden matrices, Adam everything else:
 
         .. math:: d = \mathrm{msign}(u) \text{ for matrices}, \qquad
                   d = \hat m / (\sqrt{\hat v} + \epsilon) \text{ for the rest}
 
-        Muon steps matrices, kernels of convolutions and batches of matrices, except
-        embeddings, the head and depthwise convolutions. Vectors, positions, tokens,
-        parameters of state spaces and those that the model marks (``_no_weight_decay``)
-        or lists (``no_weight_decay()``) don't decay. :func:`muon_report` prints all of
-        this. Where ``a`` depends on it, float ``Conv1D`` and transposed experts have a
-        group with ``matrix_shape="transposed"``.
+        Muon's are matrices, kernels of convolutions and batches of matrices, except
+        embeddings, the head and depthwise convolutions. These parameters don't decay:
+        vectors, positions, tokens, those of state spaces, and those that the model
+        marks (``_no_weight_decay``) or lists (``no_weight_decay()``).
+        :func:`muon_report` prints which is which, and why.
+
+        If ``adjust_lr_fn`` gives a transposed matrix another size of step, float
+        ``Conv1D`` layers and transposed experts have a group with
+        ``matrix_shape="transposed"``.
 
         Args:
-            model: quantised or not; parameters that require no gradient are left out.
-            lr: of the matrices.
-            other_lr: of everything else; None is ``lr``, which suits
+            model: quantised or not. Parameters that require no gradient are left out.
+            lr: learning rate of the matrices.
+            other_lr: learning rate of everything else. None is ``lr``, which suits
                 ``adjust_lr_fn="match_rms_adamw"``.
-            others: patterns of module or parameter names that are Adam's, in place of
-                the head.
+            others: patterns of names of modules or parameters that Adam steps, in place
+                of the head.
             weight_decay: of all parameters that decay.
-            options: the constructor's; ``adjust_lr_fn`` is ``match_rms_adamw`` here,
-                unless given.
+            **options: options of the constructor, except ``direction``. The default of
+                ``adjust_lr_fn`` is ``match_rms_adamw`` here.
 
         Raises:
-            TypeError, ValueError: as the constructor; a pattern that names nothing; no
-                parameters; a direction.
+            TypeError: as the constructor, or ``direction`` among the options.
+            ValueError: as the constructor, a pattern that names nothing, or no
+                parameters.
 
         Example:
             >>> model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))
             >>> optimizer = StiffnessMuon.for_model(model, 1e-3)
-            >>> [(group["direction"], group["param_names"]) for group in optimizer.param_groups]
-            [('muon', ['1.weight']), ('adam', ['0.weight']), ('adam', ['1.bias', '2.weight', '2.bias'])]
+            >>> for group in optimizer.param_groups:
+            ...     print(group["direction"], group["param_names"])
+            muon ['1.weight']
+            adam ['0.weight']
+            adam ['1.bias', '2.weight', '2.bias']
         """
         if "direction" in options:
             raise TypeError("for_model sorts the parameters by direction: leave direction out")
-        options = {"adjust_lr_fn": _OF_EITHER_SHAPE, **options}
-        depends = options["adjust_lr_fn"] != _OF_EITHER_SHAPE
-        kinds: dict[_Kind, list[tuple[str, Tensor]]] = {}
-        for name, parameter, kind, _ in _sorted(model, others):
+        options = {"adjust_lr_fn": _SYMMETRIC_RULE, **options}
+        is_rule_symmetric = options["adjust_lr_fn"] == _SYMMETRIC_RULE
+        members: dict[_Kind, list[tuple[str, Tensor]]] = {}
+        for entry in _sorted_parameters(model, others):
+            kind = entry.kind
             is_matrix = kind in ("matrices", "experts")
-            if depends and is_matrix and _is_transposed(model, name):
-                kinds.setdefault("transposed", []).append((name, parameter))
-            else:
-                kinds.setdefault(kind, []).append((name, parameter))
-        decay = {"direction": "muon", "weight_decay": weight_decay}
-        groups = [
-            {**decay, **_KINDS[kind], "params": kinds[kind]} for kind in _KINDS if kind in kinds
-        ]
-        for group in groups:
-            group["lr"] = lr if group["direction"] == "muon" or other_lr is None else other_lr
+            if not is_rule_symmetric and is_matrix and _is_transposed(model, entry.name):
+                kind = "transposed"
+            members.setdefault(kind, []).append((entry.name, entry.parameter))
+        groups: list[dict[str, Any]] = []
+        for kind, group_options in _GROUP_OPTIONS.items():
+            if kind not in members:
+                continue
+            group = {"direction": "muon", "weight_decay": weight_decay, **group_options}
+            group["params"] = members[kind]
+            is_muons = group["direction"] == "muon"
+            group["lr"] = lr if is_muons or other_lr is None else other_lr
+            groups.append(group)
         return cls(groups, lr, weight_decay, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -235,18 +267,22 @@ class StiffnessMuon(StiffnessOptimizer):
         return super()._fields(slot) | {"direction": slot.group["direction"]}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, lr, shared = slot.group, lr_of(slot.group), self._shared_numbers(slot)
+        group = slot.group
+        lr = lr_of(group)
+        shared = self._shared_numbers(slot)
         if not _is_muons(slot):
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
-        shape = torch.empty(slot.parameter.shape, device="meta")
-        rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
+        # a tensor without memory, for its shape
+        parameter = torch.empty(slot.parameter.shape, device="meta")
+        rows, columns = as_matrices(parameter, group["matrix_shape"]).shape[-2:]
         if group["matrix_shape"] == TRANSPOSED:
             rows, columns = columns, rows
-        rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
+        rate = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns)
+        momentum = group["momentum"]
         return momentum_numbers(rate, momentum, 1 - momentum) | shared
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
-        """Run Adam's steps as everywhere, and those of matrices in two halves."""
+        """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does."""
         views = super()._run([slot for slot in slots if not _is_muons(slot)])
         muons = [slot for slot in slots if _is_muons(slot)]
         return views + take_muon_steps(muons, {slot for slot in muons if self._is_observed(slot)})
@@ -276,30 +312,29 @@ def _check_muon(group: dict[str, Any]) -> None:
         check_number(
             f"ns_coefficients[{i}]", coefficient, -math.inf, math.inf, open_low=True, open_high=True
         )
-    if group["ns_dtype"] is not None and group["ns_dtype"] not in _PRODUCTS:
+    if group["ns_dtype"] is not None and group["ns_dtype"] not in _PRODUCT_DTYPES:
         raise TypeError(f"ns_dtype={group['ns_dtype']!r} must be a float dtype of torch, or None")
     if not momentum and (group["moments"] != "float32" or rule_of(group).injects):
         option = "moments" if group["moments"] != "float32" else "writeback"
-        raise ValueError(f"{option}={group[option]!r} needs momentum > 0: without it there is none")
+        raise ValueError(
+            f"{option}={group[option]!r} needs momentum > 0 (momentum=0 keeps no moment to store)"
+        )
 
 
 def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
-    """Raise ValueError unless it is clear which matrix, or which matrices, a parameter
-    is.
-    """
+    """Raise ValueError unless it is clear which matrices a parameter is."""
     shape = tuple(parameter.shape)
     if len(shape) < 2:
         raise ValueError(
             f"a parameter of shape {shape} is no matrix: put it into a group with "
-            "direction='adam', or let "
-            "StiffnessMuon.for_model sort the model's parameters"
+            "direction='adam', or let StiffnessMuon.for_model sort the model's parameters"
         )
     fits = len(shape) == 2 or matrix_shape == "flatten"
     if not fits and (matrix_shape == "auto" or len(shape) != 3):
         raise ValueError(
             f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' "
-            "(one matrix, a row per "
-            "filter) or, with three dimensions, 'batch' (a matrix for each entry of the first)"
+            "(one matrix, a row per filter) or, with three dimensions, 'batch' (a matrix for each "
+            "entry of the first)"
         )
 
 
@@ -307,24 +342,30 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
 class ReportedParameter:
     """One parameter of a model, and the direction that steps it."""
 
-    name: str  #: Its dotted name.
-    shape: tuple[int, ...]  #: Its shape.
-    direction: str  #: ``muon`` or ``adam``.
-    decays: bool  #: True if ``weight_decay`` applies to it.
-    reason: str  #: Why it is Muon's or Adam's.
+    #: The dotted name.
+    name: str
+    #: The shape.
+    shape: tuple[int, ...]
+    #: ``muon`` or ``adam``.
+    direction: str
+    #: True if ``weight_decay`` applies to it.
+    decays: bool
+    #: Why it is Muon's or Adam's.
+    reason: str
 
 
 @dataclass(frozen=True)
 class MuonReport:
-    """The parameters that Muon steps and those that Adam steps; its string is a table."""
+    """The parameters that Muon steps and those that Adam steps; printed as a table."""
 
     parameters: tuple[ReportedParameter, ...]
-    """Every parameter that requires a gradient, a shared one once, in the model's
-    order.
+    """Every parameter that requires a gradient, in the order of the model.
+
+    One that several modules share is listed once.
     """
 
     def __str__(self) -> str:
-        """A line for each parameter, and one for all of them."""
+        """Return a table with a line for each parameter, and one for all of them."""
         rows = [("parameter", "shape", "direction", "decays", "")]
         rows += [
             (p.name, str(p.shape), p.direction, "yes" if p.decays else "no", p.reason)
@@ -339,11 +380,11 @@ class MuonReport:
 
 
 def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonReport:
-    """Sort a model's parameters as :meth:`StiffnessMuon.for_model` does, with the
-    reasons.
+    """Sort a model's parameters as :meth:`StiffnessMuon.for_model` does, with reasons.
 
     Args:
-        model, others: as in :meth:`StiffnessMuon.for_model`; nothing is changed.
+        model: as in :meth:`StiffnessMuon.for_model`; it is not changed.
+        others: as in :meth:`StiffnessMuon.for_model`.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
@@ -360,104 +401,149 @@ def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonRe
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     rows = []
-    for name, parameter, kind, reason in _sorted(model, others):
-        options, shape = _KINDS[kind], tuple(parameter.shape)
-        direction, decays = str(options.get("direction", "muon")), "weight_decay" not in options
-        rows.append(ReportedParameter(name, shape, direction, decays, reason))
+    for entry in _sorted_parameters(model, others):
+        options = _GROUP_OPTIONS[entry.kind]
+        rows.append(
+            ReportedParameter(
+                entry.name,
+                tuple(entry.parameter.shape),
+                direction=str(options.get("direction", "muon")),
+                decays="weight_decay" not in options,
+                reason=entry.reason,
+            )
+        )
     return MuonReport(tuple(rows))
 
 
-def _sorted(
+class _SortedParameter(NamedTuple):
+    """A parameter of a model, the kind that it is of, and why."""
+
+    name: str
+    parameter: Tensor
+    kind: _Kind
+    reason: str
+
+
+def _sorted_parameters(
     model: nn.Module, others: Sequence[str] | None
-) -> Iterator[tuple[str, Tensor, _Kind, str]]:
-    """Name, kind of group and reason for each parameter that is trained, in the model's
-    order.
-    """
-    adams, exempt = _adams(model, others), _exempt(model)
+) -> Iterator[_SortedParameter]:
+    """Yield every parameter that is trained, in the order of the model."""
+    reasons_for_adam = _reasons_for_adam(model, others)
+    exempt = _exempt_from_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name, parameter, *_kind(model, name, parameter, adams, exempt)
+            kind, reason = _kind_of(model, name, parameter, reasons_for_adam, exempt)
+            yield _SortedParameter(name, parameter, kind, reason)
 
 
-def _kind(
-    model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str], exempt: set[int]
+def _kind_of(
+    model: nn.Module,
+    name: str,
+    parameter: Tensor,
+    reasons_for_adam: dict[int, str],
+    exempt: set[int],
 ) -> tuple[_Kind, str]:
-    place, _, own = name.rpartition(".")
-    owner = model.get_submodule(place)
+    """Return the kind of a parameter by the first rule that applies, and the reason."""
+    module_name, _, last_name = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    is_kernel = last_name == "weight" and isinstance(module, CONVOLUTIONS)
     # the weight that a layer multiplies by is a matrix, whatever its name or shape
-    multiplies = own == "weight" and (is_linear(owner) or isinstance(owner, CONVOLUTIONS))
+    multiplies = is_kernel or (last_name == "weight" and is_linear(module))
     if parameter.dim() < 2:
         return "vectors", "a vector"
     if id(parameter) in exempt:
         return "vectors", "the model says that it does not decay"
     if not multiplies and sum(size != 1 for size in parameter.shape) < 2:
         return "vectors", "a vector, by its shape"
-    if not multiplies and _NO_DECAY.fullmatch(own):
-        return "vectors", f"by its name, {own!r}"
-    if id(parameter) in adams:
-        return "others", adams[id(parameter)]
-    if isinstance(owner, CONVOLUTIONS) and own == "weight":
-        if owner.groups > 1 and parameter.shape[1] == 1:
-            return "others", "a depthwise convolution"
+    if not multiplies and _NAMES_WITHOUT_DECAY.fullmatch(last_name):
+        return "vectors", f"by its name, {last_name!r}"
+    if id(parameter) in reasons_for_adam:
+        return "others", reasons_for_adam[id(parameter)]
+    return _kind_of_matrix(parameter, module, last_name, is_kernel=is_kernel)
+
+
+def _kind_of_matrix(
+    parameter: Tensor, module: nn.Module, last_name: str, *, is_kernel: bool
+) -> tuple[_Kind, str]:
+    """Return the kind of a parameter that is no vector and not Adam's by its module."""
+    is_depthwise = is_kernel and getattr(module, "groups", 1) > 1 and parameter.shape[1] == 1
+    if is_depthwise:
+        return "others", "a depthwise convolution"
+    if is_kernel:
         return "kernels", "a convolution: a row for each filter"
-    if _EMBEDDING.fullmatch(own):
-        return "others", f"by its name, {own!r}"
+    if _EMBEDDING_NAMES.fullmatch(last_name):
+        return "others", f"by its name, {last_name!r}"
     if parameter.dim() > 3:
         return "others", f"{parameter.dim()} dimensions"
-    return (
-        ("matrices", "a matrix")
-        if parameter.dim() == 2
-        else ("experts", f"{parameter.shape[0]} matrices")
-    )
+    if parameter.dim() == 3:
+        return "experts", f"{parameter.shape[0]} matrices"
+    return "matrices", "a matrix"
 
 
 def _is_transposed(model: nn.Module, name: str) -> bool:
-    """True if a matrix has a row for each input: that of a ``Conv1D``, or of experts as
-    GPT-OSS has them.
+    """Return True if a matrix has a row for each input.
+
+    Those of ``Conv1D`` have, and those of experts as GPT-OSS has them. Modules that
+    list a parameter in ``turned`` hold it the other way round.
     """
-    place, _, own = name.rpartition(".")
-    owner = model.get_submodule(place)
-    is_turned = own in getattr(owner, "turned", ())
-    is_transposed = own == "weight" and is_conv1d(owner)
+    module_name, _, last_name = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    is_turned = last_name in getattr(module, "turned", ())
+    is_transposed = last_name == "weight" and is_conv1d(module)
     if model.get_parameter(name).dim() == 3:
-        is_transposed = bool(getattr(owner, "is_transposed", False))
+        is_transposed = bool(getattr(module, "is_transposed", False))
     return is_transposed != is_turned
 
 
-def _exempt(model: nn.Module) -> set[int]:
-    """Parameters that the model itself exempts from decay, as timm's models list them
-    and state spaces mark them.
+def _exempt_from_decay(model: nn.Module) -> set[int]:
+    """Return the identities of parameters that the model itself exempts from decay.
+
+    Models of timm list them by name, and state spaces mark them by an attribute.
     """
-    says = getattr(model, "no_weight_decay", None)
-    names = set(says()) if callable(says) else set()
-    marked = "_no_weight_decay"
-    return {
-        id(p) for name, p in model.named_parameters() if name in names or getattr(p, marked, False)
-    }
+    list_names = getattr(model, "no_weight_decay", None)
+    names = set(list_names()) if callable(list_names) else set()
+    exempt = set()
+    for name, parameter in model.named_parameters():
+        if name in names or getattr(parameter, "_no_weight_decay", False):
+            exempt.add(id(parameter))
+    return exempt
 
 
-def _adams(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
-    """The parameters that are Adam's whatever their shape: embeddings always, and
-    heads, or what the patterns name.
+def _reasons_for_adam(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
+    """Return a reason for each parameter that is Adam's whatever its shape.
+
+    These are embeddings, and what the patterns name, or without patterns the head. They
+    are known by their identities.
     """
-    found: dict[int, str] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
-        matched = [
-            p
-            for name, m in model.named_modules()
-            if name and fnmatchcase(name, pattern)
-            for p in m.parameters()
-        ]
-        matched += [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(f"others={pattern!r} names no module and no parameter of the model")
-        found |= {id(parameter): f"others={pattern!r} names it" for parameter in matched}
+    reasons: dict[int, str] = {}
     if patterns is None:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        modules = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in _HEADS]
-        for module in modules if head is None else [head]:
-            found |= {id(parameter): "the head" for parameter in module.parameters()}
-    embeddings = [
-        m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-    ]
-    return found | {id(weight): "an embedding" for weight in embeddings}
+        for module in _heads(model):
+            reasons |= {id(parameter): "the head" for parameter in module.parameters()}
+    else:
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            parameters = _parameters_named(model, pattern)
+            reasons |= {id(parameter): f"others={pattern!r} names it" for parameter in parameters}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            reasons[id(module.weight)] = "an embedding"
+    return reasons
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """Return the output layer as a model of transformers names it, or layers by name."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        return [head]
+    return [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in _HEADS]
+
+
+def _parameters_named(model: nn.Module, pattern: str) -> list[Tensor]:
+    """Return the parameters that a pattern names, or whose modules it names."""
+    parameters: list[Tensor] = []
+    for name, module in model.named_modules():
+        if name and fnmatchcase(name, pattern):
+            parameters += module.parameters()
+    parameters += [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+    if not parameters:
+        raise ValueError(f"others={pattern!r} names no module and no parameter of the model")
+    return parameters

@@ -1,5 +1,14 @@
-"""StiffnessWrapper: any torch optimizer, with its updates or gradients scaled by the
-stiffness field.
+"""StiffnessWrapper: any torch optimizer, with steps scaled by the stiffness.
+
+A step of the wrapper goes around a step of the wrapped optimizer:
+
+    values before, and factors f = scale (S / S_ref)^exponent, of every parameter
+    the wrapped optimizer's step          (on="gradient": with gradients times f)
+    before + f (after - before)           (on="update")
+    one rounding, to the grid of a manifold or to a float of 16 bits
+
+The wrapped optimizer has the groups, the state and the learning rate. The wrapper has
+the step count, S_ref, and a stream of random bits for each parameter that it rounds.
 """
 
 import inspect
@@ -27,63 +36,59 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["StiffnessWrapper"]
 
-_ALONE = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or rule.injects))
-"""Write-backs that need nothing of the optimizer around them."""
-_OVER_DRAWN = 3
-"""A key word for parameters that the wrapped optimizer rounds too, with a stream made
-of the same values.
+_WRITEBACKS = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or rule.injects))
+"""Write-backs that need neither state nor moments."""
+_SECOND_ROUNDING = 3
+"""A key word for parameters that the wrapped optimizer rounds too.
+
+Its stream is made of the same values, and would draw the same bits.
 """
-_NORMALISE = {
-    "betas",
-    "etas",
-    "rho",
-    "centered",
-    "lr_decay",
-    "beta2_decay",
-}  #: Options of those that do, one of each.
+_OPTIONS_OF_NORMALISING = {"betas", "etas", "rho", "centered", "lr_decay", "beta2_decay"}
+"""An option of each optimizer of torch that normalises the gradient."""
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
-    r"""Scale another optimizer's updates, element by element, by the stiffness of the
-    weights.
+    r"""Any torch optimizer, with its updates scaled by the stiffness of the weights.
 
     .. math:: w \leftarrow \mathrm{round}(w + f \, \Delta), \qquad
               f = scale(t) \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^{exponent}
 
-    where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f``
-    multiplies its gradient (``on="gradient"``). Points of an
-    :class:`~fp8manifold.FP8Manifold` are written back to their grid once, after the
-    step; ordinary parameters have ``f = scale(t)``. Writes into an
-    :class:`~fp8manifold.FP8Parameter` are rounded by the parameter already, so
-    ``writeback`` is a second rounding there.
+    where ``Delta`` is the wrapped optimizer's update and ``S`` the spacing of the grid,
+    element by element. With ``on="gradient"`` ``f`` multiplies the gradient instead,
+    and the update is taken as it is. Ordinary parameters have ``f = scale(t)``.
+
+    Points of an :class:`~fp8manifold.FP8Manifold` are written back to their grid once,
+    after the step. An :class:`~fp8manifold.FP8Parameter` has rounded the wrapped
+    optimizer's writes already, so ``writeback`` is a second rounding there.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``, with its own groups, state and
-            learning rate.
-        scale, exponent: numbers, or functions of the number of steps taken.
-        on: ``update`` or ``gradient``.
+        optimizer: any ``torch.optim.Optimizer``. Its groups, state and learning rate
+            stay in use.
+        scale: a number, or a function of the number of steps taken.
+        exponent: likewise, in [-8, 8].
+        on: what is multiplied by the factor, ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own
             rounding. Ordinary bfloat16 and float16 parameters whose update is scaled
-            are rounded stochastically unless this is ``nearest``.
-        draws: ``independent`` or ``dither``; None takes each manifold's own, or
-            independent ones.
+            are rounded stochastically, unless this is ``nearest``.
+        draws: ``independent`` or ``dither``; None takes each manifold's own, and
+            independent ones for ordinary parameters.
 
     Attributes:
         steps_taken: the number of steps.
-        references: the reference stiffness of each quantised parameter.
+        references: the reference stiffness ``S_ref`` of each quantised parameter.
         streams: the key word of each parameter that has been rounded stochastically.
-        streams_begun: the number of streams given, also to parameters that have been
-            removed.
+        streams_begun: the number of streams begun, also those of parameters that have
+            been removed.
 
     Raises:
-        TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of
-            another type or out of range.
+        TypeError: ``optimizer`` is not a torch optimizer, or an option of another type.
+        ValueError: an option out of range.
 
     Warns:
-        UserWarning: ``on="gradient"`` around an optimizer of torch that normalises the
-            gradient, such as Adam and RMSprop, or another one with ``betas``: the
-            factor nearly cancels.
+        UserWarning: ``on="gradient"`` around an optimizer that normalises the gradient,
+            such as Adam and RMSprop: the factor nearly cancels. It is known by options
+            such as ``betas``.
 
     Example:
         >>> import fp8manifold as fm
@@ -122,7 +127,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         )
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
-            check_choice("writeback", writeback, _ALONE)
+            check_choice("writeback", writeback, _WRITEBACKS)
         if draws is not None:
             check_choice("draws", draws, get_args(Draws))
         check_number("damping", damping, 0.0, 1.0)
@@ -132,30 +137,30 @@ class StiffnessWrapper(torch.optim.Optimizer):
         chart_of(FloatFormat(4, 3), metric)
         scheduled("scale", scale, 0, 0.0, float("inf"))
         scheduled("exponent", exponent, 0, -8.0, 8.0)
-        if on == "gradient" and _NORMALISE & optimizer.defaults.keys():
+        if on == "gradient" and _OPTIONS_OF_NORMALISING & optimizer.defaults.keys():
             warnings.warn(
                 f"a stiffness factor on the gradient of {type(optimizer).__name__} cancels in its "
-                "normalisation: "
-                "use on='update'",
+                "normalisation: use on='update'",
                 UserWarning,
                 stacklevel=2,
             )
         self.optimizer = optimizer
-        self.scale, self.exponent, self.on = scale, exponent, on
-        self.metric, self.damping, self.clip, self.refresh_every = (
-            metric,
-            damping,
-            clip,
-            refresh_every,
-        )
-        self.writeback, self.draws, self.seed = writeback, draws, seed
+        self.scale = scale
+        self.exponent = exponent
+        self.on = on
+        self.metric = metric
+        self.damping = damping
+        self.clip = clip
+        self.refresh_every = refresh_every
+        self.writeback = writeback
+        self.draws = draws
+        self.seed = seed
         self.steps_taken = 0
         self.references: dict[Tensor, float] = {}
         self.streams: dict[Tensor, int] = {}
         self.streams_begun = 0
-        self.__setstate__(
-            {"defaults": dict(optimizer.defaults)}
-        )  # torch's hooks, without groups of its own
+        # makes torch's hooks; its constructor would make groups too
+        self.__setstate__({"defaults": dict(optimizer.defaults)})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -168,7 +173,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return self.optimizer.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but torch's groups and state, which are the wrapped optimizer's."""
+        """Return all but groups and state, which are those of the wrapped optimizer."""
         return dict(self.__dict__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -176,10 +181,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, the step count, reference stiffness and stream
-        of each parameter.
+        """Return the wrapped optimizer's state and the wrapper's.
+
+        The latter is the step count, and S_ref and the stream of each parameter.
         """
-        self._hooked("state_dict_pre")
+        self._call_state_hooks("state_dict_pre")
         parameters = self._parameters()
         saved = {
             "optimizer": self.optimizer.state_dict(),
@@ -188,7 +194,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             "streams": [self.streams.get(p) for p in parameters],
             "streams_begun": self.streams_begun,
         }
-        changed: dict[str, Any] = self._hooked("state_dict_post", saved)
+        changed: dict[str, Any] = self._call_state_hooks("state_dict_post", saved)
         return changed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,41 +204,45 @@ class StiffnessWrapper(torch.optim.Optimizer):
             ValueError: the state of another kind of optimizer, or of another number of
                 parameters.
         """
-        state_dict = self._hooked("load_state_dict_pre", state_dict.copy())
-        if (
-            missing := {"optimizer", "steps_taken", "references", "streams", "streams_begun"}
-            - state_dict.keys()
-        ):
+        state_dict = self._call_state_hooks("load_state_dict_pre", state_dict.copy())
+        entries = {"optimizer", "steps_taken", "references", "streams", "streams_begun"}
+        missing = entries - state_dict.keys()
+        if missing:
             raise ValueError(
                 f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}"
             )
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.steps_taken, parameters = int(state_dict["steps_taken"]), self._parameters()
-        known = {
-            name: zip(parameters, state_dict[name], strict=True)
-            for name in ("references", "streams")
-        }
-        self.references = {
-            p: reference for p, reference in known["references"] if reference is not None
-        }
-        self.streams = {p: int(stream) for p, stream in known["streams"] if stream is not None}
+        self.steps_taken = int(state_dict["steps_taken"])
+        parameters = self._parameters()
+        references = zip(parameters, state_dict["references"], strict=True)
+        streams = zip(parameters, state_dict["streams"], strict=True)
+        self.references = {p: reference for p, reference in references if reference is not None}
+        self.streams = {p: int(stream) for p, stream in streams if stream is not None}
         self.streams_begun = max(int(state_dict["streams_begun"]), len(self.streams))
-        self._hooked("load_state_dict_post")
+        self._call_state_hooks("load_state_dict_post")
 
-    def _hooked(self, when: str, *state_dict: dict[str, Any]) -> Any:
-        """Call torch's hooks of a state, which may change it; some get the wrapper
-        alone.
+    def _call_state_hooks(self, when: str, *state_dict: dict[str, Any]) -> Any:
+        """Call torch's hooks of one kind, and return the state as they leave it.
+
+        Hooks that are called before saving and after loading get no state.
         """
         for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             changed = hook(self, *state_dict)
-            state_dict = (changed,) if state_dict and changed is not None else state_dict
+            if state_dict and changed is not None:
+                state_dict = (changed,)
         return state_dict[0] if state_dict else None
 
-    @eager_only  # it writes codes, and counts
+    # eager, as it writes codes, and counts
+    @eager_only
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of the wrapped optimizer, scale it and write it back; returns
-        what that step returns.
+        """Take a step of the wrapped optimizer, scale it and write it back.
+
+        Args:
+            closure: as for any torch optimizer: it computes and returns the loss.
+
+        Returns:
+            What the step of the wrapped optimizer returns.
 
         Raises:
             TypeError: no ``closure`` for an optimizer that needs one, such as LBFGS.
@@ -262,44 +272,50 @@ class StiffnessWrapper(torch.optim.Optimizer):
     def _rounding(self, manifold: StiffnessManifold) -> str:
         return self.writeback or str(getattr(manifold, "rounding", "nearest"))
 
-    def _draws(self, parameter: Tensor) -> bool:
+    def _rounds_at_random(self, parameter: Tensor) -> bool:
+        """Return True if the wrapper needs random bits for a parameter."""
         manifold = stiffness_manifold_of(parameter)
         if isinstance(manifold, FP8Manifold):
             return self._rounding(manifold) == "stochastic"
-        return not isinstance(parameter, FP8Tensor) and rounds_at_random(
-            parameter, {"writeback": self.writeback}
-        )
+        if isinstance(parameter, FP8Tensor):
+            return False
+        return rounds_at_random(parameter, {"writeback": self.writeback})
 
     def _begin_streams(self, before: list[Tensor]) -> None:
-        """Give parameters that are rounded stochastically for the first time a stream;
-        forget removed ones.
+        """Give a stream to parameters that are rounded at random for the first time.
+
+        Those that were removed from the groups are forgotten. ``before`` has the values
+        before the step.
         """
         parameters = self._parameters()
-        for known in (self.references, self.streams):
-            for gone in known.keys() - set(parameters):
-                del known[gone]
-        new = [p not in self.streams and self._draws(p) and p.grad is not None for p in parameters]
-        numbers = twins(parameters) if any(new) else {}
-        for p, values, is_new in zip(parameters, before, new, strict=True):
-            if not is_new:
+        for entries in (self.references, self.streams):
+            for removed in entries.keys() - set(parameters):
+                del entries[removed]
+        begins = [
+            p not in self.streams and self._rounds_at_random(p) and p.grad is not None
+            for p in parameters
+        ]
+        twin_numbers = twins(parameters) if any(begins) else {}
+        for p, values, begins_now in zip(parameters, before, begins, strict=True):
+            if not begins_now:
                 continue
-            used = {each: {"stream": stream} for each, stream in self.streams.items()}
+            states = {other: {"stream": stream} for other, stream in self.streams.items()}
             stream = new_stream(
                 p,
-                numbers[p],
-                used,
+                twin_numbers[p],
+                states,
                 self.streams_begun,
                 draws=True,
                 alone=len(parameters) == 1,
                 values=values,
             )
-            drawn = "stream" in self.optimizer.state.get(
-                p, {}
-            )  # by an optimizer of this library: it is the same word
-            self.streams[p] = mixed_word(stream, _OVER_DRAWN) if drawn else stream
+            # an optimizer of this library has made the same stream of the same values
+            is_rounded_twice = "stream" in self.optimizer.state.get(p, {})
+            self.streams[p] = mixed_word(stream, _SECOND_ROUNDING) if is_rounded_twice else stream
             self.streams_begun += 1
 
     def _factor(self, parameter: Tensor) -> Tensor | float:
+        """Return what a parameter's update, or its gradient, is multiplied by."""
         scale = scheduled("scale", self.scale, self.steps_taken, 0.0, float("inf"))
         exponent = scheduled("exponent", self.exponent, self.steps_taken, -8.0, 8.0)
         manifold = stiffness_manifold_of(parameter)
@@ -310,26 +326,28 @@ class StiffnessWrapper(torch.optim.Optimizer):
         stiffness = chart_of(manifold.format, self.metric).stiffness(x / unit) * unit
         if parameter not in self.references or self.steps_taken % self.refresh_every == 0:
             self.references[parameter] = reference_stiffness(stiffness)
-        return (
-            power_of_ratio(stiffness, self.references[parameter], exponent, self.damping, self.clip)
-            * scale
-        )
+        reference = self.references[parameter]
+        return power_of_ratio(stiffness, reference, exponent, self.damping, self.clip) * scale
 
     def _step_on_scaled_gradients(
         self, factors: list[Tensor | float], closure: Callable[[], Any] | None
     ) -> Any:
-        kept: dict[Tensor, Tensor | None] = {}
+        """Step with scaled copies of the gradients, and put the gradients back."""
+        gradients: dict[Tensor, Tensor | None] = {}
 
         def scale_gradients() -> None:
             for parameter, factor in zip(self._parameters(), factors, strict=True):
-                kept[parameter] = parameter.grad
+                gradients[parameter] = parameter.grad
                 if parameter.grad is not None:
                     parameter.grad = (parameter.grad * factor).to(parameter.grad.dtype)
 
+        def restore_gradients() -> None:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
         def scaled_closure() -> Any:
             assert closure is not None
-            for parameter, gradient in kept.items():
-                parameter.grad = gradient
+            restore_gradients()
             with torch.enable_grad():
                 loss = closure()
             scale_gradients()
@@ -340,43 +358,46 @@ class StiffnessWrapper(torch.optim.Optimizer):
                 scale_gradients()
             return self.optimizer.step(None if closure is None else scaled_closure)
         finally:
-            for parameter, gradient in kept.items():
-                parameter.grad = gradient
+            restore_gradients()
 
     def _finish(self, parameter: Tensor, old: Tensor, factor: Tensor | float) -> None:
-        """Scale what has moved and round it to the grid; what has not moved stays, bit
-        for bit.
+        """Scale the update of a parameter and write it back, rounded.
+
+        Elements that have not moved stay, bit for bit.
         """
         if parameter.grad is None:
             return
-        is_half = stiffness_manifold_of(parameter) is None and self._draws(parameter)
-        if is_half and isinstance(factor, float) and factor == 1.0:
-            return  # it is what the wrapped optimizer has made of it
-        work = working_dtype(parameter)
-        start = old.to(work)
-        update = parameter.detach().to(work) - start
-        target = torch.where(update == 0, start, start + update * factor)
         manifold = stiffness_manifold_of(parameter)
-        words = {
+        is_half = manifold is None and self._rounds_at_random(parameter)
+        if is_half and isinstance(factor, float) and factor == 1.0:
+            # the wrapped optimizer has written and rounded it
+            return
+        dtype = working_dtype(parameter)
+        start = old.to(dtype)
+        update = parameter.detach().to(dtype) - start
+        target = torch.where(update == 0, start, start + update * factor)
+        key = {
             "seed": self.seed,
             "step": self.steps_taken,
             "stream": self.streams.get(parameter, 0),
         }
         if manifold is not None:
-            own: Draws = manifold.draws if isinstance(manifold, FP8Manifold) else "independent"
-            target = _write_back(
-                target, manifold, self._rounding(manifold), self.draws or own, **words
-            )
+            draws = self.draws or _draws_of(manifold)
+            target = _write_back(target, manifold, self._rounding(manifold), draws, **key)
         elif is_half:
-            drawn = random_bits(
-                target.shape, device=target.device, draws=self.draws or "independent", **words
+            bits = random_bits(
+                target.shape, device=target.device, draws=self.draws or "independent", **key
             )
-            target = to_half(target.contiguous(), parameter.dtype, drawn)
+            target = to_half(target.contiguous(), parameter.dtype, bits)
         parameter.copy_(target)
 
 
+def _draws_of(manifold: StiffnessManifold) -> Draws:
+    return manifold.draws if isinstance(manifold, FP8Manifold) else "independent"
+
+
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer's ``step`` can't be called without arguments."""
+    """Return True if an optimizer's ``step`` can't be called without arguments."""
     parameters = inspect.signature(optimizer.step).parameters
     return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
 
@@ -391,19 +412,28 @@ def _write_back(
     step: int,
     stream: int,
 ) -> Tensor:
-    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on
-    the continuous manifold.
+    """Return the point of a manifold that a target is written back to.
+
+    On a grid it is ``scale * round(target / scale)``, on the continuous manifold the
+    nearest point of the interval.
     """
     if not isinstance(manifold, FP8Manifold):
         return manifold.projx(target)
     scale = manifold.scale.to(target.dtype)
     if writeback == "nearest":
         return round_to_grid(target / scale, manifold.format) * scale
-    words: dict[str, Any] = {"seed": seed, "step": step, "stream": stream}
-    after = (
-        round_to_grid(target / scale, manifold.format, "stochastic", **words, draws=draws) * scale
+    rounded = round_to_grid(
+        target / scale,
+        manifold.format,
+        "stochastic",
+        seed=seed,
+        step=step,
+        stream=stream,
+        draws=draws,
     )
-    if bool((torch.frexp(scale).mantissa == 0.5).all()):
+    after = rounded * scale
+    is_power_of_two = torch.frexp(scale).mantissa == 0.5
+    if bool(is_power_of_two.all()):
         return after
     # dividing by any other scale puts points of the grid a hair off it, where a draw
     # could move them
