@@ -1,5 +1,16 @@
-"""RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs on
-this library's manifolds.
+"""RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs.
+
+A group may mix three kinds of parameters, which step in two ways:
+
+    on a manifold of this library       base class: a slot, its spec, a backend;
+    (slot.fmt is set)                   Adam or SGD in the chart, `lr` in ULPs
+    on another manifold of geoopt's,    `_step_elsewhere`: geoopt's own arithmetic
+    or an ordinary float tensor         in PyTorch, at `float_lr`
+    (slot.fmt is None)
+
+In the chart the gradient is that of codes, ``S g``. ``S`` spans many binades, and so
+would the moments. They are stored in multiples of a power of two near ``S_ref``, the
+state's ``unit``, and converted whenever ``S_ref`` is computed again.
 """
 
 import math
@@ -28,90 +39,108 @@ from fp8manifold.random_bits import Draws, draw_range
 __all__ = ["RiemannianAdam", "RiemannianSGD"]
 
 _POWERS: Final = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
-_LARGEST_EXPONENT: Final = 126  # of a power of two whose reciprocal is a float32, too
+"""The power of the unit that each moment is stored in."""
+_LARGEST_EXPONENT: Final = 126
+"""The exponent of the largest power of two whose reciprocal is a normal float32, too."""
+_EUCLIDEAN = geoopt.Euclidean()
+_LR_IN_ULPS, _LR_ELSEWHERE = 0.5, 1e-3
+"""Default learning rates: on this library's manifolds, and geoopt's."""
 
 
 def unit_of(slot: Slot, reference: float) -> float:
-    """A power of two no less than any stiffness of the bounded chart; next to S_ref
-    where there is no bound.
+    """Return the unit that moments are stored in, a power of two.
+
+    In a bounded chart it is no less than any stiffness, so that no square of a gradient
+    overflows; without a bound it is next to S_ref.
     """
-    bounded = slot.metric == "ulp" and math.isfinite(slot.group["clip"])
-    largest = stiffness_bounds(reference, 0.0, slot.group["clip"])[1] if bounded else reference
-    exponent = math.frexp(largest)[1] - (
-        0 if bounded else 1
-    )  # above ``largest``: a scale may be no power of two
+    is_bounded = slot.metric == "ulp" and math.isfinite(slot.group["clip"])
+    if is_bounded:
+        largest = stiffness_bounds(reference, 0.0, slot.group["clip"])[1]
+        # one above that of ``largest``, as a scale may be no power of two
+        exponent = math.frexp(largest)[1]
+    else:
+        exponent = math.frexp(reference)[1] - 1
     return math.ldexp(1.0, min(max(exponent, -_LARGEST_EXPONENT), _LARGEST_EXPONENT))
 
 
 def change_unit(state: dict[str, Any], unit: float) -> None:
-    """Convert the moments to another unit, exactly unless one underflows; a state
-    without a unit has 1.
+    """Convert the moments of a state to another unit, exactly unless one underflows.
+
+    A state without a unit has 1.
     """
-    old, state["unit"] = state.get("unit", 1.0), unit
-    for name, power in _POWERS.items() if unit != old else ():
-        for each in (name, BOUNDS.get(name, "")):
-            kept = state.get(each)
-            if kept is None or kept.dtype.itemsize == 1:  # codes are in units of their bounds
+    old_unit = state.get("unit", 1.0)
+    state["unit"] = unit
+    if unit == old_unit:
+        return
+    for name, power in _POWERS.items():
+        for entry in (name, BOUNDS.get(name, "")):
+            moment = state.get(entry)
+            # codes are in units of their bounds
+            if moment is None or moment.dtype.itemsize == 1:
                 continue
-            change = power * (math.frexp(old)[1] - math.frexp(unit)[1])
-            for part in range(4):  # the whole factor may be no float32
-                local_of(kept).mul_(math.ldexp(1.0, (change + part) // 4))
+            exponent = power * (math.frexp(old_unit)[1] - math.frexp(unit)[1])
+            # in four parts, as the whole factor may be no float32
+            for part in range(4):
+                local_of(moment).mul_(math.ldexp(1.0, (exponent + part) // 4))
 
 
-_EUCLIDEAN = geoopt.Euclidean()
-_LR_OWN, _LR_OTHER = 0.5, 1e-3
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, changed in place, with geoopt's ``stabilize`` under this library's
-    name.
-    """
-    every, own = options.pop("stabilize", None), options.get("stabilize_every")
-    if every is not None and own not in (None, every):
+def _with_own_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Rename geoopt's ``stabilize`` among options, in place, and return them."""
+    stabilize = options.pop("stabilize", None)
+    stabilize_every = options.get("stabilize_every")
+    if stabilize is not None and stabilize_every not in (None, stabilize):
         raise ValueError(
-            f"stabilize={every!r} and stabilize_every={own!r} are one option by two names: pass one"
+            f"stabilize={stabilize!r} and stabilize_every={stabilize_every!r} are one option by "
+            "two names: pass one"
         )
-    if every is not None:
-        options["stabilize_every"] = every
+    if stabilize is not None:
+        options["stabilize_every"] = stabilize
     return options
 
 
 class Riemannian(ManifoldOptimizer):
-    """The base of both optimizers: groups of mixed parameters, the bounded chart, and
-    the write-back.
-    """
+    """Base of both optimizers: mixed groups, the bounded chart, and steps elsewhere."""
 
     stores_all_moments = False
 
     def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
-        super().__init__(params, _renamed(options))
+        super().__init__(params, _with_own_names(options))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one that mixes quantised with ordinary parameters needs
-        ``float_lr``.
+        """Add a group.
+
+        One that mixes quantised with ordinary parameters needs ``float_lr``.
         """
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
-            super().add_param_group(param_group)  # torch says what is wrong with it
-        params = _renamed(param_group)["params"]
+            # torch raises, and says what is wrong with it
+            super().add_param_group(param_group)
+        params = _with_own_names(param_group)["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
-        own = [isinstance(p, Tensor) and is_quantized(p) for p in tensors]
-        explicit = param_group.get("lr") is not None
+        is_any_quantized = any(isinstance(p, Tensor) and is_quantized(p) for p in tensors)
+        has_explicit_lr = param_group.get("lr") is not None
         if param_group.get("lr", self.defaults["lr"]) is None:
-            param_group["lr"] = _LR_OWN if any(own) else _LR_OTHER
-        param_group["own_lr"] = explicit or self.defaults["lr"] is None
+            param_group["lr"] = _LR_IN_ULPS if is_any_quantized else _LR_ELSEWHERE
+        param_group["own_lr"] = has_explicit_lr or self.defaults["lr"] is None
         super().add_param_group(param_group)
+        self._refuse_shared_lr()
+
+    def _refuse_shared_lr(self) -> None:
+        """Raise ValueError, and drop the last group, if an lr in ULPs would step floats.
+
+        An lr is in ULPs if its group has quantised parameters; the optimizer's default
+        lr also if any other group has.
+        """
         kinds = [{is_quantized(p) for p in group["params"]} for group in self.param_groups]
-        any_own = any(True in kind for kind in kinds)
+        is_any_quantized = any(True in kind for kind in kinds)
         for group, kind in zip(self.param_groups, kinds, strict=True):
-            shares_lr = True in kind or (any_own and not group["own_lr"])
-            if False in kind and shares_lr and group["float_lr"] is None:
+            is_lr_in_ulps = True in kind or (is_any_quantized and not group["own_lr"])
+            if False in kind and is_lr_in_ulps and group["float_lr"] is None:
                 self.param_groups.pop()
                 raise ValueError(
                     f"lr={group['lr']} is in ULPs per step on quantised parameters, and the groups "
-                    "have ordinary ones "
-                    "too: pass float_lr=... for these (1e-3, say), or put them in a group with its "
-                    "own lr"
+                    "have ordinary ones too: pass float_lr=... for these (1e-3, say), or put them "
+                    "in a group with its own lr"
                 )
 
     def _prepare(self, slot: Slot) -> None:
@@ -119,72 +148,72 @@ class Riemannian(ManifoldOptimizer):
             super()._prepare(slot)
 
     def _take(self, slots: list[Slot]) -> None:
-        """Take the steps of ordinary parameters, and of those on other manifolds,
-        without a backend.
-        """
+        """Take the steps: those elsewhere here, the others by a backend."""
         for slot in slots:
             if slot.fmt is None:
                 self._take_elsewhere(slot)
         super()._take([slot for slot in slots if slot.fmt is not None])
 
     def _take_elsewhere(self, slot: Slot) -> None:
-        """Step a parameter that is not on our manifolds: its rows here, or one row of 0
-        where there are none.
+        """Step a parameter that is not on this library's manifolds.
+
+        Of a sharded one this process steps its rows. If it has none it steps a row of
+        zeros, so that its state gets the same entries as in the other processes.
         """
         manifold = manifold_of(slot.parameter) or _EUCLIDEAN
         if slot.share is None:
-            _store(
-                slot,
-                slot.parameter,
-                self._step_elsewhere(slot, slot.parameter, slot.state, manifold),
-            )
+            moved = self._step_elsewhere(slot, slot.parameter, slot.state, manifold)
+            _store_floats(slot, slot.parameter, moved)
             return
-        held, rows = {name: local_of(value) for name, value in slot.state.items()}, slot.share.local
+        local_state = {name: local_of(value) for name, value in slot.state.items()}
+        rows = slot.share.local
         gradient = local_of(slot.parameter.grad)
         if not rows.numel():
-            held = {name: value for name, value in held.items() if name not in MOMENT_NAMES}
+            for name in MOMENT_NAMES:
+                local_state.pop(name, None)
             rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             gradient = torch.zeros_like(rows)
         rows.grad = gradient
-        moved = self._step_elsewhere(slot, rows, held, _EUCLIDEAN)
+        moved = self._step_elsewhere(slot, rows, local_state, _EUCLIDEAN)
         rows.grad = None
-        _store(slot, rows, moved)
-        for name in held.keys() - slot.state.keys():
-            slot.state[name] = spread(slot.parameter, held[name][: len(slot.share.local)])
+        _store_floats(slot, rows, moved)
+        for name in local_state.keys() - slot.state.keys():
+            new = local_state[name][: len(slot.share.local)]
+            slot.state[name] = spread(slot.parameter, new)
 
     def _may_step(self, slots: list[Slot]) -> bool:
-        """Check the squares of gradients with respect to codes too, which may exceed
-        those of the gradients.
+        """Check the squares of gradients with respect to codes too.
+
+        They may exceed those of the gradients.
         """
         if not super()._may_step(slots):
             return False
         stepped = [slot for slot in slots if slot.fmt is not None and slot.parameter.numel()]
-        factors = [
-            self._code_factor(slot) for slot in stepped
-        ]  # before any of the following may raise
+        # all-reduces of sharded parameters: before a check raises in one process only
+        factors = [self._code_factor(slot) for slot in stepped]
 
-        def here() -> bool:
-            each = [
+        def may_step_here() -> bool:
+            # a list: a later one may have to raise
+            verdicts = [
                 squares_are_finite(slot, factor)
                 for slot, factor in zip(stepped, factors, strict=True)
             ]
-            return all(each)
+            return all(verdicts)
 
-        return in_every_process(self, here)
+        return in_every_process(self, may_step_here)
 
     def _gradient_factor(self, slot: Slot) -> float:
         return 1.0 if slot.fmt is None else max(self._code_factor(slot), 1.0)
 
     def _code_factor(self, slot: Slot) -> float:
-        """An upper bound of the stiffness in this step's chart, the factor from
-        gradients to those of codes.
+        """Return an upper bound of the factor from gradients to those of codes.
+
+        That factor is the stiffness in the chart of this step.
         """
-        reference, due = (
-            slot.state.get("reference"),
-            slot.steps_done % slot.group["refresh_every"] == 0,
-        )
-        if reference is None or due or not math.isfinite(slot.group["clip"]):
-            return _largest(slot, stiffness_field(slot, slot.metric))
+        reference = slot.state.get("reference")
+        is_due = slot.steps_done % slot.group["refresh_every"] == 0
+        if reference is None or is_due or not math.isfinite(slot.group["clip"]):
+            return _largest_anywhere(slot, stiffness_field(slot, slot.metric))
         return stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])[1]
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
@@ -196,31 +225,35 @@ class Riemannian(ManifoldOptimizer):
             return 0.0
         low, high = stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])
         assert slot.scale is not None
-        unit = (
-            torch.frexp(expand_scale(slot.scale, slot.block_size, slot.weight.shape)).mantissa * 2
-        )
-        return bounded_share(stiffness / unit, 1.0, low, high, slot.ranks)
+        scale = expand_scale(slot.scale, slot.block_size, slot.weight.shape)
+        # in [1, 2): the bounds are powers of two at a scale of a power of two
+        mantissa = torch.frexp(scale).mantissa * 2
+        return bounded_share(stiffness / mantissa, 1.0, low, high, slot.ranks)
 
     def _step_elsewhere(
         self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> Tensor:
-        """The end of a step on another manifold of geoopt's, or in Euclidean space, in
-        the working dtype.
+        """Return where a step on another manifold ends, in the working dtype.
+
+        The average, where there is one, is transported there. Ordinary parameters are
+        points of Euclidean space.
         """
-        group, point = slot.group, parameter.detach().to(working_dtype(parameter))
+        group = slot.group
+        point = parameter.detach().to(working_dtype(parameter))
         assert parameter.grad is not None
         gradient = parameter.grad.to(point.dtype)
         gradient = -gradient if group["maximize"] else gradient
-        if group["weight_decay"]:  # geoopt's L2 decay
+        if group["weight_decay"]:
+            # geoopt's L2 decay: a decoupled one would leave a sphere
             gradient = gradient + point * group["weight_decay"]
         gradient = manifold.egrad2rgrad(point, gradient)
-        direction, first = self._descend_elsewhere(slot, point, gradient, state, manifold)
+        direction, average = self._descend_elsewhere(slot, point, gradient, state, manifold)
         lr = lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
-        if first is None:
+        if average is None:
             return manifold.retr(point, -lr * direction)  # type: ignore[no-any-return]
         moved: Tensor
-        moved, transported = manifold.retr_transp(point, -lr * direction, first)
-        first.copy_(transported)
+        moved, transported = manifold.retr_transp(point, -lr * direction, average)
+        average.copy_(transported)
         return moved
 
     def _descend_elsewhere(
@@ -231,21 +264,25 @@ class Riemannian(ManifoldOptimizer):
         state: dict[str, Any],
         manifold: geoopt.Manifold,
     ) -> tuple[Tensor, Tensor | None]:
-        """A direction on another manifold, and the average to transport along it, where
-        there is one.
+        """Return a direction on another manifold, and the average or None.
+
+        The average is the tensor of the state that is to be transported along the step.
         """
         raise NotImplementedError
 
 
-def _largest(slot: Slot, field: Tensor) -> float:
-    return float(slot.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
+def _largest_anywhere(slot: Slot, stiffness: Tensor) -> float:
+    """Return the largest stiffness of a parameter, over all processes that have rows."""
+    largest = stiffness.max() if stiffness.numel() else stiffness.new_zeros(())
+    return float(slot.ranks.largest(largest))
 
 
-def _keep(group: dict[str, Any]) -> float:
+def _weight_after_decay(group: dict[str, Any]) -> float:
+    """Return the factor that decay leaves of a weight."""
     return 1 - float(group["weight_decay"]) * _progress(group)
 
 
-def _store(slot: Slot, rows: Tensor, moved: Tensor) -> None:
+def _store_floats(slot: Slot, rows: Tensor, moved: Tensor) -> None:
     """Write ordinary values back, with one rounding."""
     if rounds_at_random(rows, slot.group):
         draws = draw_range(slot.offset, moved.numel(), slot.rounding_key, moved.device).view(
@@ -256,12 +293,12 @@ def _store(slot: Slot, rows: Tensor, moved: Tensor) -> None:
 
 
 def _progress(group: dict[str, Any]) -> float:
-    """``lr / initial_lr``: how far a schedule has taken the learning rate from what its
-    group was made with.
+    """Return ``lr / start_lr``: the factor of a schedule in this step.
+
+    ``start_lr`` is the lr that the group was given when it was added. ``initial_lr``
+    may differ, because schedulers write it, and OneCycleLR writes that of its warm-up.
     """
-    start = float(
-        group["start_lr"]
-    )  # schedulers write ``initial_lr``, OneCycleLR the warm-up's start
+    start = float(group["start_lr"])
     return lr_of(group) / start if start else float(lr_of(group) > 0)
 
 
@@ -271,51 +308,61 @@ class RiemannianAdam(Riemannian):
     On this library's manifolds it is Adam in the chart, with the gradient ``S g`` of
     codes and one rounding per step,
 
-    .. math:: w \leftarrow \mathrm{round}\left(\exp_{(1 - \lambda \eta / \eta_0) w}(-\eta \, S \, d)\right),
-              \qquad d = \frac{\hat m}{\sqrt{\hat v} + \epsilon S_{ref}}
+    .. math:: w \leftarrow \mathrm{round}\left(
+              \exp_{(1 - \lambda \eta / \eta_0) w}(-\eta \, S \, d)\right), \qquad
+              d = \frac{\hat m}{\sqrt{\hat v} + \epsilon S_{ref}}
 
-    so ``lr`` is in **ULPs per step**. The averages are in code coordinates, where
-    parallel transport does nothing, in multiples of a power of two next to the
-    stiffness (``unit`` in the state). On other manifolds of geoopt's and on ordinary
-    parameters the steps are geoopt's, L2 decay included, at ``float_lr``.
+    where ``eta`` is ``lr``, ``eta_0`` the ``lr`` given here, and ``lambda`` the decay.
+    So ``lr`` is in **ULPs per step**. The averages are in code coordinates, where
+    parallel transport does nothing. They are stored in multiples of a power of two near
+    the stiffness, ``unit`` in the state.
+
+    On other manifolds of geoopt's, and on ordinary parameters, the steps are geoopt's,
+    L2 decay included, at the learning rate ``float_lr``.
 
     Args:
         params: parameters or groups.
-        lr: ULPs per step on our manifolds; by default 0.5, and geoopt's 1e-3 for a
-            group without parameters on them.
-        betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is
-            decoupled, a fraction ``weight_decay * lr / initial_lr`` of the weight per
-            step, where ``initial_lr`` is the one given here.
-        stabilize: geoopt's name of ``stabilize_every``; it does not change the
+        lr: ULPs per step on this library's manifolds. The default is 0.5, and geoopt's
+            1e-3 for a group without parameters on them.
+        betas, eps, amsgrad: as in geoopt.
+        weight_decay: as in geoopt, except that on this library's manifolds it is
+            decoupled: a step takes the fraction ``weight_decay * lr / initial_lr`` of
+            the weight, where ``initial_lr`` is the ``lr`` given here.
+        stabilize: geoopt's name of ``stabilize_every``. It does not change the
             momentum.
-        float_lr: learning rate of the parameters that are not on our manifolds; it
-            follows ``lr``'s schedule and is required where a list mixes both kinds.
-        writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own,
-            and for ordinary bfloat16 and float16 parameters stochastic rounding by
-            independent draws. Random bits are the optimizer's.
-        retraction: on our manifolds, where a step goes before it is rounded:
-            ``exponential``, along the chart, or ``euclidean``, straight in value,
-            ``(1 - lambda eta / eta_0) w - eta S d``; None takes the parameter's own,
-            ``exponential`` unless :func:`fp8manifold.quantize_model` or the manifold
-            was given another.
-        damping, clip: bounds of S / S_ref, as powers of two, beyond which the chart of
-            ``ulp`` is linear.
-        moments, seed, refresh_every, maximize, on_nonfinite, stabilize_every,
-            reset_every, flags: as in
-            :class:`StiffnessAdamW`; the averages of other parameters are not stored in fewer bits.
+        float_lr: learning rate of the parameters that are not on this library's
+            manifolds. It follows the schedule of ``lr``, and is required if a list
+            mixes both kinds.
+        writeback, draws: as in :class:`StiffnessAdamW`. None takes the manifold's own;
+            for ordinary bfloat16 and float16 parameters None is stochastic rounding by
+            independent draws. The random bits are those of the optimizer, not of the
+            manifold.
+        retraction: where a step goes before it is rounded, on this library's manifolds:
+            ``exponential`` goes along the chart, ``euclidean`` straight in value, to
+            ``(1 - lambda eta / eta_0) w - eta S d``. None takes the parameter's own,
+            which is ``exponential`` unless :func:`fp8manifold.quantize_model` or the
+            manifold was given another.
+        damping, clip: bounds of S / S_ref, rounded outwards to powers of two, beyond
+            which the chart of ``ulp`` is linear.
+        moments: as in :class:`StiffnessAdamW`, for parameters on this library's
+            manifolds; averages of others are stored in the dtype they are computed in.
+        seed, refresh_every, maximize, on_nonfinite: as in :class:`StiffnessAdamW`.
+        stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Attributes:
         bounded_share: share of the quantised weights whose S / S_ref met a bound at the
             last refresh.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessAdamW`; a mixed list without
-            ``float_lr``.
+        TypeError: as :class:`StiffnessAdamW`.
+        ValueError: as :class:`StiffnessAdamW`, or a list that mixes quantised and
+            ordinary parameters without ``float_lr``.
 
     Example:
         >>> import fp8manifold as fm, geoopt
         >>> manifold = fm.FP8Manifold("E4M3", rounding="stochastic")
-        >>> weight = geoopt.ManifoldParameter(manifold.projx(torch.linspace(0.25, 1, 4)), manifold=manifold)
+        >>> points = manifold.projx(torch.linspace(0.25, 1, 4))
+        >>> weight = geoopt.ManifoldParameter(points, manifold=manifold)
         >>> optimizer = RiemannianAdam([weight], lr=2.0)
         >>> weight.square().sum().backward()
         >>> optimizer.step()
@@ -358,8 +405,8 @@ class RiemannianAdam(Riemannian):
         super()._check_group(group)
         if group["amsgrad"] and group["moments"] != "float32":
             raise ValueError(
-                f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be "
-                "rounded"
+                f"amsgrad=True does not go with moments={group['moments']!r}, which are rounded at "
+                "random: a maximum can't be; use moments='float32'"
             )
         check_first_moment(group)
 
@@ -371,21 +418,24 @@ class RiemannianAdam(Riemannian):
         change_unit(slot.state, unit_of(slot, slot.state["reference"]))
 
     def _code_factor(self, slot: Slot) -> float:
-        """The bound in units of the moments; 0 in a bounded chart, where it is at most
-        1. Older states lack a unit.
-        """
-        if "reference" in slot.state and "unit" not in slot.state:
+        """Return the bound in units of the moments, or 0 if it is at most 1."""
+        is_older_state = "reference" in slot.state and "unit" not in slot.state
+        if is_older_state:
             return super()._code_factor(slot)
         if slot.metric == "ulp" and math.isfinite(slot.group["clip"]):
+            # in a bounded chart the unit is no less than any stiffness
             return 0.0
         field = stiffness_field(slot, slot.metric)
-        return _largest(slot, field) / unit_of(slot, reference_stiffness(field, slot.ranks))
+        return _largest_anywhere(slot, field) / unit_of(
+            slot, reference_stiffness(field, slot.ranks)
+        )
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, per_unit = slot.group, 1 / slot.state.get("unit", 1.0)
+        group = slot.group
+        per_unit = 1 / slot.state.get("unit", 1.0)
         eps = group["eps"] * slot.state["reference"] * per_unit
         numbers = adam_numbers(lr_of(group), tuple(group["betas"]), eps, slot.age)
-        return numbers | {"keep": _keep(group), "per_unit": per_unit}
+        return numbers | {"keep": _weight_after_decay(group), "per_unit": per_unit}
 
     def _descend_elsewhere(
         self,
@@ -395,11 +445,13 @@ class RiemannianAdam(Riemannian):
         state: dict[str, Any],
         manifold: geoopt.Manifold,
     ) -> tuple[Tensor, Tensor | None]:
-        group, step, (beta1, beta2) = slot.group, slot.age, slot.group["betas"]
-        for name in (
-            *DIRECTIONS["adam"].moments,
-            *(["max_exp_avg_sq"] if group["amsgrad"] else []),
-        ):
+        group = slot.group
+        step = slot.age
+        beta1, beta2 = group["betas"]
+        names = DIRECTIONS["adam"].moments
+        if group["amsgrad"]:
+            names = (*names, "max_exp_avg_sq")
+        for name in names:
             if name not in state:
                 state[name] = torch.zeros(point.shape, dtype=point.dtype, device=point.device)
         first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -407,9 +459,8 @@ class RiemannianAdam(Riemannian):
         second.mul_(beta2).add_(manifold.component_inner(point, gradient), alpha=1 - beta2)
         if group["amsgrad"]:
             second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
-        return (first / (1 - beta1**step)) / (
-            (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        ), first
+        denominator = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        return (first / (1 - beta1**step)) / denominator, first
 
 
 class RiemannianSGD(Riemannian):
@@ -418,13 +469,17 @@ class RiemannianSGD(Riemannian):
     On this library's manifolds it is SGD in the chart, with momentum in code
     coordinates and one rounding:
 
-    .. math:: w \leftarrow \mathrm{round}\left(\exp_{(1 - \lambda \eta / \eta_0) w}(-\eta \, S \, b)\right),
-              \qquad b = \mu b + (1 - \tau) S g
+    .. math:: b \leftarrow \mu b + (1 - \tau) S g, \qquad
+              w \leftarrow \mathrm{round}\left(
+              \exp_{(1 - \lambda \eta / \eta_0) w}(-\eta \, S \, b)\right)
+
+    where ``mu`` is the momentum, ``tau`` the dampening, and the rest as in
+    :class:`RiemannianAdam`.
 
     Args:
         params: parameters or groups.
-        lr: ULPs per step for a code gradient ``S g`` of 1; by default 0.5 on our
-            manifolds, 1e-3 elsewhere.
+        lr: ULPs per step for a code gradient ``S g`` of 1. The default is 0.5 on this
+            library's manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
         stabilize, float_lr, writeback, draws, retraction, moments, seed: as in
@@ -433,13 +488,15 @@ class RiemannianSGD(Riemannian):
         stabilize_every, reset_every, flags: as in :class:`RiemannianAdam`.
 
     Raises:
-        TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and
-            no dampening.
+        TypeError: as :class:`RiemannianAdam`.
+        ValueError: as :class:`RiemannianAdam`, or Nesterov without momentum or with
+            dampening.
 
     Example:
         >>> import fp8manifold as fm, geoopt
         >>> manifold = fm.FP8Manifold("E4M3", rounding="stochastic")
-        >>> weight = geoopt.ManifoldParameter(manifold.projx(torch.linspace(0.25, 1, 4)), manifold=manifold)
+        >>> points = manifold.projx(torch.linspace(0.25, 1, 4))
+        >>> weight = geoopt.ManifoldParameter(points, manifold=manifold)
         >>> optimizer = RiemannianSGD([weight], lr=10.0)
         >>> weight.square().sum().backward()
         >>> optimizer.step()
@@ -483,7 +540,7 @@ class RiemannianSGD(Riemannian):
         check_momentum(group)
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        return sgd_numbers(slot) | {"keep": _keep(slot.group), "per_unit": 1.0}
+        return sgd_numbers(slot) | {"keep": _weight_after_decay(slot.group), "per_unit": 1.0}
 
     def _descend_elsewhere(
         self,
@@ -493,9 +550,12 @@ class RiemannianSGD(Riemannian):
         state: dict[str, Any],
         manifold: geoopt.Manifold,
     ) -> tuple[Tensor, Tensor | None]:
-        group, momentum = slot.group, slot.group["momentum"]
+        group = slot.group
+        momentum = group["momentum"]
         if not momentum:
             return gradient, None
         buffer: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        buffer.mul_(momentum).add_(gradient * (1.0 if slot.age == 1 else 1 - group["dampening"]))
-        return gradient + buffer * momentum if group["nesterov"] else buffer, buffer
+        gain = 1.0 if slot.age == 1 else 1 - group["dampening"]
+        buffer.mul_(momentum).add_(gradient * gain)
+        direction = gradient + buffer * momentum if group["nesterov"] else buffer
+        return direction, buffer
