@@ -1,5 +1,24 @@
-"""ManifoldOptimizer, the base of the library's optimizers: a step from checks to
-write-back, and the state.
+"""ManifoldOptimizer, the base of the library's optimizers.
+
+    step
+      the plan of the last steady step still serves        take it (`_steady.py`)
+      else a slot for every parameter with a gradient, and
+        planning changes nothing: plan it                   take it
+        else _may_step   options, schedules and gradients are checked, in all processes
+             _begin      each slot gets state, stream, S_ref when due, spec and numbers
+             counted     the step counts of the states grow
+             _take       scales that are zero are marked, sharded blocks gathered
+               _run        a backend steps the slots, or an observer sees them
+                         scales are fitted and widened, autograd is told
+
+A slot is one parameter in one step (`_slot.py`). A subclass names a direction, and says
+for a slot which parts of its step are fixed (`_fields`) and which numbers it needs
+(`_numbers`). Until `_may_step` has returned True, nothing has changed.
+
+A steady step on a GPU does not wait for the question whether all gradients are finite:
+the kernels answer it, refuse the step or take it, and report. ``_pending_verdicts`` has
+the reports that the host has not read. They are read before the next step, and when
+somebody asks for a count.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +49,11 @@ from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._steady import SteadyPlan, is_steady, plan_steady
 from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._triton_step import count_decided
+from fp8manifold.optim._triton_step import PendingVerdict, count_verdict
 from fp8manifold.optim._writeback import rounds_at_random
 
-_RESET: Final = frozenset(
-    (*MOMENT_NAMES, *BOUND_NAMES)
-)  #: Entries of the state that ``reset_every`` clears.
+_RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
+"""Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = (
     "skipped_steps",
     "skipped_in_row",
@@ -43,43 +61,49 @@ _COUNTS: Final = (
     "fitted_scales",
     "streams_begun",
 )
+"""Attributes that are saved with the state."""
 _PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
+"""Methods by which a step is planned and taken."""
 
 
 def _count(name: str) -> Any:
-    """A count that depends on verdicts of a GPU: to read it is to wait for the steps
-    that were launched.
+    """Return a property for a count that depends on the verdicts of a GPU.
+
+    Reading it waits for the steps that were launched.
     """
 
     def read(optimizer: "ManifoldOptimizer") -> int:
-        optimizer._count_decided()
+        optimizer._count_verdicts()
         return int(vars(optimizer).get(name, 0))
 
     def write(optimizer: "ManifoldOptimizer", number: int) -> None:
-        optimizer._count_decided()
+        optimizer._count_verdicts()
         vars(optimizer)[name] = number
 
     return property(read, write)
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
-    """Base of the library's optimizers: subclasses name a direction, fields of the spec
-    and the numbers of a step.
+    """Base of the library's optimizers.
+
+    Subclasses give a direction, fields of the spec and the numbers of a step.
 
     Attributes:
-        observer: called with a :class:`StepView` for every quantised parameter in every
-            step; None costs nothing.
-        observes: a function of a parameter, true if the observer is called for it; None
-            calls it for all.
-        skipped_steps, skipped_in_row: steps left out as a gradient was not finite, and
-            how many of them came last; with steps in the backward pass, the passes in
-            which one was.
+        observer: function that is called with a :class:`StepView` for every quantised
+            parameter in every step, or None.
+        observes: function of a parameter that returns True if the observer is called
+            for it; None calls it for all.
+        skipped_steps: the number of steps that were skipped because a gradient was not
+            finite. If parameters step in the backward pass, the number of passes in
+            which one skipped its step.
+        skipped_in_row: the number of those that came last.
         warn_after: after this many skipped steps in a row a ``RuntimeWarning`` names
             the parameters at fault.
-        widened_scales, fitted_scales: scales of one-byte weights that this process
-            doubled; fitted or narrowed.
-        streams_begun: parameters that were given a stream of random bits (``stream`` in
-            their state).
+        widened_scales: the number of scales of one-byte weights that this process has
+            doubled.
+        fitted_scales: the number of those that it has fitted or narrowed.
+        streams_begun: the number of parameters that were given a stream of random bits
+            (``stream`` in their state).
     """
 
     observer: Callable[[StepView], None] | None = None
@@ -90,68 +114,82 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     widened_scales: int = _count("widened_scales")
     fitted_scales: int = 0
     streams_begun: int = 0
-    _unheard: tuple[
-        tuple[PendingValues, dict[Tensor, int | None], BackwardPass | None], ...
-    ] = ()  # arguments of ``count_decided``, by step
-    _heard: BackwardPass | None = None  # the last backward pass with a verdict
-    _steady_plan: SteadyPlan | None = (
-        None  # of the last steady step; compared with the present before each use
-    )
-    _recorder: Callable[[], None] | None = (
-        None  # called in place of a step while a graph of the passes is recorded
-    )
-    _graph: Callable[[Any, list[Slot]], PendingValues] | None = (
-        None  # takes and counts a step that a GPU's table launches
-    )
-    _in_backward: Any = None  # the handle of ``step_in_backward``
+    # steps that a GPU has decided on, and the host has not counted
+    _pending_verdicts: tuple[PendingVerdict, ...] = ()
+    # the backward pass of the last verdict that was counted
+    _last_pass: BackwardPass | None = None
+    # of the last steady step; compared with the present before each use
+    _steady_plan: SteadyPlan | None = None
+    # called in place of a step while a graph of the passes is recorded
+    _recorder: Callable[[], None] | None = None
+    # launches and counts a planned step on a GPU from a recorded graph
+    _graph: Callable[[Any, list[Slot]], PendingValues] | None = None
+    # the handle of ``step_in_backward``
+    _in_backward: Any = None
+    # several processes have compared parameters and states
     _has_started: bool = False
     elsewhere: Any = None
-    """The processes that step the other parts, and their device, where
-    ``ZeroRedundancyOptimizer`` steps this one.
+    """The processes that step the other parts under ``ZeroRedundancyOptimizer``, and
+    their device.
     """
     direction: str
-    damping_option = "damping"  # the lower bound of S / S_ref
-    stores_all_moments = True  # ``moments`` holds for ordinary parameters too
-    steps_alone = True  # the step of one parameter depends on no other
-    # Steps are planned and taken by this class's methods, so that a GPU may decide on
-    # them
+    # the name of the option that is the lower bound of S / S_ref
+    damping_option = "damping"
+    # the option ``moments`` holds for ordinary parameters too
+    stores_all_moments = True
+    # the step of one parameter depends on no other
+    steps_alone = True
+    # the methods of this class plan and take a step, so a GPU may decide on it
     defers_verdict = True
-    # A steady step may be taken again as it was planned: no method of it is overridden
-    # outside
+    # no subclass outside of the library overrides a method, so a plan may serve again
     keeps_plan = True
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Find out whether a subclass may leave verdicts to a GPU, and whether it may
-        reuse a plan.
-        """
+        """Find out whether a subclass may leave verdicts to a GPU and reuse a plan."""
         super().__init_subclass__(**options)
-        ours = ("fp8manifold.", "torch.", "builtins")
-        others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
-        names = {name for base in others for name in vars(base) if not name.startswith("__")}
-        names -= {"defers_verdict", "keeps_plan"}
-        cls.keeps_plan = not any(
-            hasattr(base, name) for base in set(cls.__mro__) - {*others} for name in names
+        packages = ("fp8manifold.", "torch.", "builtins")
+        foreign = [base for base in cls.__mro__ if not base.__module__.startswith(packages)]
+        library = [base for base in cls.__mro__ if base not in foreign]
+        foreign_names: set[str] = set()
+        for base in foreign:
+            foreign_names.update(name for name in vars(base) if not name.startswith("__"))
+        foreign_names -= {"defers_verdict", "keeps_plan"}
+        overrides = [name for name in foreign_names if any(hasattr(base, name) for base in library)]
+        cls.keeps_plan = not overrides
+        plans_itself = any(
+            getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING
         )
-        own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
-        cls.defers_verdict = cls.defers_verdict and not own
+        cls.defers_verdict = cls.defers_verdict and not plans_itself
 
     @property
     def bounded_share(self) -> float:
-        """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at
-        the last refresh.
-        """
-        shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
-        return float(sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1))
+        """The share of weights whose S / S_ref met a bound at the last refresh.
 
-    @eager_only  # it counts, and calls code that no compiler sees into
+        The bounds are ``damping`` and ``clip``; only quantised weights count.
+        """
+        weights = 0
+        bounded = 0.0
+        for parameter, state in self.state.items():
+            if "bounded" in state:
+                weights += parameter.numel()
+                bounded += parameter.numel() * float(state["bounded"])
+        return bounded / max(weights, 1)
+
+    # eager, as it counts, and calls code that no compiler sees into
+    @eager_only
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; in a function that ``torch.compile`` compiles it causes a
-        graph break.
+        """Take one step.
 
         If a gradient or its square is not finite, nothing changes, and the step is
-        counted in ``skipped_steps``. Gradients are never modified. Returns what
-        ``closure`` returns, or None.
+        counted in ``skipped_steps``. Gradients are never modified. In a function that
+        ``torch.compile`` compiles it causes a graph break.
+
+        Args:
+            closure: function that computes gradients and returns the loss.
+
+        Returns:
+            What ``closure`` returns, or None.
 
         Raises:
             ValueError: a sparse or complex gradient.
@@ -170,17 +208,23 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._recorder()
             return loss
         _checks.refuse_recording(self)
-        if self._unheard:
-            self._count_decided()
-        plan, self._steady_plan = self._steady_plan, None
+        if self._pending_verdicts:
+            self._count_verdicts()
+        plan = self._steady_plan
+        # a step that fails leaves no plan
+        self._steady_plan = None
         if plan is None or not plan.serves(self):
             slots = self._slots()
             plan = plan_steady(self, slots) if is_steady(self, slots) else None
+        # True: taken, False: skipped, None: a GPU decides, and it is counted later
+        taken: bool | None
         if plan is not None:
             taken = plan.take(self)
             self._steady_plan = plan if plan.alive else None
-        elif taken := self._may_step(slots):
-            self._take(count_step(self._begin(slots)))
+        else:
+            taken = self._may_step(slots)
+            if taken:
+                self._take(count_step(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
         elif taken is not None:
@@ -190,61 +234,78 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def step_alone(
         self, group: dict[str, Any], parameter: Tensor, backward_pass: BackwardPass
     ) -> None:
-        """Take the step of one parameter in a backward pass, as :meth:`step` would;
-        where it is skipped, warn of the pass and count it, once.
+        """Take the step of one parameter in a backward pass, as :meth:`step` would.
+
+        If it is skipped, warn of the pass and count it, once.
         """
         _checks.refuse_recording(self)
-        self._count_decided(parameter)
+        self._count_verdicts(parameter)
         slots = [self._slot(group, parameter)]
-        if is_steady(self, slots) and (plan := plan_steady(self, slots)) is not None:
+        plan = plan_steady(self, slots) if is_steady(self, slots) else None
+        # as in `step`
+        taken: bool | None
+        if plan is not None:
             taken = plan.take(self, backward_pass)
-        elif taken := self._may_step(slots):
-            self._take(count_step(self._begin(slots)))
+        else:
+            taken = self._may_step(slots)
+            if taken:
+                self._take(count_step(self._begin(slots)))
         if taken is None:
             return
-        self._count_decided()  # verdicts are heard in the order of the steps
-        self._hear(backward_pass)
+        # verdicts are counted in the order of the steps
+        self._count_verdicts()
+        self._note_pass(backward_pass)
         if not taken:
             self._count_skipped_pass(backward_pass, [parameter])
 
-    def _count_decided(self, parameter: Tensor | None = None) -> None:
-        """Count the steps whose verdict was left to a GPU: all, or those up to a
-        parameter's last one.
-        """
-        while self._unheard and (
-            parameter is None or any(parameter in each for _, each, _ in self._unheard)
-        ):
-            (said, versions, backward_pass), *others = self._unheard
-            self._unheard = tuple(others)
-            count_decided(self, said, versions, backward_pass)
-        if parameter is None and self._heard is not None and not self._heard.is_under_way:
-            self._hear(None)
+    def _count_verdicts(self, parameter: Tensor | None = None) -> None:
+        """Count the steps that a GPU has decided on.
 
-    def _hear(self, backward_pass: BackwardPass | None) -> None:
-        """Note the pass of a verdict, or that there is none under way; a pass before it
-        that left out no step has ended a row of those that did.
+        With a parameter only those up to its last one are counted, and waited for.
         """
-        before, self._heard = self._heard, backward_pass
+        while self._pending_verdicts and (
+            parameter is None
+            or any(parameter in verdict.versions for verdict in self._pending_verdicts)
+        ):
+            verdict, *later = self._pending_verdicts
+            self._pending_verdicts = tuple(later)
+            count_verdict(self, verdict)
+        if parameter is None and self._last_pass is not None and not self._last_pass.is_under_way:
+            self._note_pass(None)
+
+    def _note_pass(self, backward_pass: BackwardPass | None) -> None:
+        """Note the backward pass that a verdict belongs to, or that none is under way.
+
+        If the pass before it has skipped no step, no row of skipped ones goes on.
+        """
+        before = self._last_pass
+        self._last_pass = backward_pass
         if before is not None and before is not backward_pass and not before.is_skipped:
             vars(self)["skipped_in_row"] = 0
 
     def _count_skipped_pass(
         self, backward_pass: BackwardPass, culprits: Sequence[Tensor], why: str = ""
     ) -> None:
-        """Count a backward pass that left out a step, and warn of it, once: because of
-        the gradient of a parameter, or for the reason that is given.
+        """Count a backward pass in which a step was skipped, and warn of it, once.
+
+        Args:
+            backward_pass: the pass.
+            culprits: the parameters whose gradients are the cause.
+            why: the reason, if it is another one.
         """
         if backward_pass.is_skipped:
             return
         backward_pass.is_skipped = True
-        counts = vars(self)  # the properties wait for later verdicts
+        # not by the properties, which wait for later verdicts
+        counts = vars(self)
         counts["skipped_steps"] = counts.get("skipped_steps", 0) + 1
         counts["skipped_in_row"] = counts.get("skipped_in_row", 0) + 1
         warn_of_pass(self, culprits, why, counts["skipped_in_row"])
 
     def _count_skipped(self, culprits: Sequence[Tensor] | None = None) -> None:
-        """Count a step that was left out because of the gradients of ``culprits``;
-        None: of any that are there now.
+        """Count a step that was skipped because of the gradients of ``culprits``.
+
+        None looks for them among the present gradients.
         """
         self.skipped_steps += 1
         self.skipped_in_row += 1
@@ -252,6 +313,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             warn_of_skips(self, culprits)
 
     def _slots(self) -> list[Slot]:
+        """Return a slot for every parameter that has a gradient."""
         members = [
             (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -261,29 +323,29 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return slot_of(group, parameter, self.state.get(parameter, {}))
 
     def _may_step(self, slots: list[Slot]) -> bool:
-        """Check everything that can refuse the step, in all processes that take it,
-        before anything changes.
+        """Check everything that can refuse the step, before anything changes.
+
+        All processes that take it have the same answer.
         """
 
-        def here() -> bool:
+        def may_step_here() -> bool:
             self._check_options()
             self._check_schedules(slots)
             return all_finite(self, slots)
 
-        return in_every_process(self, here)
+        return in_every_process(self, may_step_here)
 
     def _check_schedules(self, slots: list[Slot]) -> None:
         """Raise before anything has changed if a schedule has left its range."""
 
     def _gradient_factor(self, slot: Slot) -> float:
-        """The number that a gradient is multiplied by before its square has to be
-        finite.
-        """
+        """Return what a gradient is multiplied by before its square must be finite."""
         return 1.0
 
     def _begin(self, slots: list[Slot]) -> list[Slot]:
-        """Begin the step of each slot with elements: state, spec, view, tensors and
-        numbers.
+        """Give each slot state, spec, view, tensors and numbers.
+
+        Slots without elements are left out of the result.
         """
         slots = [slot for slot in slots if slot.parameter.numel()]
         for slot in slots:
@@ -291,29 +353,34 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             _state.check_arrays(
                 slot.state, slot.parameter, slot.group, stores_moments=stores_moments
             )
-        everyone = [p for group in self.param_groups for p in group["params"]]
-        earlier = twins(everyone) if [slot for slot in slots if "stream" not in slot.state] else {}
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        without_stream = [slot for slot in slots if "stream" not in slot.state]
+        twin_numbers = twins(parameters) if without_stream else {}
         for slot in slots:
-            self._begin_state(slot, earlier.get(slot.parameter, 0), alone=len(everyone) == 1)
+            twin = twin_numbers.get(slot.parameter, 0)
+            self._begin_state(slot, twin, alone=len(parameters) == 1)
         for slot in slots:
             self._prepare(slot)
         return slots
 
     def _begin_state(self, slot: Slot, twin: int, *, alone: bool) -> None:
-        """Give a parameter its state; stabilise and reset it when that is due."""
+        """Give a parameter its state; stabilise and reset it when that is due.
+
+        Args:
+            slot: of the parameter.
+            twin: the number of parameters before it whose stream would be the same.
+            alone: the optimizer has no other parameter.
+        """
         group, parameter = slot.group, slot.parameter
-        state = slot.state = self.state.setdefault(
-            parameter, slot.state
-        )  # user code may have set a plain dict
+        # setdefault, as user code may have set a plain dict
+        state = self.state.setdefault(parameter, slot.state)
+        slot.state = state
         _state.claim(self, parameter)
-        home, step = (
-            slot.device if slot.device.type == "cuda" else torch.device("cpu"),
-            state.get("step"),
-        )
-        if (
-            not isinstance(step, Tensor) or step.device != home
-        ):  # older states of torch's have a number
-            state["step"] = torch.full((), slot.steps_done, dtype=torch.float32, device=home)
+        device = slot.device if slot.device.type == "cuda" else torch.device("cpu")
+        step = state.get("step")
+        # older states of torch's have a number
+        if not isinstance(step, Tensor) or step.device != device:
+            state["step"] = torch.full((), slot.steps_done, dtype=torch.float32, device=device)
         if "stream" not in state:
             draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
             state["stream"] = new_stream(
@@ -329,8 +396,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["since"] = done
 
     def _prepare(self, slot: Slot) -> None:
-        """Fill a slot: its spec, S_ref when it is due, its view, the tensors that the
-        step changes, and its numbers.
+        """Fill a slot: spec, view, the tensors that the step changes, and numbers.
+
+        S_ref is computed when it is due.
         """
         slot.spec = self._spec(slot)
         if slot.storage != "plain" and (
@@ -338,8 +406,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         ):
             self.fitted_scales += narrow(slot)
             self._refresh(slot)
-        # the blocks of a vector's moments are cut by other processes' rows: each of
-        # them steps all of it
+        # the boundaries between processes cut the blocks of a vector's moments: every
+        # process steps all of it
         slot.steps_all_rows = (
             slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
         )
@@ -347,18 +415,22 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         _state.make_state(slot)
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.state_entries}
         if "gradient" not in slot.tensors:
-            slot.tensors["gradient"] = (
-                local_of(slot.parameter.grad).contiguous().resolve_neg()
-            )  # C reads its memory
+            # native code reads its memory
+            gradient = local_of(slot.parameter.grad).contiguous().resolve_neg()
+            slot.tensors["gradient"] = gradient
         if slot.fmt is not None and slot.spec.bounds_chart:
             bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
             slot.chart_ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
         slot.numbers = self._numbers(slot)
 
     def _spec(self, slot: Slot) -> Spec:
-        group, writeback = slot.group, slot.group["writeback"] or slot.rounding
+        """Return the fixed parts of a slot's step."""
+        group = slot.group
         if slot.storage in ("free", "plain"):
             writeback = "stochastic" if rounds_at_random(slot.weight, group) else "nearest"
+        else:
+            # without the option the manifold's own rounding
+            writeback = group["writeback"] or slot.rounding
         fields = {
             "storage": slot.storage,
             "fmt": slot.fmt,
@@ -377,16 +449,18 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return spec_of(**fields)
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
-        """Fields of the spec that follow neither from storage nor from shared options:
-        direction, geometry, ...
+        """Return fields of the spec: direction, metric, geometry, power of S / S_ref.
+
+        Those that follow from storage and from shared options are set already.
         """
         raise NotImplementedError
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        """The numbers of this step by name."""
+        """Return the numbers of this step by name, as in ``NUMBERS``."""
         raise NotImplementedError
 
     def _refresh(self, slot: Slot) -> None:
+        """Compute S_ref of a parameter, and the share of its weights at a bound."""
         stiffness = stiffness_field(slot, slot.spec.metric)
         slot.state["reference"] = reference_stiffness(stiffness, slot.ranks)
         slot.state["bounded"] = self._bounded(slot, stiffness, slot.state["reference"])
@@ -397,8 +471,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         )
 
     def _take(self, slots: list[Slot]) -> None:
-        """Take the steps that have begun: gather, run, put back; show them; fit scales,
-        double full ones.
+        """Take the steps that have begun, and do what is due after them.
+
+        Scales are fitted and widened, autograd is told of changes, and observers see
+        the steps.
         """
         mark_zero(slots)
         with gathered(slots):
@@ -411,7 +487,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 self.observer(view)
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
-        """Run the steps, observed ones eagerly and one by one."""
+        """Run the steps; observed ones eagerly, and one by one."""
         fit_scales(slots)
         if self.observer is None:
             run_all(slots)
@@ -429,9 +505,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         widen_full(self, slots)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose options and parameters are checked."""
+        """Add a group, and check its options and parameters."""
         super().add_param_group(param_group)
-        self._steady_plan, group = None, self.param_groups[-1]
+        self._steady_plan = None
+        group = self.param_groups[-1]
         _checks.unshare(self.param_groups)
         try:
             _checks.check_parameters(group["params"])
@@ -445,10 +522,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's part and the counts: a copy has no observer."""
-        return super().__getstate__() | {
-            name: getattr(self, name) for name in (*_COUNTS, "warn_after")
-        }
+        """Return the base's part, and the counts; a copy has no observer."""
+        counts = {name: getattr(self, name) for name in (*_COUNTS, "warn_after")}
+        return super().__getstate__() | counts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let the weights of a copy find their state in it."""
@@ -457,8 +533,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             _state.claim(self, parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with all that a bit-exact resume needs but schedules (functions):
-        None is in their places.
+        """Return the state, with all that a bit-exact resume needs except schedules.
+
+        Schedules are functions; None is in their places.
 
         Raises:
             RuntimeError: in the middle of a step that :func:`step_in_backward` takes in
@@ -469,68 +546,85 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update({name: None for name, value in group.items() if callable(value)})
-        saved |= {name: getattr(self, name) for name in _COUNTS} | {
-            "optimizer": type(self).__name__
-        }
+        saved |= {name: getattr(self, name) for name in _COUNTS}
+        saved["optimizer"] = type(self).__name__
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as hooks before the loading have left it; tensors keep the
-        dtype they were saved in.
+        """Load a state; tensors keep the dtype they were saved in.
+
+        Hooks that are registered for it change the state before it is checked.
+
+        Args:
+            state_dict: as :meth:`state_dict` returns it. Schedules of this optimizer
+                stay where it has None.
 
         Raises:
             TypeError: no state, or an option in it of another type.
             ValueError: the state of another optimizer, of other parameters or format,
-                or an option out of range; nothing has changed then.
+                or an option out of range. Nothing has changed then.
         """
-        self._steady_plan = None  # it holds parts of the old state
+        # it holds parts of the old state
+        self._steady_plan = None
         if not isinstance(state_dict, dict):
+            # raises, and says what it is
             _state.check_state(self, state_dict)
-        schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
-        before, loaded = self.param_groups, list[dict[str, Any]]()
+        schedules = [
+            {name: value for name, value in group.items() if callable(value)}
+            for group in self.param_groups
+        ]
+        groups_before = self.param_groups
+        loaded_states: list[dict[str, Any]] = []
 
-        def check(_: object, given: dict[str, Any]) -> None:
-            self._check_loaded(given, schedules)
-            loaded.append(given)
+        def check(_: object, state: dict[str, Any]) -> None:
+            self._check_loaded(state, schedules)
+            loaded_states.append(state)
 
         def take_over(_: object) -> None:
-            for group, ours in zip(self.param_groups, schedules, strict=True):
-                group.update(
-                    {name: value for name, value in ours.items() if group.get(name) is None}
-                )
-            _state.restore_dtypes(self, loaded[0])
-            _checks.unshare(self.param_groups)
-            self._has_started = False
-            for name in _COUNTS:
-                setattr(self, name, int(loaded[0].get(name, 0)))
-            self.streams_begun = max(
-                self.streams_begun, sum("stream" in entry for entry in self.state.values())
-            )
-            if self._in_backward is not None:
-                self._in_backward.loaded(self.param_groups)
+            self._take_over(loaded_states[0], schedules)
 
-        # after the hooks that change what is loaded, and before those that change what
-        # was
-        hooks = [self.register_load_state_dict_pre_hook(check)]
-        hooks.append(self.register_load_state_dict_post_hook(take_over, prepend=True))
+        # after the hooks that change what will be loaded, and before those that change
+        # what has been loaded
+        hooks = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take_over, prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
-        _checks.warn_of_overridden(self, before)
+        _checks.warn_of_overridden(self, groups_before)
+
+    def _take_over(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
+        """Do what torch's part of loading has left: schedules, dtypes and counts."""
+        for group, functions in zip(self.param_groups, schedules, strict=True):
+            for name, function in functions.items():
+                if group.get(name) is None:
+                    group[name] = function
+        _state.restore_dtypes(self, state_dict)
+        _checks.unshare(self.param_groups)
+        self._has_started = False
+        for name in _COUNTS:
+            setattr(self, name, int(state_dict.get(name, 0)))
+        streams = sum("stream" in state for state in self.state.values())
+        self.streams_begun = max(self.streams_begun, streams)
+        if self._in_backward is not None:
+            self._in_backward.loaded(self.param_groups)
 
     def _check_loaded(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
-        """Raise before anything has changed unless a state is one for these parameters,
-        with options in range.
+        """Raise unless a state fits these parameters and its options are in range.
+
+        Nothing has changed then.
         """
         _state.check_state(self, state_dict)
-        for saved, ours, group in zip(
+        for saved, functions, group in zip(
             state_dict["param_groups"], schedules, self.param_groups, strict=True
         ):
-            merged = saved | {
-                name: schedule for name, schedule in ours.items() if saved.get(name) is None
-            }
+            merged = dict(saved)
+            for name, function in functions.items():
+                if saved.get(name) is None:
+                    merged[name] = function
             merged["params"] = group["params"]
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
@@ -540,12 +634,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 )
 
     def _check_options(self) -> None:
-        """Raise before anything has changed if an option or state set since the last
-        step is not valid.
+        """Raise if an option or a state that was set since the last step is not valid.
+
+        Options are compared with those that were checked last. Nothing has changed when
+        this raises.
         """
-        checked = self.__dict__.setdefault(
-            "_checked_options", {}
-        )  # as they were when last valid; no part of the state
+        checked = self.__dict__.setdefault("_checked_options", {})
         for group in self.param_groups:
             _checks.check_lr(group)
             options = group | _checks.CHANGING

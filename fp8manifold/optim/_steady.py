@@ -28,7 +28,13 @@ from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
-from fp8manifold.optim._triton_step import TritonStep, doubles_on_card, is_triton, launched
+from fp8manifold.optim._triton_step import (
+    PendingVerdict,
+    TritonStep,
+    doubles_on_card,
+    is_triton,
+    launch_steps,
+)
 from fp8manifold.tensor import FP8Tensor
 
 _GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -176,7 +182,9 @@ class SteadyPlan:
                 held = [p.codes if isinstance(p, FP8Tensor) else p for p in self._parameters]
                 left = [None if x.is_inference() else x._version for x in held]
                 versions = dict(zip(self._parameters, left, strict=True))
-                optimizer._unheard += ((self._said, versions, backward_pass),)
+                optimizer._pending_verdicts += (
+                    PendingVerdict(self._said, versions, backward_pass),
+                )
         self._parameters, self._changed, self._tensors = [], [], []
         self.slots = self.slots if self.alive else []
         for slot in self.slots:
@@ -213,7 +221,7 @@ class SteadyPlan:
         slots, graph = self.slots, optimizer._graph if isinstance(self._step, TritonStep) else None
         if isinstance(self._step, TritonStep):
             said = self._step.run(slots) if graph is None else graph(self._step, slots)
-        elif (found := launched(slots, decides=True)) is not None:
+        elif (found := launch_steps(slots, decides=True)) is not None:
             self._step, said = found
         else:
             if all_finite(optimizer, slots):

@@ -1,15 +1,24 @@
-"""Steps on a GPU by Triton kernels: the records of native code, one launch for all
-parameters of a kind.
+"""Steps on a GPU by Triton kernels: a record for each parameter, a launch for each kind.
 
-The verdict on a steady step is left to the GPU, and the host reads the kernels' report
-at the parameter's next step.
+    slots --> TritonStep: a record per slot (addresses, sizes; as native code has them)
+              and a kind per slot (what its kernel is compiled for)
+    fill  --> numbers of the step, keys of the draws, addresses of the report
+    launch -> one kernel for all records of a kind; if the GPU decides, after kernels
+              that check all gradients, and refuse the step if one is not finite
+    report -> a row for all steps, and one for each: is a weight at the end of its range,
+              how many scales were doubled, is the gradient finite, is a row of zeros left
+
+`run_triton` serves `_backends.py`: it waits for the report, unless the GPU decides. A
+steady step (`_steady.py`) never waits: its report is a `PendingVerdict`, which
+`count_verdict` reads at a later step. If no kernel can be compiled, one warning says
+so, and steps run in PyTorch.
 """
 
 import logging
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -38,11 +47,12 @@ from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
 
-_ELEMENTS: Final = (
-    2048  #: Elements of a program: 16 per thread, so that it loads and stores bytes by 128 bits.
-)
-_LONGEST: Final = 1024  #: The longest row with moments in blocks that one program steps at once.
+_ELEMENTS: Final = 2048
+"""Elements of a program: 16 per thread, so that it loads and stores bytes by 128 bits."""
+_LONGEST: Final = 1024
+"""The longest row with moments in blocks that one program steps at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
+"""Lengths of the pieces that rows are cut into, where nothing binds a row together."""
 _DTYPES: Final = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -50,6 +60,8 @@ _DTYPES: Final = {
     torch.uint8: "uint8",
 }
 _LOG: Final = logging.getLogger("fp8manifold")
+_given_up: Final[list[str]] = []
+"""The first line of the error for which kernels were given up, once that has happened."""
 
 
 class CompileUnavailableWarning(UserWarning):
@@ -57,8 +69,9 @@ class CompileUnavailableWarning(UserWarning):
 
 
 def is_triton(slot: Slot) -> bool:
-    """True for a step that a Triton kernel runs: one that native code has, on an NVIDIA
-    GPU.
+    """Return True if a Triton kernel can take a step.
+
+    It can where native code could, on an NVIDIA GPU.
     """
     weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
@@ -72,11 +85,10 @@ def is_triton(slot: Slot) -> bool:
 
 
 class TritonStep:
-    """The launches of some steps, in place, on one device, of disjoint memory; they
-    serve the same parameters again.
+    """Launches for a list of steps on one device, which share no memory.
 
-    With ``decides`` the GPU refuses all of them if the square of any gradient is not
-    finite.
+    They serve the same parameters again. With ``decides`` the GPU refuses all steps if
+    the square of any gradient is not finite.
     """
 
     def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
@@ -96,61 +108,70 @@ class TritonStep:
         )
 
     def run(self, slots: Sequence[Slot]) -> PendingValues:
-        """Launch the kernels; their report has a row for all steps and one for each,
-        and is not waited for.
+        """Launch the kernels, and return their report without waiting for it.
+
+        The report has a row for all steps and one for each.
         """
-        said = self.words()
-        self.fill(slots, said)
-        launch(self.launches, said)
-        self._scales = []  # copies, which a table does not serve with
-        return PendingValues(said)
+        report = self.words()
+        self.fill(slots, report)
+        launch(self.launches, report)
+        # some are copies, with which a table can't serve again
+        self._scales = []
+        return PendingValues(report)
 
     def words(self) -> Tensor:
-        """Zeros for the kernels' report: a row for all steps, and one for each."""
+        """Return zeros for the kernels' report: a row for all steps, and one for each."""
         return torch.zeros(
             (1 + len(self.records), REPORT_WORDS), dtype=torch.int32, device=self._device
         )
 
     @property
     def signature(self) -> Any:
-        """Everything in the launches but numbers, keys and the places of gradients."""
+        """Everything in the launches but numbers, keys and the addresses of gradients."""
         calls = [
             (kernel, id(chunks), facts)
-            for _, some in self.launches
-            for kernel, chunks, facts in some
+            for _, kind_calls in self.launches
+            for kernel, chunks, facts in kind_calls
         ]
-        places = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
+        addresses = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
+        # the address of a gradient is the third of a step's record, and the fourth of
+        # that of a doubling of scales
         return calls, [
-            [row[:2] + row[3:] for row in places[0]],
-            *([row[:3] + row[4:] for row in rows] for rows in places[1:]),
+            [row[:2] + row[3:] for row in addresses[0]],
+            *([row[:3] + row[4:] for row in rows] for rows in addresses[1:]),
         ]
 
-    def fill(self, slots: Sequence[Slot], said: Tensor) -> None:
-        """Fill the records with the numbers and keys of a step, and with the addresses
-        of its kernels' reports.
+    def fill(self, slots: Sequence[Slot], report: Tensor) -> None:
+        """Fill the records with the numbers and keys of a step.
+
+        The addresses of the rows of its report are filled in, too.
         """
-        records, places = (
-            self.records,
-            said.data_ptr() + said[0].nbytes * np.arange(1, 1 + len(slots), dtype=np.uint64),
-        )
-        records["pointers"][:, -1] = places
-        records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
+        records = self.records
+        indices = np.arange(1, 1 + len(slots), dtype=np.uint64)
+        report_rows = report.data_ptr() + report[0].nbytes * indices
+        records["pointers"][:, -1] = report_rows
+        records["keys"] = key_rows(slots)
+        records["hyper"] = number_rows(slots)
         if self._widenings is not None:
-            doubled = self._widenings[0]
-            doubled["pointers"][:, 3] = records["pointers"][self._doubling, 2]
-            doubled["pointers"][:, -1] = places[self._doubling]
-            doubled["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
+            doublings = self._widenings[0]
+            doublings["pointers"][:, 3] = records["pointers"][self._doubling, 2]
+            doublings["pointers"][:, -1] = report_rows[self._doubling]
+            doublings["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
 
 
-def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, PendingValues] | None:
-    """A step that has been launched, and its kernels' report; None, with one warning,
-    if no kernel can be compiled.
+def launch_steps(
+    slots: Sequence[Slot], *, decides: bool
+) -> tuple[TritonStep, PendingValues] | None:
+    """Launch a step, and return it with its kernels' report.
+
+    If no kernel can be compiled, warn once and return None.
     """
     try:
         step = TritonStep(slots, decides=decides)
         return step, step.run(slots)
     except KernelsUnavailableError as error:
-        _given_up.append(first_line := str(error).strip().splitlines()[0])
+        first_line = str(error).strip().splitlines()[0]
+        _given_up.append(first_line)
         warnings.warn(
             f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same "
             "results, slower",
@@ -161,78 +182,78 @@ def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Pendi
 
 
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues | None:
-    """Step the slots in place and take the kernels' report to those with codes; None if
-    no kernel can be compiled.
+    """Step the slots in place, and return the kernels' report.
 
-    With ``decides`` the GPU may refuse all steps, and the host does not wait for the
-    report.
+    Slots of codes note what the report says of them. With ``decides`` the GPU may
+    refuse all steps, and the host does not wait for the report. None is returned if no
+    kernel can be compiled.
     """
-    found = launched(slots, decides=decides)
-    if found is None or decides:
-        return found and found[1]
-    said = found[1]
-    if any(slot.spec.storage == "codes" for slot in slots):
-        for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
+    launched = launch_steps(slots, decides=decides)
+    if launched is None:
+        return None
+    _, report = launched
+    if not decides and any(slot.spec.storage == "codes" for slot in slots):
+        for slot, (reached, doubled, _, emptied) in zip(slots, report.values[1:], strict=True):
             if slot.spec.storage == "codes":
                 slot.saturated.append(bool(reached))
                 slot.has_zero_rows.append(bool(emptied))
             if doubles_on_card(slot):
                 slot.doubled.append(doubled)
                 _log_doubled(slot.parameter, doubled)
-    return said
+    return report
 
 
 def doubles_on_card(slot: Slot) -> bool:
-    """True for a step whose kernel doubles scales: of rows or blocks, of neither a
-    whole parameter nor a square.
+    """Return True if the kernel of a step doubles scales that have become too small.
+
+    It does for scales of rows and blocks, but not for those of squares, nor for one of
+    a whole parameter.
     """
-    held = slot.parameter
+    parameter = slot.parameter
     return (
-        isinstance(held, FP8Tensor)
+        isinstance(parameter, FP8Tensor)
         and slot.spec.storage == "codes"
-        and held.kept_scale.dim() > 0
-        and not isinstance(held.block_size, tuple)
+        and parameter.kept_scale.dim() > 0
+        and not isinstance(parameter.block_size, tuple)
     )
 
 
 def _widenings(slots: Sequence[Slot]) -> Widenings | None:
-    """The records for doubling the scales of rows and blocks of codes, still without
-    keys; None without any.
+    """Return records for doubling scales, and what their kernels are compiled for.
+
+    Keys, gradients and report rows are filled in later. None is returned without slots.
     """
     if not slots:
         return None
-    records, made = np.zeros(len(slots), dtype=WIDENED), []
+    records = np.zeros(len(slots), dtype=WIDENED)
+    widenings = []
     for record, slot in zip(records, slots, strict=True):
-        held, bits = slot.parameter, slot.spec.residual_bits
-        assert isinstance(held, FP8Tensor)
-        scale, residual = held.kept_scale, slot.tensors["residual"].data_ptr() if bits else 0
+        parameter = slot.parameter
+        assert isinstance(parameter, FP8Tensor)
+        scale = parameter.kept_scale
+        bits = slot.spec.residual_bits
         first = slot.spec.first_moment
-        average = slot.tensors[first].data_ptr() if first else 0
         record["pointers"] = (
             slot.tensors["weight"].data_ptr(),
-            residual,
+            slot.tensors["residual"].data_ptr() if bits else 0,
             scale.data_ptr(),
             0,
-            average,
+            slot.tensors[first].data_ptr() if first else 0,
             0,
         )
-        record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
-        gradient, moments = (
-            _DTYPES[slot.tensors["gradient"].dtype],
-            slot.spec.moments if first else "",
-        )
-        made.append(widening_of(held.format, bits, scale.dtype is torch.uint8, gradient, moments))
-    return records, made
-
-
-_given_up: Final[
-    list[str]
-] = []  #: The first line of the error for which kernels were given up, after its warning.
+        record["rows"] = scale.numel()
+        record["length"] = slot.view.numel // scale.numel()
+        gradient = _DTYPES[slot.tensors["gradient"].dtype]
+        moments = slot.spec.moments if first else ""
+        are_exponents = scale.dtype is torch.uint8
+        widenings.append(widening_of(parameter.format, bits, are_exponents, gradient, moments))
+    return records, widenings
 
 
 def _scale(slot: Slot) -> Tensor | None:
-    """The scale as the kernel reads it: one value, one per row, or one per element; for
-    blocks the exponents.
+    """Return the scale as a kernel reads it, or None for ordinary floats.
+
+    It is one value, one per row or one per element; for blocks it is exponents.
     """
     if slot.kept_scale is None or slot.spec.storage == "plain":
         return None
@@ -242,29 +263,38 @@ def _scale(slot: Slot) -> Tensor | None:
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
-    """The number of rows, their length, the rows that share a scale, and the kernel of
-    a slot.
+    """Return how a slot is walked over, and the kind of its kernel.
+
+    Args:
+        slot: of the parameter.
+        places: the addresses that the kernel reads and writes.
+
+    Returns:
+        The number of rows, their length, the number of rows that share a scale, and the
+        kind. The rows need not be those of the parameter.
     """
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
-    repeats, scales = view.repeats, "one"
+    repeats = view.repeats
+    scales = "one"
     if slot.kept_scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.spec.blockwise:
-        # blocks are those of moments, which this step does not read: join them to whole
-        # rows
+        # rows of the view are blocks of moments, which this step does not have: join
+        # them to whole rows
         rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
-    long = slot.spec.blockwise and length > _LONGEST
-    tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
-    width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
-    aligned = length % 16 == 0 and not any(place % 16 for place in places)
+    # a row whose largest gradient is needed, and which is too long for one program
+    is_long = slot.spec.blockwise and length > _LONGEST
+    is_tiled = not is_long and (scales == "row" or slot.spec.blockwise)
+    width = 1 << (length - 1).bit_length() if is_tiled else _ELEMENTS
+    is_aligned = length % 16 == 0 and not any(place % 16 for place in places)
     tile = _tile(
-        rows=1 if long or not tiled else _ELEMENTS // width,
-        width=_LONGEST if long else width,
-        length=length if tiled else 0,
+        rows=_ELEMENTS // width if is_tiled else 1,
+        width=_LONGEST if is_long else width,
+        length=length if is_tiled else 0,
         scales=scales,
-        aligned=aligned,
-        long=long,
+        aligned=is_aligned,
+        long=is_long,
     )
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
     exponents = (
@@ -273,14 +303,16 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
 
 
-_tile = lru_cache(maxsize=1024)(
-    Tile
-)  # the same one for parameters of one kind, so that its hash is made once
+# the same tile for parameters of one kind, so that its hash is computed once
+_tile = lru_cache(maxsize=1024)(Tile)
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
-    """The number of rows, their length, the rows that share a scale and how, without
-    moments in blocks.
+    """Cut rows into pieces, where moments are not in blocks.
+
+    Returns:
+        The number of pieces, their length, the number of pieces that share a scale, and
+        the way in which scales are shared, as in :class:`Tile`.
     """
     if scales != "row":
         return 1, rows * length, 1, scales
@@ -294,6 +326,14 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 def kernel_spec(
     spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponents: bool = False
 ) -> KernelSpec:
+    """Return what the kernel of a step is compiled for.
+
+    Args:
+        spec: the fixed parts of the step.
+        weight: dtype of the weight in memory.
+        gradient: dtype of the gradient.
+        exponents: scales are stored as exponents, one byte each.
+    """
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
@@ -322,21 +362,29 @@ def kernel_spec(
     )
 
 
-def count_decided(
-    optimizer: Any,
-    said: PendingValues,
-    versions: dict[Tensor, int | None],
-    backward_pass: BackwardPass | None,
-) -> None:
-    """Wait for a step that a GPU has decided on, and count it, or the backward pass
-    that it belongs to; ``versions`` are those of the codes after it.
-    """
-    (refused, *_), *words = said.values
+class PendingVerdict(NamedTuple):
+    """A step that a GPU decides on, and that the host has not counted."""
+
+    #: The kernels' report, which reading waits for.
+    report: PendingValues
+    #: The versions of the parameters' codes after the step, or None in inference mode.
+    versions: dict[Tensor, int | None]
+    #: The backward pass that the step belongs to, if it is taken in one.
+    backward_pass: BackwardPass | None
+
+
+def count_verdict(optimizer: Any, verdict: PendingVerdict) -> None:
+    """Wait for a step that a GPU decides on, and count it, or its backward pass."""
+    versions = verdict.versions
+    backward_pass = verdict.backward_pass
+    (refused, *_), *rows = verdict.report.values
     if backward_pass is not None:
-        optimizer._hear(backward_pass)
+        optimizer._note_pass(backward_pass)
     if refused:
         culprits = [
-            parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad
+            parameter
+            for parameter, (_, _, is_nonfinite, _) in zip(versions, rows, strict=True)
+            if is_nonfinite
         ]
         if backward_pass is None:
             optimizer._count_skipped(culprits)
@@ -344,11 +392,12 @@ def count_decided(
             optimizer._count_skipped_pass(backward_pass, culprits)
     elif backward_pass is None:
         optimizer.skipped_in_row = 0
-    for (parameter, version), (_, doubled, _, emptied) in zip(versions.items(), words, strict=True):
+    for (parameter, version), (_, doubled, _, emptied) in zip(versions.items(), rows, strict=True):
         if doubled:
             optimizer.widened_scales += doubled
             _log_doubled(parameter, doubled)
         if not emptied and isinstance(parameter, FP8Tensor):
+            # until its codes change, every scale is known to have a weight that is not 0
             parameter.filled = version
 
 
@@ -357,11 +406,9 @@ def _log_doubled(parameter: Tensor, doubled: int) -> None:
         scales = parameter.kept_scale.numel()
         _LOG.info(
             "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
-            *(
-                parameter.format.name,
-                tuple(parameter.shape),
-                doubled,
-                scales,
-                int(doubled == scales),
-            ),
+            parameter.format.name,
+            tuple(parameter.shape),
+            doubled,
+            scales,
+            int(doubled == scales),
         )

@@ -309,7 +309,7 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card,
         for optimizer in by_turns(monkeypatch, made):
             put(optimizer, step, bad)
             optimizer.step()
-        assert len(ours._unheard) == (step > 0)
+        assert len(ours._pending_verdicts) == (step > 0)
         assert_the_same(ours, native)
     assert ours.widened_scales == native.widened_scales > 0
     assert ours.skipped_steps == native.skipped_steps == 3
@@ -333,7 +333,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card,
         for optimizer in by_turns(monkeypatch, made):
             (p,) = everyone(optimizer)
             step_from(optimizer, p, gradient.to(p.device))
-        unheard.append(len(made[0]._unheard))
+        unheard.append(len(made[0]._pending_verdicts))
         assert_the_same(*made)
     assert unheard == [0, 0, 0, 1, 0, 1, 1, 1]
     assert made[0].fitted_scales == made[1].fitted_scales > 0

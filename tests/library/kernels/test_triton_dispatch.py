@@ -141,7 +141,7 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(moments, writeback, granula
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for _ in range(2):
         optimizer.step()
-    ((before, *_),) = optimizer._unheard
+    ((before, *_),) = optimizer._pending_verdicts
     on_the_host = [*(state["grid"] for state in optimizer.state.values()), before.x]
     on_a_card.clear()
     with Watch({x.untyped_storage().data_ptr() for x in on_the_host}, on_a_card):
@@ -151,7 +151,7 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(moments, writeback, granula
     assert on_a_card["waits"] == 0, on_a_card
     assert was_read(before)
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
-    assert not was_read(optimizer._unheard[0][0])
+    assert not was_read(optimizer._pending_verdicts[0][0])
 
 
 def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
@@ -161,12 +161,12 @@ def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
     optimizer.zero_grad()
     with optim.step_in_backward(optimizer):
         for step in range(4):
-            before = [verdict for verdict, *_ in optimizer._unheard]
+            before = [verdict for verdict, *_ in optimizer._pending_verdicts]
             optimizer.zero_grad()
             sum(p.square().sum() for p in weights).backward()
             assert all(map(was_read, before))
-            assert not any(was_read(verdict) for verdict, *_ in optimizer._unheard)
-            assert len(optimizer._unheard) == (len(weights) if step else 0)
+            assert not any(was_read(verdict) for verdict, *_ in optimizer._pending_verdicts)
+            assert len(optimizer._pending_verdicts) == (len(weights) if step else 0)
     assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
 
@@ -282,7 +282,7 @@ def test_what_would_be_known_too_late_is_waited_for(on_nonfinite, granularity, w
     _, optimizer = one(granularity=granularity, on_nonfinite=on_nonfinite)
     optimizer.step()
     optimizer.step()
-    assert was_read(optimizer._unheard[0][0]) == waits
+    assert was_read(optimizer._pending_verdicts[0][0]) == waits
 
 
 def test_parameters_of_every_storage_step_steadily(on_a_card):
@@ -298,7 +298,7 @@ def test_parameters_of_every_storage_step_steadily(on_a_card):
         p.grad = torch.ones(p.shape)
     optimizer.step()
     optimizer.step()
-    assert len(optimizer._unheard) == 1
+    assert len(optimizer._pending_verdicts) == 1
 
 
 @pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer"])
