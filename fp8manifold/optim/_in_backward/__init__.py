@@ -1,5 +1,16 @@
-"""Steps in the backward pass: each gradient is used and freed before the next is
-computed.
+"""Steps in the backward pass: each gradient is used and freed before the next.
+
+    step_in_backward(optimizer)   an InBackward: a hook on every parameter, which
+                                  autograd calls once the parameter has its gradient
+    backward()   _on_gradient     by a sum: put a GradientSum in the place of ``grad``
+                   _step          else clip, `ManifoldOptimizer.step_alone`, and put a
+                                  SpentGradient in the place of ``grad``
+    optimizer.step()  finish      end the step: step by sums, keep the norm for the next
+
+Autograd may run several threads, so a lock lets one parameter step at a time. Users may
+delete the optimizer, change its groups or load a state at any time: the handle has only
+a weak reference, and looks a parameter's place up when it needs it. What stands in for
+gradients, and clipping, is in `gradients.py`.
 """
 
 import gc
@@ -29,27 +40,28 @@ _SUMS: Final = ("bfloat16",)
 
 
 class _Hook:
-    """The function that autograd calls once a parameter has its gradient; it keeps no
-    handle or optimizer alive.
+    """The function that autograd calls once a parameter has its gradient.
+
+    It keeps neither handle nor optimizer alive.
     """
 
     def __init__(self, handle: "InBackward") -> None:
         self.handle = weakref.ref(handle)
 
     def __call__(self, parameter: Tensor) -> None:
-        if (handle := self.handle()) is not None:
-            handle._take(parameter)
+        handle = self.handle()
+        if handle is not None:
+            handle._on_gradient(parameter)
 
 
 class InBackward:
-    """The hooks by which an optimizer steps in the backward pass, as
-    :func:`step_in_backward` returns them.
+    """The hooks by which an optimizer steps in the backward pass.
 
-    A context manager that removes them at its end. It does not keep the optimizer
-    alive, whose deletion ends steps.
+    :func:`step_in_backward` returns it. It is a context manager that removes the hooks
+    at its end. It does not keep the optimizer alive; if that is deleted, nothing steps.
 
     Args:
-        optimizer: whose parameters step.
+        optimizer: the optimizer whose parameters step.
 
     Raises:
         RuntimeError: in a backward pass, if there are several processes by then, if
@@ -69,15 +81,17 @@ class InBackward:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._of = weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self._hook = _Hook(self)
         self._has_stepped = False
         self._clipping: Clipping | None = None
         self._accumulation: Accumulation | None = None
         self._pass: BackwardPass | None = None
         self._hooks: list[RemovableHandle] = []
-        self._one_at_a_time = threading.Lock()  # autograd has one thread per device
-        self._last_places: dict[int, tuple[int, int]] = {}  # a first guess, checked on every use
+        # autograd has one thread per device
+        self._step_lock = threading.Lock()
+        # by the identity of a parameter: a first guess, checked on every use
+        self._last_places: dict[int, tuple[int, int]] = {}
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
     @property
@@ -87,8 +101,9 @@ class InBackward:
         Raises:
             RuntimeError: it was deleted.
         """
-        if (optimizer := self._of()) is None:
-            raise RuntimeError(_GONE)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(_DELETED)
         return optimizer
 
     def __enter__(self) -> "InBackward":
@@ -100,81 +115,103 @@ class InBackward:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the hooks, so that ``step()`` steps again. A second call changes
-        nothing.
+        """Remove the hooks, so that ``step()`` steps again.
+
+        A second call changes nothing.
         """
         _remove_all(self._hooks)
-        optimizer = self._of()
+        optimizer = self._optimizer()
         if optimizer is not None and optimizer._in_backward is self:
             optimizer._in_backward = None
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Hook a group's parameters; each steps with the options of the group that it
-        is in at that moment.
+        """Hook the parameters of a group.
+
+        Each steps with the options of the group that it is in at that moment.
+
+        Args:
+            group: one of the optimizer's groups.
 
         Raises:
-            RuntimeError: another optimizer steps one of them in backward; nothing is
+            RuntimeError: another optimizer steps one of them in backward. Nothing is
                 hooked then.
         """
         self.check_free([group])
         for parameter in group["params"]:
             if self._hook not in _hooks_of(parameter):
-                trains = (
-                    parameter.requires_grad
-                )  # autograd refuses a frozen one, which may train later
-                self._hooks.append(
-                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._hook)
-                )
-                parameter.requires_grad_(trains)
+                requires_grad = parameter.requires_grad
+                # autograd refuses hooks on a frozen parameter, which may train later
+                parameter.requires_grad_(True)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
+                parameter.requires_grad_(requires_grad)
         self.listen([group])
         if self._clipping is not None:
             self._clipping.watch(self.optimizer.param_groups)
 
     def check_free(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse parameters whose gradients the hooks of another optimizer would take.
+        """Refuse parameters whose gradients the hooks of another optimizer would use.
+
+        Args:
+            groups: groups of parameters.
 
         Raises:
             RuntimeError: there is such a parameter.
         """
-        if self._taken(groups) is None:
+        if self._stepped_by_another(groups) is None:
             return
-        gc.collect()  # an optimizer that only a reference cycle keeps alive takes no gradients
-        if (found := self._taken(groups)) is not None:
-            name, other = found
+        # an optimizer that only a reference cycle keeps alive uses no gradients
+        gc.collect()
+        stepped = self._stepped_by_another(groups)
+        if stepped is not None:
+            name, other = stepped
             raise RuntimeError(
                 f"{name} steps in backward already, with another {type(other).__name__}, which "
-                "would use its gradient "
-                "and free it: call remove() of that optimizer's handle, or delete the optimizer "
-                "and the scheduler (torch.optim.lr_scheduler), which keeps it"
+                "would use its gradient and free it: call remove() of that optimizer's handle, or "
+                "delete the optimizer and the scheduler (torch.optim.lr_scheduler), which keeps it"
             )
 
-    def _taken(self, groups: list[dict[str, Any]]) -> tuple[str, Any] | None:
-        """The first parameter that another optimizer steps, and that optimizer."""
+    def _stepped_by_another(self, groups: list[dict[str, Any]]) -> tuple[str, Any] | None:
+        """Return the first parameter that another optimizer steps, and that optimizer.
+
+        Hooks of optimizers that were deleted are removed.
+        """
         for i, group in enumerate(groups):
             for k, parameter in enumerate(group["params"]):
-                for hook in _hooks_of(parameter):
-                    other = (
-                        hook.handle()
-                        if isinstance(hook, _Hook) and hook is not self._hook
-                        else None
-                    )
-                    if other is not None and (optimizer := other._of()) is None:
-                        other.remove()
-                    elif other is not None and other._place_of(parameter) is not None:
+                for handle in self._other_handles(parameter):
+                    optimizer = handle._optimizer()
+                    if optimizer is None:
+                        handle.remove()
+                    elif handle._place_of(parameter) is not None:
                         return describe_parameter(group, i, k), optimizer
         return None
 
+    def _other_handles(self, parameter: Tensor) -> list["InBackward"]:
+        """Return the handles of other optimizers that have hooked a parameter."""
+        hooks = [hook for hook in _hooks_of(parameter) if isinstance(hook, _Hook)]
+        handles = [hook.handle() for hook in hooks if hook is not self._hook]
+        return [handle for handle in handles if handle is not None]
+
     def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and
-        drops their hooks.
+        """Register the hooks of parameters again.
+
+        ``Module.to`` swaps encoded tensors, and drops their hooks.
+
+        Args:
+            groups: groups of parameters.
         """
         for group in groups:
             for parameter in group["params"]:
-                if (hooks := parameter._post_accumulate_grad_hooks) is not None:
+                hooks = parameter._post_accumulate_grad_hooks
+                if hooks is not None:
+                    # setting them is what registers them
                     parameter._post_accumulate_grad_hooks = hooks
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Continue from a loaded state; the norms of the step under way are forgotten."""
+        """Continue from a loaded state; the norms of the step under way are forgotten.
+
+        Args:
+            groups: the groups of the optimizer after loading.
+        """
         self.listen(groups)
         if self._clipping is not None:
             self._clipping.forget()
@@ -182,15 +219,17 @@ class InBackward:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """A context whose backward pass takes the norm of the whole gradient, frees it,
-        and steps nothing.
+        """Measure the norm of the whole gradient in a backward pass, without a step.
 
-        With ``clip="exact"`` it comes before each pass that steps, with ``"previous"``
+        It is a context for this backward pass, which frees the gradients. With
+        ``clip="exact"`` it comes before each pass that steps, with ``"previous"``
         before the first.
 
         Raises:
-            RuntimeError: nothing is clipped; a step is under way; in it, no backward
-                pass or a second one.
+            RuntimeError: nothing is clipped, or a step is under way. Also if there was
+                no backward pass in the context, or a second one.
+            FloatingPointError: with ``clip="previous"`` and ``on_nonfinite="raise"``, a
+                norm that is not finite.
 
         Example:
             >>> import fp8manifold as fm
@@ -233,9 +272,7 @@ class InBackward:
         )
 
     def _refuse_nonfinite(self) -> None:
-        """Raise FloatingPointError if a group asks for it where the norm of the whole
-        gradient is not finite.
-        """
+        """Raise FloatingPointError for a norm that is not finite, if a group says so."""
         if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
             raise FloatingPointError(f"{_NOT_FINITE}: on_nonfinite='skip' skips the step")
 
@@ -255,8 +292,9 @@ class InBackward:
             )
 
     def finish(self) -> None:
-        """Do the rest of ``optimizer.step()``: end the step, and step by accumulated
-        gradients.
+        """Do what is left for ``optimizer.step()``.
+
+        It steps with accumulated gradients, and ends the step under way.
 
         Raises:
             RuntimeError: a gradient that no hook has seen.
@@ -268,9 +306,8 @@ class InBackward:
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
                         f"{describe_parameter(group, i, k)} has a gradient that step_in_backward has not "
-                        "seen: it was set by "
-                        "hand, or the parameter was moved (model.to); remove() the handle, call "
-                        "step_in_backward again"
+                        "seen: it was set by hand, or the parameter was moved (model.to); remove() "
+                        "the handle, call step_in_backward again"
                     )
         if self._accumulation is not None:
             with torch.no_grad():
@@ -281,28 +318,33 @@ class InBackward:
             return
         self._refuse_nonfinite()
         backward_pass = self._pass or BackwardPass()
-        self.optimizer._hear(backward_pass)
+        self.optimizer._note_pass(backward_pass)
         if self._clipping.kind == "exact":
             why = f"{_NOT_FINITE}: the step was skipped"
         else:
             why = f"{_NOT_FINITE}: no step was taken, and the next pass measures again"
         self.optimizer._count_skipped_pass(backward_pass, [], why)
 
-    def _take(self, parameter: Tensor) -> None:
-        if self._of() is None:
-            if not self._has_stepped:  # a loop without step() would never notice
-                raise RuntimeError(_GONE)
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Use the gradient of a parameter, which autograd has just computed."""
+        if self._optimizer() is None:
+            # a loop without step() would never notice
+            if not self._has_stepped:
+                raise RuntimeError(_DELETED)
             return
         self._has_stepped = True
         _check_alone()
         gradient = parameter.grad
         if isinstance(gradient, StandIn):
-            # The sum grows; or the parameter left and came back, has two hooks, and the
+            # the sum grows; or the parameter left and came back, has two hooks, and the
             # first has stepped
             return
-        if (place := self._place_of(parameter)) is None:
-            refuse_replaced(self.optimizer)  # whose hooks went on to those in their places
-            return  # no group contains it any more: its gradient belongs to others
+        place = self._place_of(parameter)
+        if place is None:
+            # hooks of a replaced parameter went on to the one in its place
+            refuse_replaced(self.optimizer)
+            # no group contains it any more: its gradient belongs to others
+            return
         group = self.optimizer.param_groups[place[0]]
         if gradient is None:
             raise RuntimeError(
@@ -310,7 +352,7 @@ class InBackward:
                 "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove "
                 "that hook"
             )
-        with self._one_at_a_time, torch.no_grad():
+        with self._step_lock, torch.no_grad():
             if self._accumulation is not None:
                 self._accumulation.take(self.optimizer, group, parameter)
             else:
@@ -319,38 +361,45 @@ class InBackward:
     def _step(
         self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]
     ) -> None:
+        """Clip a gradient, take the step of its parameter, and free it."""
         clipping, groups = self._clipping, self.optimizer.param_groups
         backward_pass = self._pass
         if backward_pass is None or not backward_pass.is_under_way:
-            backward_pass = self._pass = BackwardPass()
+            backward_pass = BackwardPass()
+            self._pass = backward_pass
         backward_pass.join()
-        if clipping is None or clipping.lets(gradient, place, groups, backward_pass):
+        if clipping is None or clipping.allows_step(gradient, place, groups, backward_pass):
             self.optimizer.step_alone(group, parameter, backward_pass)
         if clipping is None:
             parameter.grad = SpentGradient(parameter)
         elif clipping.measuring:
             parameter.grad = None
         else:
-            parameter.grad = SpentGradient(parameter, clipping.norms[place], clipping.is_done_by)
+            norm = clipping.norms[place]
+            parameter.grad = SpentGradient(parameter, norm, clipping.has_clipped_by)
 
     def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
-        """The parameter's place in the groups now: ``load_state_dict`` replaces groups,
-        and users change them.
+        """Return the index of a parameter's group, and of the parameter in it, or None.
+
+        It may change: ``load_state_dict`` replaces groups, and users change them.
         """
         groups = self.optimizer.param_groups
         i, k = self._last_places.get(id(parameter), (0, 0))
         if i < len(groups) and k < len(groups[i]["params"]) and groups[i]["params"][k] is parameter:
             return i, k
         for i, group in enumerate(groups):
-            for k, each in enumerate(group["params"]):
-                if each is parameter:
-                    self._last_places[id(parameter)] = i, k
+            for k, member in enumerate(group["params"]):
+                if member is parameter:
+                    self._last_places[id(parameter)] = (i, k)
                     return i, k
         return None
 
 
 _NOT_FINITE: Final = "the norm of the whole gradient is not finite"
-_GONE = "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its handle does not keep it"
+_DELETED: Final = (
+    "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its "
+    "handle does not keep it"
+)
 
 
 def _hooks_of(parameter: Tensor) -> list[Any]:
@@ -371,46 +420,52 @@ def step_in_backward(
     first: str = "refuse",
     accumulate: str | None = None,
 ) -> InBackward:
-    r"""Step each parameter as soon as its gradient is computed, and free it: at most one
-    gradient is alive at a time.
+    r"""Step each parameter as soon as its gradient is computed, and free the gradient.
+
+    At most one gradient is alive at a time:
 
     .. math:: \text{peak} = \text{weights} + \text{state} + \max_i \text{gradient}_i, \qquad
               g \leftarrow \min(1, \mathrm{max\_norm} / (\lVert g \rVert + 10^{-6}))\, g
 
-    in place of ``weights + state + sum_i gradient_i``. Without ``clip`` the numbers are
-    those of ``optimizer.step()`` after the same pass, and ``step()`` only ends the
-    step. A used gradient becomes a placeholder without memory; a second pass before
-    ``zero_grad()``, ``GradScaler`` and several processes are refused. If a gradient is
-    not finite, its parameter skips the step; a pass warns and counts once. With
-    ``clip="exact"`` and with sums all parameters do, in ``step()``; sums warn only
-    after ``warn_after`` in a row. ``docs/in-backward.md`` has each option with an example.
+    in place of ``weights + state + sum_i gradient_i``. The second formula is clipping,
+    with ``clip``. Without it the numbers are those of ``optimizer.step()`` after the
+    same pass, and ``step()`` only ends the step. ``docs/in-backward.md`` has each
+    option with an example.
+
+    A used gradient becomes a placeholder without memory. So a second pass before
+    ``zero_grad()`` is refused, as are ``GradScaler`` and several processes.
+
+    If a gradient is not finite, its parameter skips the step, and the pass warns and
+    counts once. With ``clip="exact"``, and with sums, all parameters skip it, in
+    ``step()``. Sums warn only after ``warn_after`` skipped steps in a row.
 
     Args:
         optimizer: any of this library except :class:`FisherNaturalGradient` and
             :class:`StiffnessWrapper`.
-        clip: None; ``exact``, with the numbers of ``clip_grad_norm_`` and two passes
-            per step, the first under ``handle.measure()`` for the norm; or
-            ``previous``, one pass, clipped by the larger of the last finite norm of an
-            earlier step (``previous_norm`` of groups and states) and the norm of the
-            pass so far.
+        clip: None does not clip. ``exact`` has the numbers of ``clip_grad_norm_``, and
+            takes two passes per step, the first under ``handle.measure()`` for the
+            norm. ``previous`` takes one pass. It clips by the larger of two norms: the
+            last finite one of an earlier step, which groups and states have as
+            ``previous_norm``, and that of the pass so far.
         max_norm: the bound of the norm of the whole gradient; inf only measures norms.
-        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``,
-            which steps nothing.
-        accumulate: None or ``bfloat16``: sums of passes, rounded stochastically, in
-            ``grad``, 2 bytes per weight.
+        first: what ``clip="previous"`` does in the first pass, without a norm:
+            ``refuse`` raises, ``measure`` takes the norm and steps nothing.
+        accumulate: None, or ``bfloat16``, which sums the gradients of several passes in
+            ``grad``, rounded stochastically, with 2 bytes per weight.
 
     Returns:
-        A handle with ``remove()``, a context manager; groups and parameters added or
-        unfrozen later step as well.
+        A handle with ``remove()``, which is a context manager too. Groups and
+        parameters that are added or unfrozen later step as well.
 
     Raises:
-        TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the
-            reverse, ``clip`` with ``accumulate``.
+        TypeError: an optimizer that this is not for, or an option of another type.
+        ValueError: an option out of range, ``max_norm`` without ``clip`` or ``clip``
+            without ``max_norm``, or ``clip`` with ``accumulate``.
         RuntimeError: a gradient exists, another optimizer steps in backward already,
             there are several processes, or ``quantize_model`` has replaced parameters
             since the optimizer was made.
-        FloatingPointError: ``on_nonfinite="raise"``, in the pass, or in ``step()``
-            where that skips the whole step.
+        FloatingPointError: with ``on_nonfinite="raise"``, in the pass, or in ``step()``
+            if that skips the whole step.
 
     Example:
         >>> import fp8manifold as fm
@@ -440,8 +495,12 @@ def step_in_backward(
         )
     refuse_replaced(optimizer)
     _check_alone()
+    _check_options(clip, max_norm, first, accumulate)
     handle = InBackward(optimizer)
-    handle._clipping, handle._accumulation = _options(clip, max_norm, first, accumulate)
+    if clip is not None:
+        handle._clipping = Clipping(clip, max_norm, first)
+    if accumulate is not None:
+        handle._accumulation = Accumulation()
     handle.check_free(optimizer.param_groups)
     optimizer._in_backward = handle
     for group in optimizer.param_groups:
@@ -449,14 +508,14 @@ def step_in_backward(
     return handle
 
 
-def _options(
+def _check_options(
     clip: str | None, max_norm: float | None, first: str, accumulate: str | None
-) -> tuple[Clipping | None, Accumulation | None]:
+) -> None:
+    """Raise unless the options go together."""
     if clip is None and max_norm is not None:
         raise ValueError(
             f"max_norm={max_norm!r} needs clip='previous' (one backward pass per step, by the norm "
-            "of the step "
-            "before) or clip='exact' (two backward passes per step)"
+            "of the step before) or clip='exact' (two backward passes per step)"
         )
     if clip is None and first != "refuse":
         raise ValueError(f"first={first!r} is for clip='previous', and nothing is clipped here")
@@ -465,17 +524,15 @@ def _options(
     if clip is not None and accumulate is not None:
         raise ValueError(
             f"clip={clip!r} does not go with accumulate={accumulate!r}: sums can be clipped by "
-            "clip_grad_norm_; leave "
-            "out clip"
+            "clip_grad_norm_; leave out clip"
         )
-    clipping = None if clip is None else Clipping(clip, max_norm, first)
-    return clipping, None if accumulate is None else Accumulation()
 
 
 def _check_alone() -> None:
-    if is_distributed() and (size := torch.distributed.get_world_size()) > 1:
+    """Raise RuntimeError if there are several processes."""
+    size = torch.distributed.get_world_size() if is_distributed() else 1
+    if size > 1:
         raise RuntimeError(
             f"step_in_backward works in one process, and here are {size}: a step would be taken "
-            "before the "
-            "gradients have been summed over them"
+            "before the gradients have been summed over them"
         )

@@ -1,5 +1,17 @@
-"""Gradients under steps in the backward pass: clipped by a norm, spent without memory,
-summed in bfloat16.
+"""Gradients under steps in the backward pass: spent, summed, clipped.
+
+After its step a parameter's ``grad`` is a `StandIn`, a tensor without the memory of a
+gradient. torch sends each operator on it to `__torch_dispatch__`:
+
+    StandIn       SpentGradient      used and freed. Adding, reading and zeroing raise;
+                                     `clip_grad_norm_` may read its norm and scale it by
+                                     the factor that it was clipped by.
+                  GradientSum        accumulate="bfloat16": autograd's additions go into
+                                     a sum in bfloat16; it may be read and scaled.
+
+`Accumulation` puts sums in the place of first gradients, and steps by them in
+``optimizer.step()``. `Clipping` knows the norms of the step under way, by which each
+gradient is clipped before its step. `InBackward` in ``__init__.py`` calls both.
 """
 
 import math
@@ -33,7 +45,7 @@ _CLIPPED: Final = (
     "norm of the whole gradient and the max_norm of step_in_backward, or with inf; it was called "
     "with another factor"
 )
-_HELD: Final = (
+_SUMMED: Final = (
     "this gradient is a sum in bfloat16, kept by step_in_backward(accumulate='bfloat16'): it may "
     "be read, clipped by norm and scaled by one number, but not changed otherwise"
 )
@@ -48,8 +60,9 @@ _NORMS: Final = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._fore
 
 
 class StandIn(Tensor):
-    """A tensor with the shape and dtype of a gradient, without its memory; subclasses
-    implement the operators.
+    """A tensor with the shape and dtype of a gradient, without its memory.
+
+    Subclasses say what operators on it do.
     """
 
     @staticmethod
@@ -61,43 +74,55 @@ class StandIn(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    added: Callable[[Tensor], None]
-    scaled: Callable[[Any], None]
-    zeroed: Callable[[], None]
-    asked: Callable[[Any, Any, Any], Any]
+    #: A gradient is added to it in place.
+    on_add: Callable[[Tensor], None]
+    #: It is multiplied in place.
+    on_scale: Callable[[Any], None]
+    #: It is set to zero in place.
+    on_zero: Callable[[], None]
+    #: Any other operator (function, arguments, keyword arguments).
+    on_other: Callable[[Any, Any, Any], Any]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Dispatch each operator to the stand-in's method. torch detaches gradients
-        before it sets them to None.
+        """Call the method of the stand-in for an operator.
+
+        Operators on lists may have ordinary gradients beside stand-ins.
         """
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
+            # torch detaches a gradient before it sets it to None
             return args[0]
-        each = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         if func is _ADD and isinstance(args[0], StandIn):
-            args[0].added(args[1])
+            args[0].on_add(args[1])
         elif func in _SCALES and not isinstance(args[1], list | tuple):
-            for one in each:
-                (one.scaled if isinstance(one, StandIn) else one.mul_)(args[1])
+            for tensor in tensors:
+                if isinstance(tensor, StandIn):
+                    tensor.on_scale(args[1])
+                else:
+                    tensor.mul_(args[1])
         elif func in _ZEROING:
-            for one in each:
-                (one.zeroed if isinstance(one, StandIn) else one.zero_)()
+            for tensor in tensors:
+                if isinstance(tensor, StandIn):
+                    tensor.on_zero()
+                else:
+                    tensor.zero_()
         else:
-            found: list[StandIn] = []
-            tree_map_only(StandIn, found.append, (args, kwargs))
-            return found[0].asked(func, args, kwargs)
+            stand_ins: list[StandIn] = []
+            tree_map_only(StandIn, stand_ins.append, (args, kwargs))
+            return stand_ins[0].on_other(func, args, kwargs)
+        # operators on lists return nothing, those on a tensor the tensor
         return None if func._schema.name.startswith("aten::_foreach") else args[0]
 
 
 class SpentGradient(StandIn):
-    """A gradient that has been used and freed: shape and dtype, and an error for nearly
-    every operator.
+    """A gradient that has been used and freed.
 
-    ``clip_grad_norm_`` may read its ``norm``, where it was measured, and scale it where
-    ``may_scale`` knows the factor.
+    It has shape and dtype, and raises for nearly every operator. `clip_grad_norm_` may
+    read its norm, if it was measured, and scale it, if ``may_scale`` accepts the factor.
     """
 
     def __init__(
@@ -106,120 +131,131 @@ class SpentGradient(StandIn):
         norm: Tensor | None = None,
         may_scale: Callable[[float], bool] | None = None,
     ) -> None:
-        self.norm_before, self.may_scale = norm, may_scale
+        # before clipping; ``norm`` is a method of tensors
+        self.norm_before = norm
+        self.may_scale = may_scale
 
-    def added(self, gradient: Tensor) -> None:
+    def on_add(self, gradient: Tensor) -> None:
         raise RuntimeError(_SPENT)
 
-    def scaled(self, factor: Any) -> None:
-        """Change nothing if the gradient was clipped by this factor before its use;
-        refuse any other.
-        """
+    def on_scale(self, factor: Any) -> None:
+        """Do nothing if the gradient was clipped by this factor; refuse any other."""
         if self.may_scale is None:
             raise RuntimeError(_SPENT)
         if (isinstance(factor, Tensor) and factor.dim()) or not self.may_scale(float(factor)):
             raise RuntimeError(_CLIPPED)
 
-    def zeroed(self) -> None:
+    def on_zero(self) -> None:
         raise RuntimeError(_ZEROED)
 
-    def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the 2-norm where it is known; refuse everything else."""
+    def on_other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the 2-norm of the whole gradient, if it is known; refuse all else."""
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-        whole = len(args) < 3 and not kwargs.get("dim") and not kwargs.get("keepdim")
-        if func not in _NORMS or order != 2 or not whole or self.norm_before is None:
+        is_whole = len(args) < 3 and not kwargs.get("dim") and not kwargs.get("keepdim")
+        if func not in _NORMS or order != 2 or not is_whole or self.norm_before is None:
             raise RuntimeError(_SPENT)
         if func is _NORMS[0]:
             return self.norm_before
         return [
-            one.norm_before if isinstance(one, SpentGradient) else torch.linalg.vector_norm(one)
-            for one in args[0]
+            g.norm_before if isinstance(g, SpentGradient) else torch.linalg.vector_norm(g)
+            for g in args[0]
         ]
 
 
-FOR_SUMS: Final = 4  #: A fourth key word, which separates the draws of sums from those of steps.
+FOR_SUMS: Final = 4
+"""A fourth key word, which separates the draws of sums from those of steps."""
 
 
 class GradientSum(StandIn):
-    r"""The sum of the gradients of several backward passes, in bfloat16, rounded
-    stochastically after each.
+    r"""The sum of the gradients of several backward passes, in bfloat16.
+
+    It is rounded stochastically after each.
 
     .. math:: s_1 = \mathrm{round}(g_1), \qquad s_i = \mathrm{round}(s_{i-1} + g_i)
 
-    Read, it is a tensor of the gradient's dtype. A number that it is multiplied by is
-    stored beside the sum.
+    Operators read it as a tensor in the dtype of the gradient. A number that it is
+    multiplied by is stored beside the sum.
+
+    Args:
+        parameter: has the first gradient.
+        words: seed, step and stream, the key of the draws.
     """
 
     def __init__(self, parameter: Tensor, words: tuple[int, int, int]) -> None:
-        self.words, self.count = words, 0
+        self.words = words
+        self.count = 0
         self.factor: Tensor | None = None
         assert parameter.grad is not None
-        self.held = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
-        self.added(parameter.grad)
+        self.stored = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+        self.on_add(parameter.grad)
 
-    def added(self, gradient: Tensor) -> None:
+    def on_add(self, gradient: Tensor) -> None:
         """Add a gradient, and round the sum to bfloat16 once."""
         if self.factor is not None:
             raise RuntimeError(
-                f"{_HELD}; this one was scaled already, and another gradient comes: clip after the "
-                "last"
+                f"{_SUMMED}; this one was scaled already, and another gradient comes: clip after "
+                "the last"
             )
         key = DrawKey((*self.words, FOR_SUMS, self.count))
-        draws = draw_range(0, self.held.numel(), key, self.held.device).view(self.held.shape)
-        self.held.copy_(to_half(self.held.float() + gradient.float(), torch.bfloat16, draws))
+        draws = draw_range(0, self.stored.numel(), key, self.stored.device)
+        total = self.stored.float() + gradient.float()
+        self.stored.copy_(to_half(total, torch.bfloat16, draws.view(self.stored.shape)))
         self.count += 1
 
-    def scaled(self, factor: Any) -> None:
+    def on_scale(self, factor: Any) -> None:
         """Multiply the factor that is stored beside the sum."""
         if isinstance(factor, Tensor) and factor.dim():
-            raise RuntimeError(_HELD)
-        factor = torch.as_tensor(factor, dtype=torch.float32, device=self.held.device)
+            raise RuntimeError(_SUMMED)
+        factor = torch.as_tensor(factor, dtype=torch.float32, device=self.stored.device)
         self.factor = factor if self.factor is None else self.factor * factor
 
-    def zeroed(self) -> None:
-        self.held.zero_()
+    def on_zero(self) -> None:
+        self.stored.zero_()
         self.factor = None
 
     def value(self) -> Tensor:
-        """A copy of the scaled sum in the parameter's dtype."""
-        whole = self.held.to(self.dtype, copy=True)
-        return whole if self.factor is None else whole.mul_(self.factor)
+        """Return a copy of the scaled sum, in the dtype of the parameter."""
+        copy = self.stored.to(self.dtype, copy=True)
+        return copy if self.factor is None else copy.mul_(self.factor)
 
-    def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Apply an operator that changes nothing to the sum's value."""
+    def on_other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Apply an operator to the value of the sum; refuse one that changes it."""
         if func._schema.is_mutable:
-            raise RuntimeError(_HELD)
+            raise RuntimeError(_SUMMED)
         return func(*tree_map_only(GradientSum, GradientSum.value, args), **kwargs)
 
 
 class Accumulation:
-    """The accumulated gradients of an optimizer's parameters between two calls of
-    ``optimizer.step()``.
-    """
+    """The sums of gradients between two calls of ``optimizer.step()``."""
 
     def __init__(self) -> None:
+        # as `twins` counts them, computed once in a step
         self._twins: dict[Tensor, int] = {}
 
     def take(self, optimizer: Any, group: dict[str, Any], parameter: Tensor) -> None:
         """Put a sum in the place of a parameter's first gradient."""
         state = optimizer.state.get(parameter, {})
         stream = state.get("stream")
-        if stream is None:  # take the one that the parameter's first step would give it
+        if stream is None:
+            # the one that the parameter's first step will give it
             if parameter not in self._twins:
-                self._twins = twins([p for each in optimizer.param_groups for p in each["params"]])
-            twin, alone, begun = (
+                parameters = [p for other in optimizer.param_groups for p in other["params"]]
+                self._twins = twins(parameters)
+            stream = new_stream(
+                parameter,
                 self._twins[parameter],
-                len(self._twins) == 1,
+                optimizer.state,
                 optimizer.streams_begun,
+                draws=True,
+                alone=len(self._twins) == 1,
             )
-            stream = new_stream(parameter, twin, optimizer.state, begun, draws=True, alone=alone)
-        parameter.grad = GradientSum(
-            parameter, (group["seed"], steps_taken(state) + 1, int(stream))
-        )
+        words = (group["seed"], steps_taken(state) + 1, int(stream))
+        parameter.grad = GradientSum(parameter, words)
 
     def finish(self, optimizer: Any) -> None:
-        """Step by all sums, and free them; if one is not finite, skip every step and
-        leave the sums.
+        """Step with the accumulated gradients, and free them.
+
+        If any is not finite, skip all steps and leave the sums.
         """
         self._twins = {}
         members = [(group, p) for group in optimizer.param_groups for p in group["params"]]
@@ -239,12 +275,14 @@ class Accumulation:
 
 _KINDS: Final = ("previous", "exact")
 _FIRSTS: Final = ("refuse", "measure")
-_CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in another order
+# the relative difference of two sums of the same squares in another order
+_CLOSE: Final = 1e-5
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient, of shape (), in float32 or in the gradient's dtype
-    where that is wider.
+    """Return the 2-norm of a gradient, of shape ().
+
+    It is in float32, or in the dtype of the gradient if that is wider.
     """
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(
@@ -254,7 +292,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def clip_factor(total: Tensor, max_norm: float) -> Tensor:
-    r"""The factor of ``clip_grad_norm_``, at most 1.
+    r"""Return the factor of ``clip_grad_norm_``, at most 1.
 
     .. math:: c = \min(1, \mathrm{max\_norm} / (\lVert g \rVert + 10^{-6}))
     """
@@ -262,10 +300,18 @@ def clip_factor(total: Tensor, max_norm: float) -> Tensor:
 
 
 class Clipping:
-    """The norm of every gradient of the step under way, and the factor that clips them.
+    """The norms of the gradients of the step under way, and the factor that clips them.
 
-    Its arguments are those of :func:`step_in_backward`. With ``previous`` every group
-    holds the last finite norm as ``previous_norm``, None before the first.
+    A step under way is one or more backward passes, until ``optimizer.step()`` ends it.
+    With ``exact`` a pass that only measures came before it, and its norm is the one to
+    clip by. With ``previous`` it is the norm of the step before, which every group has
+    as ``previous_norm`` (None before the first), or that of the pass so far if it is
+    larger.
+
+    Args:
+        kind: ``exact`` or ``previous``, ``clip`` of :func:`step_in_backward`.
+        max_norm: as there.
+        first: as there.
     """
 
     def __init__(self, kind: str, max_norm: float | None, first: str) -> None:
@@ -281,134 +327,155 @@ class Clipping:
                 f"first={first!r} is for clip='previous': every step of clip={kind!r} has its own "
                 "pass"
             )
-        self.kind, self.max_norm, self.first = kind, float(max_norm), first
+        self.kind = kind
+        self.max_norm = float(max_norm)
+        self.first = first
         self.measuring = False
-        self.norms: dict[
-            tuple[int, int], Tensor
-        ] = {}  # by the index of a group, and that of a parameter there
-        self.is_left_out = (
-            False  # the pass under way steps nothing: it only measures, or its norm is not finite
-        )
+        # by the index of a group, and that of a parameter there
+        self.norms: dict[tuple[int, int], Tensor] = {}
+        # the pass under way steps nothing: it only measures, or its norm is not finite
+        self.is_left_out = False
+        # with ``exact``: the norm that a pass under `measure` has taken
         self._measured: Tensor | None = None
-        self._now: Tensor | None = None
+        # the factor of the step under way; None if it only measures
+        self._step_factor: Tensor | None = None
         # what the norm so far may be before it clips more than the previous one does
         self._limit = math.inf
-        self._so_far: Tensor | None = None
+        self._norm_so_far: Tensor | None = None
         self._passes: list[BackwardPass] = []
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
-        """Add ``previous_norm`` to groups without one: that of the other groups, else
-        None.
-        """
+        """Add ``previous_norm`` to groups without one, from the other groups, or None."""
         if self.kind == "previous":
-            known = next(
-                (group["previous_norm"] for group in groups if "previous_norm" in group), None
-            )
+            norms = [group["previous_norm"] for group in groups if "previous_norm" in group]
+            norm = norms[0] if norms else None
             for group in groups:
-                group.setdefault("previous_norm", known)
+                group.setdefault("previous_norm", norm)
 
     def forget(self) -> None:
-        self.norms, self._measured, self.is_left_out = {}, None, False
-        self._so_far, self._passes = None, []
+        """Forget the step under way."""
+        self.norms = {}
+        self._measured = None
+        self.is_left_out = False
+        self._norm_so_far = None
+        self._passes = []
 
     def forget_broken(self) -> None:
-        """Forget the step under way if an exception ended a backward pass of it: its
-        norm is that of a part.
+        """Forget the step under way if an exception ended a backward pass of it.
+
+        Its norm is that of a part of the gradient.
         """
         if any(backward_pass.has_failed for backward_pass in self._passes):
             self.forget()
 
-    def lets(
+    def allows_step(
         self,
         gradient: Tensor,
         place: tuple[int, int],
         groups: list[dict[str, Any]],
         backward_pass: BackwardPass,
     ) -> bool:
-        """Measure the norm of a gradient and clip it in place; True if its parameter
-        may step.
+        """Measure the norm of a gradient, and clip it in place.
+
+        Args:
+            gradient: of a parameter.
+            place: the index of the parameter's group, and of the parameter in it.
+            groups: the groups of the optimizer.
+            backward_pass: the pass under way.
+
+        Returns:
+            True if the parameter may step.
         """
         self.forget_broken()
         if place in self.norms:
-            end = (
-                "measure() takes the norm of one backward pass"
-                if self.measuring
-                else "call optimizer.step() after"
-            )
+            if self.measuring:
+                advice = "measure() takes the norm of one backward pass"
+            else:
+                advice = "call optimizer.step() after each, which ends a step and keeps its norm"
             raise RuntimeError(
                 "a second backward pass before the step of the first has ended, under "
-                f"clip={self.kind!r}: "
-                f"{end}{'' if self.measuring else ' each, which ends a step and keeps its norm'}"
+                f"clip={self.kind!r}: {advice}"
             )
         if not self.norms:
-            self._now = None if self.measuring else self._factor(groups)
+            self._step_factor = None if self.measuring else self._factor_of_step(groups)
         if backward_pass not in self._passes:
             self._passes.append(backward_pass)
-        norm = self.norms[place] = norm_of(gradient)
-        if self._now is None or self.is_left_out:
+        norm = norm_of(gradient)
+        self.norms[place] = norm
+        if self._step_factor is None or self.is_left_out:
             return False
-        if self._now != 1:
-            gradient.mul_(self._now)
+        if self._step_factor != 1:
+            gradient.mul_(self._step_factor)
         if self._limit < math.inf:
-            excess = self._excess(norm)
-            if not (excess.is_cpu and excess == 1):  # a GPU is not waited for
-                gradient.mul_(excess)
+            factor = self._factor_of_norm_so_far(norm)
+            # on a GPU the comparison would wait
+            is_one = factor.is_cpu and factor == 1
+            if not is_one:
+                gradient.mul_(factor)
         return True
 
-    def _excess(self, norm: Tensor) -> Tensor:
-        """The factor by which the norm so far clips a gradient more than the previous
-        norm does: 1 below the limit, NaN for a norm that is not finite.
+    def _factor_of_norm_so_far(self, norm: Tensor) -> Tensor:
+        """Add a norm to that so far, and return what that clips by beyond the previous one.
+
+        It is 1 below the limit, and NaN for a norm that is not finite.
         """
         finite = norm.nan_to_num(0.0, 0.0)
-        if self._so_far is None:
-            self._so_far = finite
+        if self._norm_so_far is None:
+            self._norm_so_far = finite
         else:
-            self._so_far = torch.hypot(self._so_far.to(norm.device), finite)
+            self._norm_so_far = torch.hypot(self._norm_so_far.to(norm.device), finite)
         limit = torch.tensor(self._limit, dtype=norm.dtype)
-        # the difference is 0, or NaN
-        return limit / torch.clamp(self._so_far, min=self._limit) + (norm - norm)
+        zero_or_nan = norm - norm
+        return limit / torch.clamp(self._norm_so_far, min=self._limit) + zero_or_nan
 
     def measured(self, groups: list[dict[str, Any]]) -> bool:
-        """Take over the norm of a pass that only measured; False if it is not finite
-        and would be the previous one.
+        """Take over the norm of a pass that only measured.
+
+        Returns:
+            False if it is not finite, and would have been the previous norm.
         """
         if not self.norms:
             raise RuntimeError(
                 "measure() has seen no gradient: no backward pass ran in it that reaches a "
                 "parameter"
             )
-        total, self.norms = self._total(), {}
+        total = self._total_norm()
+        self.norms = {}
         self._passes = []
         if self.kind == "exact":
             self._measured = total.cpu()
             return True
-        return _keep(total, groups)
+        return _store_norm(total, groups)
 
     def end(self, groups: list[dict[str, Any]]) -> bool:
-        """End a step and store its norm for the next; True if the step was skipped, as
-        the norm is not finite.
+        """End a step, and store its norm for the next one.
+
+        Returns:
+            True if the step was skipped, because the norm is not finite.
         """
         self.forget_broken()
         is_skipped = self.is_left_out and self.kind == "exact"
         if self.norms and self.kind == "previous":
-            is_kept = _keep(self._total(), groups)
-            is_skipped = self.is_left_out and not is_kept
+            is_finite = _store_norm(self._total_norm(), groups)
+            is_skipped = self.is_left_out and not is_finite
         self.forget()
         return is_skipped
 
-    def is_done_by(self, factor: float) -> bool:
-        """True for 1, and for the factor of ``clip_grad_norm_`` in this step, whose
-        gradients are clipped already.
+    def has_clipped_by(self, factor: float) -> bool:
+        """Return True if the gradients of this step are clipped by a factor already.
+
+        They are by 1, and by that of ``clip_grad_norm_`` for this step.
         """
         if factor == 1:
             return True
-        own = float(clip_factor(self._total(), self.max_norm)) if self.norms else math.inf
-        return math.isclose(factor, own, rel_tol=_CLOSE) or (math.isnan(factor) and math.isnan(own))
+        expected = math.inf
+        if self.norms:
+            expected = float(clip_factor(self._total_norm(), self.max_norm))
+        are_nan = math.isnan(factor) and math.isnan(expected)
+        return are_nan or math.isclose(factor, expected, rel_tol=_CLOSE)
 
-    def _factor(self, groups: list[dict[str, Any]]) -> Tensor | None:
-        """The factor of the pass that begins; None for a pass that only measures the
-        first norm.
-        """
+    def _factor_of_step(self, groups: list[dict[str, Any]]) -> Tensor | None:
+        """Return the factor of the step that begins, or None if it only measures."""
         self._limit = math.inf
         if math.isinf(self.max_norm):
             return torch.ones(())
@@ -417,21 +484,23 @@ class Clipping:
                 raise RuntimeError(_without_norm("exact", "each step"))
             self.is_left_out = not math.isfinite(self._measured)
             return clip_factor(self._measured, self.max_norm)
-        known = groups[0].get("previous_norm")
-        if known is not None:
-            self._limit = max(known * (1 + _CLOSE), self.max_norm)
-            return clip_factor(torch.tensor(known, dtype=torch.float32), self.max_norm)
+        previous_norm = groups[0].get("previous_norm")
+        if previous_norm is not None:
+            self._limit = max(previous_norm * (1 + _CLOSE), self.max_norm)
+            return clip_factor(torch.tensor(previous_norm, dtype=torch.float32), self.max_norm)
         if self.first == "refuse":
-            more = (
-                ", or give step_in_backward(first='measure'), which takes no step in the first pass"
+            raise RuntimeError(
+                _without_norm("previous", "the first step")
+                + ", or give step_in_backward(first='measure'), which takes no step in the first "
+                "pass"
             )
-            raise RuntimeError(_without_norm("previous", "the first step") + more)
         self.is_left_out = True
         return None
 
-    def _total(self) -> Tensor:
-        """The norm of all gradients of the step, in the order in which
-        ``clip_grad_norm_`` reduces the parameters.
+    def _total_norm(self) -> Tensor:
+        """Return the norm of all gradients of the step.
+
+        It is summed in the order in which ``clip_grad_norm_`` reduces the parameters.
         """
         norms = [self.norms[place] for place in sorted(self.norms)]
         total: Tensor = torch.linalg.vector_norm(
@@ -443,14 +512,14 @@ class Clipping:
 def _without_norm(kind: str, when: str) -> str:
     return (
         f"clip={kind!r} has no norm to clip by: before {when} take it with `with handle.measure(): "
-        "loss.backward()`, "
-        "which takes no step"
+        "loss.backward()`, which takes no step"
     )
 
 
-def _keep(total: Tensor, groups: list[dict[str, Any]]) -> bool:
-    """Write the norm to all groups; one that is not finite leaves the previous one, and
-    returns False.
+def _store_norm(total: Tensor, groups: list[dict[str, Any]]) -> bool:
+    """Write a norm to all groups as the previous one, and return True.
+
+    One that is not finite is not written, and False is returned.
     """
     norm = float(total)
     if not math.isfinite(norm):

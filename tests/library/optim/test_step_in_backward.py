@@ -406,7 +406,7 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
             [p.grad for p in model.parameters()], sums.values(), strict=True
         ):
             assert isinstance(gradient, GradientSum)
-            assert gradient.held.dtype is torch.bfloat16
+            assert gradient.stored.dtype is torch.bfloat16
             assert torch.equal(gradient.float(), rounded.float())
         if clips:
             norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in (plain, model)]
