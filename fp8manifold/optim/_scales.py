@@ -1,12 +1,19 @@
-"""Scales that a step changes: doubled at the end of the range, fitted to first values,
-narrowed where far too large.
+"""Scales of one-byte weights that a step changes: widened, fitted or narrowed.
 
-A weight at the end of its range has its row, block or tensor widened after the step, if
-its own gradient or first average is not 0: weights that nothing moves stay to the byte.
-The scale of weights that all are 0 is fitted to the targets of the step that moves
-them, which follow from the stored state alone: shards and resumed runs have the same
-bits. A scale 16 times as large as that of a new parameter of these weights is narrowed,
-exactly, when S_ref is due.
+    narrowed  before a step, when S_ref is due: a scale at least 16 times as large as
+              that of a new parameter of these weights. No value moves.
+    fitted    in a step: the scale of weights that all are 0, to the targets of the step
+              that moves them. `mark_zero` finds such scales before the step,
+              `fit_scales` computes the new ones, `take_fitted` sets them after it.
+    widened   after a step: doubled, if it leaves a weight at the end of the range, and
+              that weight moves (`widen_full`). Weights that nothing moves stay to the
+              byte.
+
+A scale belongs to a row, a block, a square or the whole tensor. All decisions follow
+from the stored state alone, so shards and resumed runs have the same bits. Where
+several processes share one scale they agree by an all-reduce (`_largest_anywhere`).
+When spacings change, S_ref is computed again. `ManifoldOptimizer._take` and
+``_prepare`` call these functions; kernels on a GPU widen most scales by themselves.
 """
 
 import logging
@@ -28,64 +35,71 @@ from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
 
 _LOG: Final = logging.getLogger("fp8manifold")
-_FEW: Final = 16  #: Codes at the start of a row, one of which nearly always is not 0.
-_ROOM: Final = 2.0  #: Room for a second step as long as the first, for weights that were 0.
+_FEW: Final = 16
+"""Codes at the start of a row, one of which nearly always is not 0."""
+_ROOM: Final = 2.0
+"""Room for a second step as long as the first, for weights that were 0."""
 
 
-def _held(slot: Slot) -> FP8Tensor:
-    held = local_of(slot.parameter)
-    assert isinstance(held, FP8Tensor)
-    return held
+def _encoded(slot: Slot) -> FP8Tensor:
+    """Return the part of a slot's parameter that this process has."""
+    tensor = local_of(slot.parameter)
+    assert isinstance(tensor, FP8Tensor)
+    return tensor
 
 
 def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Double and count the scales of one-byte parameters that a step has left a weight
-    at the end of.
+    """Double the scales under which a step has left a weight at the end of the range.
 
-    A process widens the scales of its own rows; for a scale that several processes
-    share the flag is all-reduced.
+    The optimizer counts them. A process widens the scales of its own rows, and those
+    that several processes share together with them.
     """
-    kept = [slot for slot in slots if slot.spec.storage == "codes"]
-    found = {slot: _holds_last(slot) for slot in kept}
+    coded = [slot for slot in slots if slot.spec.storage == "codes"]
+    is_full = {slot: _has_largest_code(slot) for slot in coded}
     shared = {
-        slot: [int(found[slot])] for slot in kept if has_one_scale(slot) and slot.share is not None
+        slot: [int(is_full[slot])]
+        for slot in coded
+        if has_one_scale(slot) and slot.share is not None
     }
-    found |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(shared).items()}
-    for slot in kept:
-        if found[slot]:
+    is_full |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(shared).items()}
+    for slot in coded:
+        if is_full[slot]:
+            # a GPU's kernel may have doubled them
             changed = sum(slot.doubled) if slot.doubled else _widen(slot)
-            optimizer.widened_scales += own_count(slot, changed)
+            optimizer.widened_scales += counted_here(slot, changed)
             if changed and has_one_scale(slot):
                 optimizer._refresh(slot)
-    for slot in slots:  # backends report it, as they look at each code
+    for slot in slots:
+        # backends report it, as they look at each code
         if slot.has_zero_rows and not any(slot.has_zero_rows):
-            _fill(_held(slot))
+            _remember_filled(_encoded(slot))
 
 
 def has_one_scale(slot: Slot) -> bool:
-    """True if all weights share a scale, those of other processes too."""
+    """Return True if all weights share a scale, those of other processes too."""
     return slot.kept_scale is not None and not slot.kept_scale.dim()
 
 
 def _largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
-    """The largest of each flag of sharded slots over their processes, by one all-reduce
-    for each group of these.
+    """Return the largest of each flag of sharded slots over the processes.
+
+    There is one all-reduce for all slots of the same group of processes.
     """
-    together: dict[int, tuple[Ranks, list[Slot]]] = {}
+    slots_by_group: dict[int, tuple[Ranks, list[Slot]]] = {}
     for slot in flags:
-        together.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(slot)
-    found: dict[Slot, list[int]] = {}
-    for ranks, slots in together.values():
-        here = torch.tensor(
-            [flags[slot] for slot in slots], dtype=torch.int32, device=slots[0].device
-        )
-        found |= dict(zip(slots, ranks.largest(here).tolist(), strict=True))
-    return found
+        slots_by_group.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(slot)
+    largest: dict[Slot, list[int]] = {}
+    for ranks, slots in slots_by_group.values():
+        rows = [flags[slot] for slot in slots]
+        local = torch.tensor(rows, dtype=torch.int32, device=slots[0].device)
+        largest |= dict(zip(slots, ranks.largest(local).tolist(), strict=True))
+    return largest
 
 
-def _holds_last(slot: Slot) -> bool:
-    """True where a code of the largest magnitude is left, by the backend's flag where
-    it has one.
+def _has_largest_code(slot: Slot) -> bool:
+    """Return True if a step has left a code of the largest magnitude.
+
+    A backend that has looked at the codes says so in ``saturated``.
     """
     codes, fmt = slot.weight, slot.fmt
     if slot.saturated or not codes.numel():
@@ -95,70 +109,74 @@ def _holds_last(slot: Slot) -> bool:
 
 
 def _widen(slot: Slot) -> int:
-    """Double each scale under which a moving weight is the format's largest, and return
-    how many were doubled.
+    """Double each scale under which a moving weight is the format's largest.
+
+    Returns:
+        The number of scales that were doubled.
     """
-    held = _held(slot)
-    old, fmt = held.scale, held.format
-    largest = largest_magnitude(torch.where(_moved(slot), held.codes, 0), old, fmt, held.block_size)
-    largest = largest if old.dim() else slot.ranks.largest(largest)
+    tensor = _encoded(slot)
+    old, fmt = tensor.scale, tensor.format
+    moving_codes = torch.where(_moving(slot), tensor.codes, 0)
+    largest = largest_magnitude(moving_codes, old, fmt, tensor.block_size)
+    if not old.dim():
+        largest = slot.ranks.largest(largest)
     new = torch.where((largest >= old * fmt.max) & (old * 2 <= widest_scale(fmt)), old * 2, old)
-    if not (count := int((new != old).sum())):
+    count = int((new != old).sum())
+    if not count:
         return 0
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info(
-            "%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new)
+            "%s of shape %s saturates: %s", fmt.name, tuple(tensor.shape), describe_change(old, new)
         )
-    if held.numel():
-        _rewrite(slot, scales_in_runs(held, new)[0])
-    held.set_scale_(new)
+    if tensor.numel():
+        _rewrite(slot, scales_in_runs(tensor, new)[0])
+    tensor.set_scale_(new)
     return count
 
 
-def _moved(slot: Slot) -> Tensor:
-    """A mask of weights with a gradient or first average that is not 0; in a steady
-    step those of the parameter.
-    """
-    first, shape = slot.spec.first_moment, _held(slot).codes.shape
+def _moving(slot: Slot) -> Tensor:
+    """Return a mask of the weights whose gradient or first average is not 0."""
+    first = slot.spec.first_moment
+    shape = _encoded(slot).codes.shape
     if "gradient" in slot.tensors:
-        moving = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
+        tensors = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
     else:
-        moving = [slot.parameter.grad, *([slot.state[first]] if first else [])]  # type: ignore[list-item]
-    return torch.stack([_is_not_zero(each).view(shape) for each in moving]).any(0)
+        # a table of steady steps holds no tensors
+        tensors = [slot.parameter.grad, *([slot.state[first]] if first else [])]  # type: ignore[list-item]
+    return torch.stack([_is_not_zero(tensor).view(shape) for tensor in tensors]).any(0)
 
 
 def _is_not_zero(x: Tensor) -> Tensor:
-    return (
-        (x & 0x7F) if x.dtype is torch.uint8 else x
-    ) != 0  # codes of moments have a zero of either sign
+    # codes of moments have a zero of either sign
+    magnitude = (x & 0x7F) if x.dtype is torch.uint8 else x
+    return magnitude != 0
 
 
 def _rewrite(slot: Slot, new: Tensor) -> None:
-    """Round the weights of every scale that changes to its new grid; ``new`` is as
-    :func:`scales_in_runs` has it.
+    """Round the weights of every scale that changes to its new grid.
+
+    ``new`` has the new scales, as :func:`scales_in_runs` returns them.
     """
-    fmt, scale, view, bits = (
-        slot.fmt,
-        slot.scale,
-        slot.view_in(blocks=False),
-        slot.spec.residual_bits,
-    )
+    fmt = slot.fmt
+    scale = slot.scale
+    view = slot.view_in(blocks=False)
+    bits = slot.spec.residual_bits
     assert fmt is not None
     assert scale is not None
     codes = local_of(slot.parameter).codes
-    of_rows = [row_view(each, codes.shape, view).reshape(-1, 1) for each in (scale, new)]
-    rows = (of_rows[0] != of_rows[1]).flatten().nonzero().flatten()
-    weight = codes.view(len(of_rows[0]), -1)
+    old_by_row = row_view(scale, codes.shape, view).reshape(-1, 1)
+    new_by_row = row_view(new, codes.shape, view).reshape(-1, 1)
+    rows = (old_by_row != new_by_row).flatten().nonzero().flatten()
+    weight = codes.view(len(old_by_row), -1)
     arrays = {"weight": weight[rows]}
     if bits:
         residual = local_of(slot.state["residual"]).view(weight.shape)
         arrays["residual"] = residual[rows]
-    x = load_weights(slot.spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
+    x = load_weights(slot.spec, arrays, torch.float32).x * (old_by_row / new_by_row)[rows]
     offset = 0 if slot.share is None else slot.share.offset
-    places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(
-        weight.shape[1], device=x.device
-    )
-    draws = draw_of(words_at(places, (*slot.draw_words, FOR_RESCALING)))
+    columns = torch.arange(weight.shape[1], device=x.device)
+    positions = (rows * weight.shape[1] + offset).unsqueeze(1) + columns
+    draws = draw_of(words_at(positions, (*slot.draw_words, FOR_RESCALING)))
     if bits:
         rounded, rest = split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, arrays["weight"])
         residual[rows] = rest.to(torch.int8)
@@ -167,69 +185,77 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
     weight[rows] = keep_nan_codes(rounded, arrays["weight"], fmt)
 
 
-def zero_scales(held: FP8Tensor) -> Tensor | None:
-    """The scales whose weights all are 0, as a mask in their shape; None for none, and
-    while a step has left none.
+def zero_scales(tensor: FP8Tensor) -> Tensor | None:
+    """Return a mask of the scales under which every weight is zero, or None.
+
+    None is returned if there is no such scale. That is remembered until codes change.
     """
-    if not held.codes.numel() or (
-        not held.codes.is_inference() and held.filled == held.codes._version
+    if not tensor.codes.numel() or (
+        not tensor.codes.is_inference() and tensor.filled == tensor.codes._version
     ):
         return None
-    if isinstance(held.block_size, tuple):
-        zero = held.largest() == 0  # a NaN beside zeros stays one
+    if isinstance(tensor.block_size, tuple):
+        # a NaN beside zeros is not 0
+        zero = tensor.largest() == 0
     else:
-        codes = held.codes.view(held.kept_scale.numel(), -1)
-        zero = ~_used(held, codes[:, :_FEW])
-        if (some := zero.nonzero().flatten()).numel():
-            zero[some] = ~_used(held, codes[some])
-        zero = zero.view(held.kept_scale.shape)
+        codes = tensor.codes.view(tensor.kept_scale.numel(), -1)
+        # a look at the first few codes rules most rows out
+        zero = ~_has_nonzero(tensor, codes[:, :_FEW])
+        candidates = zero.nonzero().flatten()
+        if candidates.numel():
+            zero[candidates] = ~_has_nonzero(tensor, codes[candidates])
+        zero = zero.view(tensor.kept_scale.shape)
     if bool(zero.any()):
         return zero
-    _fill(held)
+    _remember_filled(tensor)
     return None
 
 
-def _fill(held: FP8Tensor) -> None:
+def _remember_filled(tensor: FP8Tensor) -> None:
     """Remember, until codes change, that every scale has a weight that is not 0."""
-    if not held.codes.is_inference():
-        held.filled = held.codes._version
+    if not tensor.codes.is_inference():
+        tensor.filled = tensor.codes._version
 
 
-def _used(held: FP8Tensor, rows: Tensor) -> Tensor:
-    """Rows with a code that is neither 0 nor -0."""
-    negative = held.format.sign_bit if held.format.has_negative_zero else 0
-    return ((rows & (0xFF ^ negative)) != 0).any(1)
+def _has_nonzero(tensor: FP8Tensor, rows: Tensor) -> Tensor:
+    """Return a mask of the rows with a code that is neither 0 nor -0."""
+    sign_bit_of_zero = tensor.format.sign_bit if tensor.format.has_negative_zero else 0
+    return ((rows & (0xFF ^ sign_bit_of_zero)) != 0).any(1)
 
 
 def mark_zero(slots: Sequence[Slot]) -> None:
-    """Mark in each slot the scales that its step fits: their weights all are 0, in
-    every process, and will move.
+    """Mark in each slot the scales that its step fits, in ``slot.fit_mask``.
+
+    Their weights all are 0, in every process, and some will move.
     """
     flags: dict[Slot, list[int]] = {}
     for slot in slots:
         if slot.spec.storage == "codes" and slot.spec.geometry == "linear":
-            zero = zero_scales(_held(slot))
+            zero = zero_scales(_encoded(slot))
             moves = zero is not None and _moves(slot, zero)
             slot.fit_mask = zero if moves else None
             if has_one_scale(slot) and slot.share is not None:
-                flags[slot] = [int(zero is None and slot.weight.numel() > 0), int(moves)]
-    for slot, (used, moved) in _largest_anywhere(flags).items():
-        slot.fit_mask = (
-            torch.ones((), dtype=torch.bool, device=slot.device) if moved and not used else None
-        )
+                is_used = zero is None and slot.weight.numel() > 0
+                flags[slot] = [int(is_used), int(moves)]
+    for slot, (used_anywhere, moves_anywhere) in _largest_anywhere(flags).items():
+        is_fitted = moves_anywhere and not used_anywhere
+        slot.fit_mask = torch.ones((), dtype=torch.bool, device=slot.device) if is_fitted else None
 
 
 def _moves(slot: Slot, zero: Tensor) -> bool:
-    """True where a gradient or a first average of weights that all are 0 is not."""
-    tensors = [
-        slot.tensors["gradient"],
-        *([slot.tensors[slot.spec.first_moment]] if slot.spec.first_moment else []),
-    ]
+    """Return True if weights under the scales of the mask ``zero`` will move.
+
+    They do if a gradient or a first average is not 0.
+    """
+    tensors = [slot.tensors["gradient"]]
+    if slot.spec.first_moment:
+        tensors.append(slot.tensors[slot.spec.first_moment])
     if zero.dim():
         view = slot.view_in(blocks=False)
-        rows = row_view(scales_in_runs(_held(slot), zero)[0], slot.weight.shape, view)
+        rows = row_view(scales_in_runs(_encoded(slot), zero)[0], slot.weight.shape, view)
         if rows.dim() and rows.shape != view.dims:
-            rows = rows.flatten().nonzero().flatten()  # few, mostly: those of a padding token
+            # mostly few: those of a padding token
+            rows = rows.flatten().nonzero().flatten()
         tensors = [tensor.view(view.dims)[rows] for tensor in tensors]
     return any(bool(_is_not_zero(tensor).any()) for tensor in tensors)
 
@@ -242,102 +268,117 @@ def fit_scales(slots: Sequence[Slot]) -> None:
 
 
 def _fit(slot: Slot, zero: Tensor) -> None:
-    held = _held(slot)
-    old = held.scale
+    """Fit the scales of the mask ``zero`` to the targets of the step to come.
+
+    The step is computed, and only its largest target under each scale is used.
+    """
+    tensor = _encoded(slot)
+    old = tensor.scale
     largest = torch.zeros(old.numel(), dtype=torch.float32, device=old.device)
     if slot.weight.numel():
-        index = torch.arange(old.numel(), device=old.device).view(old.shape)
-        groups = row_view(scales_in_runs(held, index)[0], slot.weight.shape, slot.view)
+        indices = torch.arange(old.numel(), device=old.device).view(old.shape)
+        # the index of the scale of each row of the view, of each weight, or of all
+        index_by_row = row_view(scales_in_runs(tensor, indices)[0], slot.weight.shape, slot.view)
         row = 0
         for arrays, start in blocks_of(slot):
-            target = step(
-                slot.spec, arrays, slot.number_row, block_noise(slot, arrays["gradient"], start)
-            ).target
-            asked = target.abs().to(torch.float32)
-            some = groups[row : row + len(target)] if groups.dim() else groups
-            asked = (
-                asked
-                if some.shape == asked.shape
-                else asked.amax(-1)
-                if some.dim()
-                else asked.amax()
-            )
-            largest.scatter_reduce_(0, some.flatten(), asked.flatten(), "amax")
+            noise = block_noise(slot, arrays["gradient"], start)
+            target = step(slot.spec, arrays, slot.number_row, noise).target
+            magnitude = target.abs().to(torch.float32)
+            index = index_by_row
+            if index_by_row.dim():
+                index = index_by_row[row : row + len(target)]
+            if index.shape != magnitude.shape:
+                magnitude = magnitude.amax(-1) if index.dim() else magnitude.amax()
+            largest.scatter_reduce_(0, index.flatten(), magnitude.flatten(), "amax")
             row += len(target)
+    # from units of the old scale to values
     largest = largest.view(old.shape) * old
-    largest = largest if old.dim() else slot.ranks.largest(largest)
-    fresh = refitted_scale(largest, old, held.format, _ROOM).clamp(max=widest_scale(held.format))
+    if not old.dim():
+        largest = slot.ranks.largest(largest)
+    widest = widest_scale(tensor.format)
+    fresh = refitted_scale(largest, old, tensor.format, _ROOM).clamp(max=widest)
     new = torch.where(zero, fresh, old)
     slot.next_scale.append(new)
     if slot.weight.numel():
         slot.arrays["next_scale"] = row_view(
-            scales_in_runs(held, new)[0], slot.weight.shape, slot.view
+            scales_in_runs(tensor, new)[0], slot.weight.shape, slot.view
         )
 
 
 def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Set and count the scales that steps have fitted, and compute S_ref again, as
-    spacings have changed.
-    """
-    kept = [slot for slot in slots if slot.spec.storage == "codes"]
-    fitted = {slot: sum(_change(slot, new, "begins") for new in slot.next_scale) for slot in kept}
-    optimizer.fitted_scales += sum(own_count(slot, count) for slot, count in fitted.items())
-    # S_ref follows at once, in every process; of rows where steps read it
-    changed = {
-        s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"
+    """Set the scales that steps have fitted, count them, and compute S_ref again."""
+    coded = [slot for slot in slots if slot.spec.storage == "codes"]
+    counts = {
+        slot: sum(_set_scale(slot, new, "begins") for new in slot.next_scale) for slot in coded
     }
-    rows = {
-        s: [int(flag)]
-        for s, flag in changed.items()
-        if s.share is not None and not has_one_scale(s)
+    optimizer.fitted_scales += sum(counted_here(slot, count) for slot, count in counts.items())
+    # S_ref of a parameter with one scale always follows; with more, if steps read it
+    has_changed = {
+        slot: bool(count)
+        for slot, count in counts.items()
+        if has_one_scale(slot) or slot.spec.stiffness != "none"
     }
-    changed |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(rows).items()}
-    for slot, flag in changed.items():
+    # S_ref is that of all rows, so it follows in every process if one has changed a scale
+    local_changes = {
+        slot: [int(flag)]
+        for slot, flag in has_changed.items()
+        if slot.share is not None and not has_one_scale(slot)
+    }
+    has_changed |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(local_changes).items()}
+    for slot, flag in has_changed.items():
         if flag:
             optimizer._refresh(slot)
 
 
 def narrow(slot: Slot) -> int:
-    """Narrow the scales of codes that have become far too large, and return how many
-    were; no value moves.
+    """Narrow the scales of codes that have become far too large; no value moves.
+
+    Returns:
+        The number of scales that this process counts.
     """
-    if slot.storage != "codes" or not slot.steps_done:  # a first step leaves given scales
+    # a first step leaves given scales as they are
+    if slot.storage != "codes" or not slot.steps_done:
         return 0
-    held = _held(slot)
-    largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())
-    new = narrowed_scale(largest, held.scale, held.format)
-    if bool((new == held.scale).all()) or (
-        slot.spec.residual_bits and "residual" not in slot.state
-    ):
+    tensor = _encoded(slot)
+    largest = tensor.largest()
+    if not tensor.kept_scale.dim():
+        largest = slot.ranks.largest(largest)
+    new = narrowed_scale(largest, tensor.scale, tensor.format)
+    lacks_residual = slot.spec.residual_bits and "residual" not in slot.state
+    if bool((new == tensor.scale).all()) or lacks_residual:
         return 0
-    if held.numel():
-        _rewrite(slot, scales_in_runs(held, new)[0])
-    return own_count(slot, _change(slot, new, "has shrunk"))
+    if tensor.numel():
+        _rewrite(slot, scales_in_runs(tensor, new)[0])
+    return counted_here(slot, _set_scale(slot, new, "has shrunk"))
 
 
-def _change(slot: Slot, new: Tensor, what: str) -> int:
-    """Set new scales, to which the codes have been rounded already, and return how many
-    changed.
+def _set_scale(slot: Slot, new: Tensor, event: str) -> int:
+    """Set new scales, to which the codes have been rounded already.
+
+    Returns:
+        The number of scales that have changed.
     """
-    held = _held(slot)
-    if not (count := int((new != held.scale).sum())):
+    tensor = _encoded(slot)
+    count = int((new != tensor.scale).sum())
+    if not count:
         return 0
     _LOG.info(
         "%s of shape %s %s: %s",
-        held.format.name,
-        tuple(held.shape),
-        what,
-        describe_change(held.scale, new),
+        tensor.format.name,
+        tuple(tensor.shape),
+        event,
+        describe_change(tensor.scale, new),
     )
-    held.set_scale_(new)
-    slot.kept_scale, _ = scales_in_runs(held)
+    tensor.set_scale_(new)
+    slot.kept_scale, _ = scales_in_runs(tensor)
     for stale in ("scale", "arrays"):
         slot.__dict__.pop(stale, None)
     return count
 
 
-def own_count(slot: Slot, count: int) -> int:
-    """The number of scales that this process counts: a scale that all share is counted
-    by the first.
+def counted_here(slot: Slot, count: int) -> int:
+    """Return the number of scales that this process counts.
+
+    A scale that all processes share is counted by the first of them.
     """
     return 0 if has_one_scale(slot) and slot.ranks.rank else count

@@ -1,5 +1,14 @@
-"""Write-backs: how a step's target becomes codes, numbers of a grid or floats of half
-as many bits.
+"""Write-backs: how the target of a step becomes a stored weight.
+
+    target (float32, in units of the scale)
+      one-byte codes, floats on a grid   WriteBack.store: one rounding; the remainder is
+                                         lost, lost at random (right in the mean), stored
+                                         in a residual, or added to the first moment
+      ordinary 16-bit floats             to_half: one stochastic rounding
+      ordinary 32-bit floats             nothing to do
+
+``WRITEBACKS`` are the four rules that optimizers take by name. `store` is the PyTorch
+version of a step, the definition that native code and kernels equal bit for bit.
 """
 
 from dataclasses import dataclass
@@ -14,18 +23,18 @@ from fp8manifold.formats import FloatFormat
 
 @dataclass(frozen=True)
 class WriteBack:
-    r"""A way from the target of a step to the weight that is stored.
+    r"""A rule by which the target of a step becomes the weight that is stored.
 
-    An update is lost if rounding undoes it and it is not stored, added to a moment or
-    made up for on average. With the target :math:`t`, :math:`u` uniform in one ULP,
-    :math:`r` the remainder, and :math:`\rho_b` rounding, at random too, to
-    :math:`2^{-b}` ULP:
+    An update that rounding undoes is lost, unless the remainder is stored, is added to
+    a moment, or is made up for on average. With the target :math:`t`, :math:`u` uniform
+    in one ULP, :math:`r` the remainder so far, and :math:`\rho_b` stochastic rounding
+    to :math:`2^{-b}` ULP, stochastic rounding and a residual of :math:`b` bits are
 
-    .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
+    .. math:: w = \lfloor t + u \rfloor \qquad\text{and}\qquad
         w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
 
-    A weight that is NaN stays so; no target is infinite; -0 is a value like others;
-    empty stays empty.
+    A weight that is NaN stays NaN. No target is infinite. -0 is a value like others.
+    Empty stays empty.
 
     Args:
         name: what optimizers call it.
@@ -48,7 +57,7 @@ class WriteBack:
     injects: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse another width."""
+        """Refuse another number of residual bits."""
         if self.residual_bits not in (0, 8):
             raise ValueError(f"residual_bits={self.residual_bits!r} is not allowed: 0 or 8")
 
@@ -59,19 +68,17 @@ class WriteBack:
 
     @property
     def loses_updates(self) -> bool:
-        """True where the update of a weight that does not move is lost, not returned on
-        average.
-        """
+        """True if the update of a weight that does not move is lost for good."""
         return not (self.draws or self.residual_bits or self.injects)
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names of its entries in a parameter's state."""
+        """The names of its entries in a parameter's state."""
         return ("residual",) if self.residual_bits else ()
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a code and of its residual."""
+        """The bytes of a code and of its residual."""
         return 1 + self.residual_bits / 8
 
     def store(
@@ -82,31 +89,35 @@ class WriteBack:
         target: Tensor,
         draws: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Round once, to tensors to store by name, and the weights that they mean in
-        units of the scale.
+        """Round a target once.
 
         Args:
             storage: ``codes``, or ``grid`` for floats on it.
             fmt: the format.
-            arrays: ``weight`` as it is, and its ``scale``.
+            arrays: ``weight`` before the step, and its ``scale``.
             target: in units of the scale.
-            draws: 24-bit draws, or None where it needs none.
+            draws: 24-bit draws, or None if the rule needs none.
+
+        Returns:
+            The tensors to store, by name, and the weights that they mean, in units of
+            the scale. A residual means the target itself; so the latter is exact only
+            where the error is needed, for a rule that injects it.
         """
         weight, bits = arrays["weight"], self.residual_bits
         if bits:
-            old = (
-                weight if storage == "codes" else ((weight == 0) & weight.signbit()) * fmt.sign_bit
-            )
-            codes, residual = codec.split_codes(
-                codec.encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits, old
-            )
+            # a new zero has the sign of an old one: of floats, codes of zeros will do
+            old_codes = weight
+            if storage == "grid":
+                old_codes = ((weight == 0) & weight.signbit()) * fmt.sign_bit
+            fine_codes = codec.encode_signed(target.to(torch.float32), fmt, draws, bits)
+            codes, residual = codec.split_codes(fine_codes, fmt, bits, old_codes)
             stored = {"residual": residual.to(torch.int8)}
             if storage == "codes":
-                return stored | {"weight": codec.keep_nan_codes(codes, weight, fmt)}, target
+                stored["weight"] = codec.keep_nan_codes(codes, weight, fmt)
+                return stored, target
             value = codec.decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
-            return stored | {
-                "weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))
-            }, target
+            stored["weight"] = torch.where(weight.isnan(), weight, value.to(weight.dtype))
+            return stored, target
         if storage == "grid":
             after = codec.round_block(target, fmt, self.rounding, "saturate", draws)
             return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
@@ -128,37 +139,44 @@ WRITEBACKS: Final[dict[str, WriteBack]] = {
 
 
 def rule_of(group: dict[str, Any]) -> WriteBack:
-    """A group's write-back; None is a manifold's own rounding, which like nearest
-    stores and injects nothing.
+    """Return the write-back of a group of parameters.
+
+    None, a manifold's own rounding, is taken for ``nearest``: like it, it stores and
+    injects nothing.
     """
     return WRITEBACKS[group["writeback"] or "nearest"]
 
 
-_HALVES: Final = (torch.bfloat16, torch.float16)
+_HALF_DTYPES: Final = (torch.bfloat16, torch.float16)
+# fields of a float32, as bits
 _EXPONENT, _MAGNITUDE, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
+# the first as bits of a float32, the second as a value
 _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = 0x7F7F0000, 65504.0
 
 
 def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """True for floats that are rounded stochastically: 16-bit ones, except under the
-    write-back ``nearest``.
+    """Return True if ordinary floats are rounded stochastically.
+
+    Those of 16 bits are, except under the write-back ``nearest``.
     """
-    return parameter.dtype in _HALVES and (group["writeback"] is None or rule_of(group).draws)
+    return parameter.dtype in _HALF_DTYPES and (group["writeback"] is None or rule_of(group).draws)
 
 
 def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
-    r"""One of the two neighbours of every float32, away from zero with the odds of what
-    would be cut off.
+    r"""Round every float32 stochastically to bfloat16 or float16.
+
+    Between the neighbours ``a`` and ``b`` it becomes ``b`` with the probability
 
     .. math:: P(b) = \frac{|x| - a}{b - a}, \qquad a \le |x| < b
 
-    Values of the dtype stay, -0, NaN and Inf too; finite numbers beyond its largest
-    value become that, and no draw makes them Inf. Draws have 24 bits, of which bfloat16
-    takes the upper 16.
+    Values of the dtype stay, also -0, NaN and Inf. Finite numbers beyond its largest
+    value become that one, and no draw makes them Inf. Draws have 24 bits, of which
+    bfloat16 takes the upper 16.
     """
     bits = x.view(torch.int32)
     magnitude = bits & _MAGNITUDE
-    if dtype is torch.bfloat16:  # the upper bits grow by one where the lower ones exceed the draw
+    if dtype is torch.bfloat16:
+        # the lower half carries into the upper one where it exceeds the draw
         rounded = ((magnitude + ((draws >> 8) ^ 0xFFFF)) & -65536).clamp(max=_LARGEST_BFLOAT16)
     else:
         rounded = _float16_bits(magnitude, draws)
@@ -167,14 +185,18 @@ def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
 
 
 def _float16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:
-    """Whole spacings, which float16's subnormals bound from below, and one more where
-    the rest exceeds the draw.
+    """Return magnitudes rounded to float16, as bits of float32.
+
+    A magnitude is counted in spacings of float16 there; one is added to the whole ones
+    if the rest exceeds the draw.
     """
+    # the exponent, not below that of float16's smallest normal number
     power = (magnitude & _EXPONENT).clamp(min=(127 - 14) << 23)
-    steps = magnitude.view(torch.float32) * (((2 * 127 + 10) << 23) - power).view(torch.float32)
+    # powers of two, made by their exponents: spacing = power 2^-10, and 1 / spacing
+    inverse_spacing = (((2 * 127 + 10) << 23) - power).view(torch.float32)
+    spacing = (power - (10 << 23)).view(torch.float32)
+    steps = magnitude.view(torch.float32) * inverse_spacing
     whole = steps.to(torch.int32)
     away = draws.to(torch.float32) * 2.0**-24 < steps - whole.to(torch.float32)
-    value = (whole + away.to(torch.int32)).to(torch.float32) * (power - (10 << 23)).view(
-        torch.float32
-    )
+    value = (whole + away.to(torch.int32)).to(torch.float32) * spacing
     return value.clamp(max=_LARGEST_FLOAT16).view(torch.int32)
