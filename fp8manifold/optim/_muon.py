@@ -1,5 +1,20 @@
-"""Muon's steps of whole matrices: momentum, orthogonal factor, weights; by one process
-or by several.
+"""Muon's steps of whole matrices, by one process or by several.
+
+    first half    momentum and the mix u of it and the gradient     `average`, by a
+                  times F = (S / S_ref)^k                           backend
+    in between    the orthogonal factor of the matrix F u           `_factors`, torch
+    second half   w - lr a F factor, rounded once                   `_write`, by a backend
+
+Both halves are ordinary steps of a slot with another spec (`Spec.first_half`,
+`Spec.second_half`): the first writes a direction in place of weights, the second takes
+one in place of the gradient. In between matrices are whole. Of a sharded one every
+process has some rows: they are sent to its owner, which computes the factor and sends
+its rows back (`_sharded_factors`).
+
+Under the write-back ``momentum`` the rounding error goes into the momentum after the
+second half (`_write_alone`), as if the step were linear in it, with the ratio of the
+norms of ``F u`` and its factor as the slope. Such a momentum is a float copy between
+the halves. `StiffnessMuon._run` calls `take_muon_steps`.
 """
 
 import math
@@ -18,78 +33,87 @@ from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan
-et al. 2024).
+"""Coefficients of a quintic that takes singular values of 0 .. 1 to about 1.
+
+Source: Jordan et al. 2024.
 """
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
-"""Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells
-them; None is ``original``.
+"""Rules for the size of a step by the shape of a matrix, named as in ``torch.optim.Muon``.
+
+None is ``original``.
 """
 TRANSPOSED: Final = "transposed"
 SHAPES: Final = ("auto", "flatten", "batch", TRANSPOSED)
-"""Readings of a parameter: a matrix; of more than two dimensions one matrix, or one per
-entry; a matrix, or one per entry, with a row for each input.
-"""
+"""Readings of a parameter as matrices, as the option ``matrix_shape`` has them."""
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
-_TOGETHER: Final = 2**20  # weights
+_LARGEST_BATCH: Final = 2**20  # weights
 
 
 def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.StepView]:
-    r"""Take steps of the same matrices in every process, in place and in two halves, and
-    show those that are observed.
+    r"""Take steps of matrices in place, and return views of those that are observed.
 
     .. math:: m \leftarrow \mu m + (1 - \mu) g, \quad u = (1 - \mu) g + \mu m, \quad
               d = F \, \mathrm{factor}(F u), \quad F = (S / S_{ref})^k
 
-    where ``u = m`` without Nesterov, and the second half is that of any other direction
-    ``d``.
+    Without Nesterov ``u = m``. The second half is that of any other direction ``d``.
+    Every process must take steps of the same sharded matrices.
     """
     views = []
     sharded = [slot for slot in slots if slot.share is not None]
-    for some in [sharded, *_in_turn([slot for slot in slots if slot.share is None])]:
-        averaged = average(some)
-        factors = _sharded_factors(some, averaged) if some is sharded else _factors(some, averaged)
-        views += _write(some, [momentum for momentum, _ in averaged], factors, observed)
+    for batch in [sharded, *_batches([slot for slot in slots if slot.share is None])]:
+        averaged = average(batch)
+        if batch is sharded:
+            factors = _sharded_factors(batch, averaged)
+        else:
+            factors = _factors(batch, averaged)
+        views += _write(batch, [momentum for momentum, _ in averaged], factors, observed)
     return views
 
 
-def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Some slots at a time: small ones together, as calls cost more than their work,
-    large ones alone for memory.
+def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Yield the slots in batches.
+
+    Small matrices go together, as calls cost more than their work. Large ones go alone,
+    for memory.
     """
-    some: list[Slot] = []
+    batch: list[Slot] = []
     weights = 0
     for slot in slots:
-        if some and weights + slot.view.numel > _TOGETHER:
-            yield some
-            some, weights = [], 0
-        some.append(slot)
+        if batch and weights + slot.view.numel > _LARGEST_BATCH:
+            yield batch
+            batch = []
+            weights = 0
+        batch.append(slot)
         weights += slot.view.numel
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 # The first half: momentum
 
 
 def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
-    """Advance each momentum, and return it, as a float copy where an error is added
-    later, with ``F u``.
+    """Update the momenta, and return pairs of momentum and ``F u``.
+
+    A momentum is a float copy if an error will be injected.
     """
-    as_torch = {
+    stepped_by_torch = {
         slot for slot in slots if slot.storage == "plain" and slot.spec.moments == "float32"
     }
     halves = {
-        slot: first_half(slot) for slot in slots if slot.weight.numel() and slot not in as_torch
+        slot: first_half(slot)
+        for slot in slots
+        if slot.weight.numel() and slot not in stepped_by_torch
     }
     run_all(list(halves.values()))
-    return [_averaged(slot, halves.get(slot)) for slot in slots]
+    return [_momentum_and_mix(slot, halves.get(slot)) for slot in slots]
 
 
 def first_half(slot: Slot) -> Slot:
-    """The step of a slot as far as its direction; a momentum that takes an error later
-    is floats beside the state.
+    """Return a slot whose step ends with the direction, in place of weights.
+
+    A momentum that will take an error is a float copy of that of the state.
     """
     tensors = {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
     if slot.spec.injects and slot.spec.has_moments:
@@ -99,80 +123,94 @@ def first_half(slot: Slot) -> Slot:
     return slot.replaced(spec=slot.spec.first_half, tensors=tensors, kept_scale=None)
 
 
-def _averaged(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
+def _momentum_and_mix(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
+    """Return the momentum and ``F u``, of the first half if a backend has taken it."""
     if half is not None:
-        mixed = half.weight
-        momentum = half.tensors.get(_BUFFER, mixed).view(slot.view.dims)
+        mix = half.weight
+        momentum = half.tensors.get(_BUFFER, mix).view(slot.view.dims)
     elif slot.weight.numel():
-        momentum, mixed = _averaged_as_torch(slot)
+        momentum, mix = _average_as_torch(slot)
     else:
-        momentum = mixed = slot.weight.new_zeros((0, *slot.parameter.shape[1:]), dtype=slot.dtype)
+        momentum = mix = slot.weight.new_zeros((0, *slot.parameter.shape[1:]), dtype=slot.dtype)
     if slot.spec.stiffness != "none" and slot.weight.numel():
-        mixed = torch.cat(
-            [part * _stiffness(slot, arrays) for arrays, part, _ in _parts(slot, mixed)]
+        mix = torch.cat(
+            [rows * _stiffness(slot, arrays) for arrays, rows, _ in _with_arrays(slot, mix)]
         )
-    return momentum, mixed
+    return momentum, mix
 
 
-def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
-    """Advance the momentum with torch's roundings: products in bfloat16 magnify a
-    difference in the last bit.
+def _average_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
+    """Update the momentum with torch's roundings, and return it and ``u``.
+
+    Products in bfloat16 magnify a difference in the last bit, so the sums have to be
+    those of ``torch.optim.Muon``.
     """
-    numbers, gradient = numbers_by_name(slot.number_row), slot.arrays["gradient"].to(slot.dtype)
+    numbers = numbers_by_name(slot.number_row)
+    gradient = slot.arrays["gradient"].to(slot.dtype)
     gradient = -gradient if slot.spec.maximize else gradient
     if not slot.spec.has_moments:
         return gradient, gradient
     momentum = slot.arrays[_BUFFER]
     momentum.lerp_(gradient, numbers["gain1"])
-    return momentum, torch.lerp(
-        gradient, momentum, numbers["beta1"]
-    ) if slot.spec.nesterov else momentum
+    if slot.spec.nesterov:
+        return momentum, torch.lerp(gradient, momentum, numbers["beta1"])
+    return momentum, momentum
 
 
-# Between the halves: the orthogonal factor, and what it divides a small change of the
-# momentum by
+# Between the halves: the orthogonal factor, and the ratio of the norms of F u and it. A
+# small change of the momentum is divided by that ratio, about, on its way into the factor.
 
 
 def _factors(
     slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, float]]:
-    found = []
-    for slot, (_, mixed) in zip(slots, averaged, strict=True):
-        factor = _orthogonal(slot, mixed)
-        found.append((factor, _ratio(mixed, factor) if slot.spec.injects else 1.0))
-    return found
+    """Return the factor of each matrix, and the ratio where an error will be injected."""
+    factors = []
+    for slot, (_, mix) in zip(slots, averaged, strict=True):
+        factor = _factor_of(slot, mix)
+        factors.append((factor, _ratio(mix, factor) if slot.spec.injects else 1.0))
+    return factors
 
 
 def _sharded_factors(
     slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, float]]:
-    """Send each matrix to its owner in the dtype of products, and receive the own rows
-    of its factor.
+    """Return the local rows of the factor of each matrix, and the ratio.
+
+    Each matrix is sent to its owner, in the dtype of products unless an error will be
+    injected. All are sent before the first factor is computed.
     """
-    owners, parts, wholes = _owners(slots), [], []
-    for slot, (_, mixed), owner in zip(slots, averaged, owners, strict=True):
+    owners = _owners(slots)
+    local_rows = []
+    matrices = []
+    for slot, (_, mix), owner in zip(slots, averaged, owners, strict=True):
         assert slot.share is not None
-        part = mixed.reshape(-1, slot.share.shape[1:].numel())
-        parts.append(part if slot.spec.injects else part.to(_product_dtype(slot)))
-        wholes.append(slot.share.collect_rows(parts[-1], owner))
+        rows = mix.reshape(-1, slot.share.shape[1:].numel())
+        if not slot.spec.injects:
+            rows = rows.to(_product_dtype(slot))
+        local_rows.append(rows)
+        # None, except in the owner
+        matrices.append(slot.share.collect_rows(rows, owner))
     factors = [
-        None if whole is None else _orthogonal(slot, whole).to(whole.dtype).contiguous()
-        for slot, whole in zip(slots, wholes, strict=True)
+        None if matrix is None else _factor_of(slot, matrix).to(matrix.dtype).contiguous()
+        for slot, matrix in zip(slots, matrices, strict=True)
     ]
-    found = []
-    for slot, owner, part, whole, factor in zip(slots, owners, parts, wholes, factors, strict=True):
+    local_factors = []
+    for slot, owner, rows, matrix, factor in zip(
+        slots, owners, local_rows, matrices, factors, strict=True
+    ):
         assert slot.share is not None
-        ratio = torch.ones((), dtype=torch.float64, device=part.device)
+        ratio = torch.ones((), dtype=torch.float64, device=rows.device)
         if slot.spec.injects:
-            if whole is not None and factor is not None:
-                ratio.fill_(_ratio(whole, factor))
+            if matrix is not None and factor is not None:
+                ratio.fill_(_ratio(matrix, factor))
             slot.ranks.broadcast(ratio, owner)
-        found.append((slot.share.scatter_rows(factor, owner, part), float(ratio)))
-    return found
+        local_factors.append((slot.share.scatter_rows(factor, owner, rows), float(ratio)))
+    return local_factors
 
 
 def _owners(slots: Sequence[Slot]) -> list[int]:
-    """Ranks in turn, the largest matrices first."""
+    """Return the rank that owns each matrix: in turn, the largest matrices first."""
     owners = [0] * len(slots)
     by_size = sorted(range(len(slots)), key=lambda i: -slots[i].parameter.numel())
     for turn, i in enumerate(by_size):
@@ -180,17 +218,15 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
     return owners
 
 
-def _orthogonal(slot: Slot, mixed: Tensor) -> Tensor:
-    """The orthogonal factor of each matrix of a whole parameter, in the shape that it
-    is given in.
-    """
+def _factor_of(slot: Slot, mix: Tensor) -> Tensor:
+    """Return the orthogonal factor of each matrix of a whole parameter, like ``mix``."""
     group = slot.group
-    matrices = as_matrices(mixed.view(slot.parameter.shape), group["matrix_shape"])
+    matrices = as_matrices(mix.view(slot.parameter.shape), group["matrix_shape"])
     coefficients = tuple(group["ns_coefficients"])
     factor = orthogonal_factor(
         matrices, coefficients, group["ns_steps"], group["eps"], _product_dtype(slot)
     )
-    return factor.reshape(mixed.shape)
+    return factor.reshape(mix.shape)
 
 
 def _product_dtype(slot: Slot) -> torch.dtype:
@@ -198,23 +234,21 @@ def _product_dtype(slot: Slot) -> torch.dtype:
     return dtype
 
 
-def _ratio(mixed: Tensor, factor: Tensor) -> float:
-    return float(mixed.double().norm() / factor.double().norm().clamp(min=1e-30))
+def _ratio(mix: Tensor, factor: Tensor) -> float:
+    return float(mix.double().norm() / factor.double().norm().clamp(min=1e-30))
 
 
 # The second half: weights
 
 
 def second_half(slot: Slot, direction: Tensor) -> Slot:
+    """Return a slot whose step follows a direction, in place of the gradient."""
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
     # contiguous twice: a conversion to the dtype it has already leaves the factor of a
     # tall matrix transposed
-    direction = (
-        direction.to(slot.dtype, memory_format=torch.contiguous_format)
-        .contiguous()
-        .view(slot.view.dims)
-    )
-    return slot.replaced(spec=slot.spec.second_half, tensors=tensors | {"gradient": direction})
+    direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous()
+    tensors["gradient"] = direction.view(slot.view.dims)
+    return slot.replaced(spec=slot.spec.second_half, tensors=tensors)
 
 
 def _write(
@@ -223,12 +257,13 @@ def _write(
     factors: Sequence[tuple[Tensor, float]],
     observed: Set[Slot],
 ) -> list[_step.StepView]:
-    """Write weights along their factors; those of injected errors and observed ones
-    eagerly, one by one.
+    """Write weights along their factors, and return views of those that are observed.
+
+    These, and slots whose errors are injected, are stepped eagerly and one by one.
     """
     halves = {
-        slot: second_half(slot, f)
-        for slot, (f, _) in zip(slots, factors, strict=True)
+        slot: second_half(slot, factor)
+        for slot, (factor, _) in zip(slots, factors, strict=True)
         if slot.weight.numel()
     }
     fit_scales([halves.get(slot, slot) for slot in slots])
@@ -236,59 +271,50 @@ def _write(
     views: list[_step.StepView] = []
     for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
         if slot in observed:
-            views.append(
-                _step.observe(
-                    halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)
-                )
-            )
+            half = halves[slot]
+            views.append(_step.observe(half, partial(_write_alone, slot, half, momentum, ratio)))
         elif slot.spec.injects and slot in halves:
             _write_alone(slot, halves[slot], momentum, ratio)
     return views
 
 
 def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.StepOutcome]:
-    """Write weights eagerly, and give the momentum the rounding error, as if the step
-    were linear in it.
-    """
+    """Write weights eagerly, and inject the rounding error into the momentum."""
     outcomes = _step.run_eager(half, observed=True)
     if not slot.spec.injects:
         return outcomes
     if slot.next_scale:
         slot.arrays["next_scale"] = half.arrays["next_scale"]
-    inject, target = (
-        ratio * numbers_by_name(slot.number_row)["inject"],
-        torch.cat([outcome.target for outcome in outcomes]),
-    )
-    for (arrays, part, start), (_, asked, _) in zip(
-        _parts(slot, momentum), _parts(slot, target), strict=True
+    inject = ratio * numbers_by_name(slot.number_row)["inject"]
+    target = torch.cat([outcome.target for outcome in outcomes])
+    for (arrays, momentum_rows, start), (_, target_rows, _) in zip(
+        _with_arrays(slot, momentum), _with_arrays(slot, target), strict=True
     ):
-        shift, arrays = _step.with_next_scale(arrays)
-        asked = asked if shift is None else asked * shift
-        error = (asked - _step.load_weights(slot.spec, arrays, slot.dtype).x) / (
-            1 / arrays["scale"]
-        )
+        # weights may have been written at a new scale
+        shift, new_arrays = _step.with_next_scale(arrays)
+        if shift is not None:
+            target_rows = target_rows * shift
+        after = _step.load_weights(slot.spec, new_arrays, slot.dtype).x
+        error = (target_rows - after) / (1 / new_arrays["scale"])
         if slot.spec.stiffness != "none":
-            error = error / _stiffness(slot, arrays).square()
-        noise = _step.block_noise(slot, arrays["gradient"], start).get("moments")
-        stored = _step.store_moments(
-            slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None
-        )
-        arrays[_BUFFER].copy_(stored[_BUFFER])
+            error = error / _stiffness(slot, new_arrays).square()
+        noise = _step.block_noise(slot, new_arrays["gradient"], start).get("moments")
+        moments = {_BUFFER: momentum_rows - error * inject}
+        stored = _step.store_moments(slot.spec, moments, new_arrays, noise, None)
+        new_arrays[_BUFFER].copy_(stored[_BUFFER])
     return outcomes
 
 
 def _stiffness(slot: Slot, arrays: dict[str, Tensor]) -> Tensor:
-    return _step.stiffness_factor(
-        slot.spec,
-        _step.load_weights(slot.spec, arrays, slot.dtype),
-        arrays,
-        numbers_by_name(slot.number_row),
-    )
+    """Return ``F`` of some rows of a slot."""
+    weights = _step.load_weights(slot.spec, arrays, slot.dtype)
+    return _step.stiffness_factor(slot.spec, weights, arrays, numbers_by_name(slot.number_row))
 
 
-def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
-    """The slot's arrays some rows at a time, those rows of another array, and the
-    position of their first element.
+def _with_arrays(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
+    """Yield the slot's arrays some rows at a time, with these rows of another tensor.
+
+    The third entry is the position of their first element in the slot.
     """
     row = 0
     for arrays, start in _step.blocks_of(slot):
@@ -304,34 +330,42 @@ def orthogonal_factor(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    r"""``U V^T`` of ``U diag(s) V^T``, nearly: singular values end between about 0.7 and
-    1.2, those of 0 at 0.
+    r"""Return ``U V^T`` of ``U diag(s) V^T``, nearly, by Newton-Schulz iterations.
+
+    Singular values end between about 0.7 and 1.2, those of 0 at 0.
 
     .. math:: X_0 = \frac{M}{\max(\lVert M \rVert_F, \epsilon)}, \qquad
               X_{i+1} = a X_i + \left( b\, X_i X_i^T + c\, (X_i X_i^T)^2 \right) X_i
 
-    A matrix of zeros stays one, by ``eps``. Norms are computed in ``dtype`` too, of
+    A matrix of zeros stays one, by ``eps``. Norms are computed in ``dtype`` too, for
     float16 in float32.
+
+    Args:
+        matrices: a matrix, or a batch of them.
+        coefficients: ``a``, ``b`` and ``c``.
+        steps: the number of iterations.
+        eps: the least norm to divide by.
+        dtype: that of the products and of the result.
 
     Source: Bernstein and Newhouse 2024; Jordan et al. 2024 (Muon) for the coefficients.
     """
     a, b, c = coefficients
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(
-        torch.promote_types(dtype, torch.bfloat16)
-    )  # in float16 the norm could overflow
-    x = x.mT if tall else x
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    # in float16 the norm could overflow
+    x = matrices.to(torch.promote_types(dtype, torch.bfloat16))
+    x = x.mT if is_tall else x
     x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)).to(dtype)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
-    with torch.autocast(x.device.type, enabled=False):  # which would have another dtype
+    # autocast would choose another dtype
+    with torch.autocast(x.device.type, enabled=False):
         for _ in range(steps):
             gram = x @ x.mT
             x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) -> float:
-    """The learning rate that a matrix of ``rows`` x ``columns`` is stepped with.
+    """Return the learning rate that a matrix of ``rows`` x ``columns`` is stepped with.
 
     Source: Liu et al. 2025 (Muon is Scalable for LLM Training); Bernstein 2025
     (Deriving Muon).
@@ -344,26 +378,22 @@ def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) ->
 
 
 def as_matrices(x: Tensor, shape: str) -> Tensor:
-    """A view of a tensor as one matrix or a batch of them: a kernel has a row per
-    filter, experts are a batch.
+    """Return a view of a tensor as one matrix, or a batch of them.
+
+    A kernel has a row for each filter; experts are a batch.
     """
     is_batch = x.dim() == 3 and shape in ("batch", TRANSPOSED)
     return x if x.dim() == 2 or is_batch else x.flatten(1)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """The default dtype of products: bfloat16 where the device has it, float32
-    elsewhere.
-    """
+    """Return the default dtype of products: bfloat16 if the device has it, or float32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "cpu":
-        there = (
-            torch.backends.mkldnn.is_available()
-        )  # builds for ARM Macs lack mkldnn and its operator
-        return (
-            torch.bfloat16
-            if there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            else torch.float32
-        )
+        # builds for ARM Macs lack mkldnn and its operator
+        has_mkldnn = torch.backends.mkldnn.is_available()
+        if has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return torch.bfloat16
+        return torch.float32
     return torch.bfloat16
