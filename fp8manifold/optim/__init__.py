@@ -1,4 +1,17 @@
-"""Optimizers over weights that live on a grid: direction x stiffness x write-back."""
+"""Optimizers over weights that live on a grid: direction x stiffness x write-back.
+
+optimizers   stiffness.py, stiffness_muon.py, riemannian.py, _fisher/, wrapper.py:
+             options, and the fixed parts and numbers of a parameter's step
+a step       _optimizer.py runs it; a parameter in it is a `Slot` (_slot.py), its
+             fixed parts a `Spec` (_spec.py). _muon.py: steps of whole matrices
+arithmetic   _step.py, with _directions.py and _writeback.py, in PyTorch. It defines
+             the bits that _native_step.py (C) and _triton_step.py (GPU) equal.
+             _backends.py chooses
+steady       _steady.py takes a step again as it was planned, _graphed.py records it
+before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
+state        _state.py, _streams.py (random bits), _scales.py, _adopted.py
+in backward  _in_backward/: each parameter steps once its gradient is computed
+"""
 
 from fp8manifold.optim._adopted import adamw_state, adopted_state, rows_of_state
 from fp8manifold.optim._checks import anneal
