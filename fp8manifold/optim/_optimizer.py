@@ -217,17 +217,17 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             slots = self._slots()
             plan = plan_steady(self, slots) if is_steady(self, slots) else None
         # True: taken, False: skipped, None: a GPU decides, and it is counted later
-        taken: bool | None
+        verdict: bool | None
         if plan is not None:
-            taken = plan.take(self)
+            verdict = plan.take(self)
             self._steady_plan = plan if plan.alive else None
         else:
-            taken = self._may_step(slots)
-            if taken:
+            verdict = self._may_step(slots)
+            if verdict:
                 self._take(count_step(self._begin(slots)))
-        if taken:
+        if verdict:
             self.skipped_in_row = 0
-        elif taken is not None:
+        elif verdict is not None:
             self._count_skipped()
         return loss
 
@@ -243,19 +243,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         slots = [self._slot(group, parameter)]
         plan = plan_steady(self, slots) if is_steady(self, slots) else None
         # as in `step`
-        taken: bool | None
+        verdict: bool | None
         if plan is not None:
-            taken = plan.take(self, backward_pass)
+            verdict = plan.take(self, backward_pass)
         else:
-            taken = self._may_step(slots)
-            if taken:
+            verdict = self._may_step(slots)
+            if verdict:
                 self._take(count_step(self._begin(slots)))
-        if taken is None:
+        if verdict is None:
             return
         # verdicts are counted in the order of the steps
         self._count_verdicts()
         self._note_pass(backward_pass)
-        if not taken:
+        if not verdict:
             self._count_skipped_pass(backward_pass, [parameter])
 
     def _count_verdicts(self, parameter: Tensor | None = None) -> None:

@@ -84,7 +84,7 @@ def change_unit(state: dict[str, Any], unit: float) -> None:
                 local_of(moment).mul_(math.ldexp(1.0, (exponent + part) // 4))
 
 
-def _with_own_names(options: dict[str, Any]) -> dict[str, Any]:
+def _with_library_names(options: dict[str, Any]) -> dict[str, Any]:
     """Rename geoopt's ``stabilize`` among options, in place, and return them."""
     stabilize = options.pop("stabilize", None)
     stabilize_every = options.get("stabilize_every")
@@ -104,7 +104,7 @@ class Riemannian(ManifoldOptimizer):
     stores_all_moments = False
 
     def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
-        super().__init__(params, _with_own_names(options))
+        super().__init__(params, _with_library_names(options))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
@@ -114,7 +114,7 @@ class Riemannian(ManifoldOptimizer):
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
             # torch raises, and says what is wrong with it
             super().add_param_group(param_group)
-        params = _with_own_names(param_group)["params"]
+        params = _with_library_names(param_group)["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
         is_any_quantized = any(isinstance(p, Tensor) and is_quantized(p) for p in tensors)
