@@ -91,8 +91,9 @@ class FisherNaturalGradient(StiffnessOptimizer):
         logits: function (model, batch) that returns logits (..., V). By default the
             model is called with the batch, or with the first entry of it, and returns
             logits or an object with ``.logits``.
-        stiffness, metric, writeback, draws, moments, clip, refresh_every, maximize,
-            stabilize_every, flags: as in :class:`StiffnessAdamW`.
+        stiffness, metric, writeback, draws, moments: as in :class:`StiffnessAdamW`.
+        clip, refresh_every, maximize, stabilize_every: as in :class:`StiffnessAdamW`.
+        flags: as in :class:`StiffnessAdamW`.
         seed: as in :class:`StiffnessAdamW`; the drawn labels depend on it too.
         floor: lower bound of S / S_ref, called ``damping`` in :class:`StiffnessAdamW`.
         on_nonfinite: what happens if a gradient is not finite, or a damped ``F`` not
