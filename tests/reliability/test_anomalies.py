@@ -191,7 +191,7 @@ def config(corpus):
 def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(
     small_corpus, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
+    monkeypatch.setattr(fm.optim.InBackward, "_on_gradient", lambda *_: None)
     with pytest.raises(
         BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward has not"
     ):
