@@ -6,7 +6,7 @@
         planning changes nothing: plan it                   take it
         else _may_step   options, schedules and gradients are checked, in all processes
              _begin      each slot gets state, stream, S_ref when due, spec and numbers
-             counted     the step counts of the states grow
+             count_step  the step counts of the states grow
              _take       scales that are zero are marked, sharded blocks gathered
                _run        a backend steps the slots, or an observer sees them
                          scales are fitted and widened, autograd is told

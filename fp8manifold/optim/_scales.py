@@ -141,7 +141,7 @@ def _moving(slot: Slot) -> Tensor:
     if "gradient" in slot.tensors:
         tensors = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
     else:
-        # a table of steady steps holds no tensors
+        # a plan of steady steps holds no tensors
         tensors = [slot.parameter.grad, *([slot.state[first]] if first else [])]  # type: ignore[list-item]
     return torch.stack([_is_not_zero(tensor).view(shape) for tensor in tensors]).any(0)
 

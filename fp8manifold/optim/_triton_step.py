@@ -115,7 +115,7 @@ class TritonStep:
         report = self.words()
         self.fill(slots, report)
         launch(self.launches, report)
-        # some are copies, with which a table can't serve again
+        # some are copies, with which a plan can't serve again
         self._scales = []
         return PendingValues(report)
 
