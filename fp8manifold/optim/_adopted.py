@@ -14,7 +14,7 @@ from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.optim._state import check_sizes, check_state
-from fp8manifold.optim._step import fit, load_moments, prepare, store_moments
+from fp8manifold.optim._step import fit_moment, load_moments, moment_scales, store_moments
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim.stiffness import StiffnessAdamW
 
@@ -227,7 +227,7 @@ def _floats(entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
         name: value.reshape(len(arrays[spec.bound_names[name]]), -1)
         for name, value in moments.items()
     }
-    arrays |= prepare(spec, arrays, torch.zeros(1, 1), _STILL)
+    arrays |= moment_scales(spec, arrays, torch.zeros(1, 1), _STILL)
     return {
         n: v.reshape(moments[n].shape) for n, v in load_moments(spec, arrays, torch.float32).items()
     }
@@ -253,9 +253,9 @@ def _stored(
     }
     arrays: dict[str, Tensor] = {}
     if spec.fitted:
-        arrays = fit(moments[spec.moment_names[0]])
+        arrays = fit_moment(moments[spec.moment_names[0]])
     elif spec.blockwise:
-        arrays = prepare(spec, bounds, torch.zeros(1, 1), _STILL)
+        arrays = moment_scales(spec, bounds, torch.zeros(1, 1), _STILL)
     noise = torch.full(dims, _HALF, dtype=torch.int32, device=next(iter(moments.values())).device)
     root = sqrt_exact(moments["exp_avg_sq"]) if "exp_avg_sq" in moments else None
     kept = store_moments(spec, moments, arrays, noise, root)

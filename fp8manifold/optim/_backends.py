@@ -1,5 +1,12 @@
-"""Backends of a step, with the same bits: native code, a GPU's kernels, PyTorch; the
-first that can takes it.
+"""Backends of a step, which give the same bits: the first that can takes it.
+
+    native code    on the CPU, in float32             _native_step.py, all in one call
+    Triton         on an NVIDIA GPU, in float32       _triton_step.py, one launch a kind
+    PyTorch        anything else                      _step.py, slot by slot
+
+A step that fits scales is PyTorch's, since it needs the targets of a step twice. A
+sharded parameter that is stepped whole is gathered before, and its rows are put back
+after (`gathered`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,90 +29,88 @@ from fp8manifold.tensor import FP8Tensor
 
 @eager_only  # no compiler sees into native code
 def run_all(slots: Sequence[Slot]) -> None:
-    """Take steps in place, each by the first backend that can; those in native code, or
-    on a GPU, in one call.
-    """
-    places: dict[torch.device, list[Slot]] = {}
+    """Take steps in place, each by the first backend that can."""
+    slots_by_device: dict[torch.device, list[Slot]] = {}
     for slot in slots:
         if slot.weight.numel():
-            places.setdefault(slot.weight.device, []).append(slot)
-    for device, together in places.items():
+            slots_by_device.setdefault(slot.weight.device, []).append(slot)
+    for device, together in slots_by_device.items():
         native, others = _split(together, is_native)
         if native:
             run_native(native)
         on_gpu, rest = _split(others, is_triton)
-        rest = rest if on_gpu and run_triton(on_gpu) is not None else others
+        if not on_gpu or run_triton(on_gpu) is None:
+            rest = others
         if rest:
-            _upload(rest, device)
+            _upload_numbers(rest, device)
         for slot in rest:
             run_eager(slot)
         note_changes([tensor for slot in together for tensor in slot.changed_tensors])
-        note_changes(
-            [
-                slot.kept_scale
-                for slot in together
-                if slot.kept_scale is not None and any(slot.doubled)
-            ]
-        )
+        rescaled = []
+        for slot in together:
+            if slot.kept_scale is not None and any(slot.doubled):
+                rescaled.append(slot.kept_scale)
+        note_changes(rescaled)
 
 
 @contextmanager
 def gathered(slots: Sequence[Slot]) -> Iterator[None]:
-    """Gather all rows of each slot that is stepped whole, in one order everywhere, and
-    put them back after the step.
+    """Gather all rows of each slot that is stepped whole, and put them back afterwards.
+
+    The order is the same in every process.
     """
-    homes = {slot: slot.tensors for slot in slots if slot.steps_all_rows}
-    for slot, home in homes.items():
+    local_tensors = {slot: slot.tensors for slot in slots if slot.steps_all_rows}
+    for slot, local in local_tensors.items():
         assert slot.share is not None
-        slot.tensors = {
-            n: own if n in BOUND_NAMES else slot.share.gather_rows(own) for n, own in home.items()
-        }
+        whole = {}
+        for name, tensor in local.items():
+            whole[name] = tensor if name in BOUND_NAMES else slot.share.gather_rows(tensor)
+        slot.tensors = whole
     yield
-    for slot, home in homes.items():
+    for slot, local in local_tensors.items():
         assert slot.share is not None
-        for name in home.keys() - {"gradient"} - BOUND_NAMES:
-            home[name].copy_(slot.share.local_rows(slot.tensors[name]))
-        slot.tensors = home
+        for name in local.keys() - {"gradient"} - BOUND_NAMES:
+            local[name].copy_(slot.share.local_rows(slot.tensors[name]))
+        slot.tensors = local
     for slot in slots:
         if not slot.in_place:
             local_of(slot.parameter).copy_(slot.weight)
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
-    """Split slots into those that a backend takes, and the others: a step that fits
-    scales is PyTorch's.
-    """
+    """Split slots into those that a backend takes, and the others."""
     taken: list[Slot] = []
     others: list[Slot] = []
     for slot in slots:
-        (taken if slot.fit_mask is None and takes(slot) else others).append(slot)
+        if slot.fit_mask is None and takes(slot):
+            taken.append(slot)
+        else:
+            others.append(slot)
     return taken, others
 
 
-def _upload(slots: Sequence[Slot], device: torch.device) -> None:
-    """Put the numbers of slots on their GPU, by one copy from pinned memory that nobody
-    waits for.
-    """
-    kinds: dict[torch.dtype, list[Slot]] = {}
+def _upload_numbers(slots: Sequence[Slot], device: torch.device) -> None:
+    """Put the numbers of slots on their GPU, by one copy for each dtype."""
+    slots_by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
-        kinds.setdefault(slot.dtype, []).append(slot)
-    for dtype, some in kinds.items():
-        numbers = torch.tensor(
-            [row_from_numbers(slot.numbers, dtype) for slot in some], dtype=dtype
-        )
-        for slot, row in zip(some, upload_rows(numbers, device), strict=True):
+        slots_by_dtype.setdefault(slot.dtype, []).append(slot)
+    for dtype, some in slots_by_dtype.items():
+        rows = torch.tensor([row_from_numbers(slot.numbers, dtype) for slot in some], dtype=dtype)
+        for slot, row in zip(some, upload_rows(rows, device), strict=True):
             slot.number_row = row
 
 
 def upload_rows(rows: Tensor, device: torch.device) -> Tensor:
+    """Copy rows to a device. The host does not wait, as the copy is from pinned memory."""
     if device.type == "cpu":
         return rows
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd of changes by native code and kernels, and drop remainders of a
-    first rounding.
+    """Tell autograd of changes by native code and kernels.
+
+    Remainders of a first rounding are dropped, as the weights have moved.
     """
     torch.autograd.graph.increment_version(tensors)
     for held in map(local_of, tensors):

@@ -84,13 +84,13 @@ class Descent(NamedTuple):
 
 
 def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """Return Adam's direction, without the bias corrections.
+    r"""Return Adam's direction, without the bias corrections.
 
     These are part of the numbers ``rate`` and ``eps``:
 
-    .. math:: m = \\beta_1 m + (1 - \\beta_1) g, \\quad v = \\beta_2 v + (1 - \\beta_2) g^2, \\quad
-              d = \\frac{m}{\\sqrt{v} + \\epsilon \\sqrt{1 - \\beta_2^t}}, \\quad
-              rate = \\eta \\frac{\\sqrt{1 - \\beta_2^t}}{1 - \\beta_1^t}
+    .. math:: m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
+              d = \frac{m}{\sqrt{v} + \epsilon \sqrt{1 - \beta_2^t}}, \quad
+              rate = \eta \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t}
 
     With ``max_exp_avg_sq`` the largest ``v`` so far takes its place in ``d`` (AMSGrad).
 
@@ -112,9 +112,9 @@ def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Desc
 def sgd(
     gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False
 ) -> Descent:
-    """Return the gradient, or its momentum.
+    r"""Return the gradient, or its momentum.
 
-    .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
+    .. math:: b = \mu b + (1 - \tau) g, \qquad d = b \text{ or, with Nesterov, } g + \mu b
 
     Source: Sutskever et al. 2013, in torch's convention.
     """
@@ -128,10 +128,10 @@ def sgd(
 def muon(
     gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False
 ) -> Descent:
-    """Return the matrix whose orthogonal factor Muon takes: the gradient, or its momentum.
+    r"""Return the matrix whose orthogonal factor Muon takes: the gradient, or its momentum.
 
-    .. math:: m = \\mu m + (1 - \\mu) g, \\qquad
-              u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
+    .. math:: m = \mu m + (1 - \mu) g, \qquad
+              u = m \text{ or, with Nesterov, } (1 - \mu) g + \mu m
 
     Source: Jordan et al. 2024, in torch's convention.
     """
@@ -143,10 +143,10 @@ def muon(
 
 
 def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """Return the sign of an interpolation between the moment and the gradient.
+    r"""Return the sign of an interpolation between the moment and the gradient.
 
-    .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad
-              m = \\beta_2 m + (1 - \\beta_2) g
+    .. math:: d = \operatorname{sign}(\beta_1 m + (1 - \beta_1) g), \qquad
+              m = \beta_2 m + (1 - \beta_2) g
 
     Where the interpolation is 0, so is the direction.
 

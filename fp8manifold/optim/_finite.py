@@ -1,5 +1,15 @@
-"""Finite gradients: a step is taken where the squares of all are finite; parameters
-that leave one out are named.
+"""Whether a step may be taken: only if the square of every gradient is finite.
+
+One bad gradient leaves out the step of all parameters. The check is in two stages, so that
+a good step costs one number::
+
+    all_finite   the sum of all squares is finite -> all gradients are
+                 it is not -> look at each gradient: a sum of finite squares may overflow
+
+The squares count, not the gradients, because second moments are made of them.
+
+On a GPU that decides on steady steps by itself (`_steady.py`) kernels do the same check.
+`warn_of_skips` and `warn_of_pass` name the parameters at fault in either case.
 """
 
 import math
@@ -14,17 +24,19 @@ from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot, describe_parameter
 
-_NAMED: Final = 3
+_MOST_NAMES: Final = 3
+"""Parameters that a warning names."""
 _ADVICE: Final = (
     "Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first "
     "such step"
 )
-_DOT = 2**30  #: Elements of a product: those of a GPU are counted in 31 bits.
+_DOT = 2**30
+"""Elements of a product: those of a GPU are counted in 31 bits."""
+_HALVES: Final = (torch.float16, torch.bfloat16)
 
 
 def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Check gradients by one sum of squares per tensor, and exactly only where the sum
-    of those is not finite.
+    """Return True if the squares of all gradients are finite.
 
     Raises:
         ValueError: a sparse or complex gradient.
@@ -40,53 +52,57 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
                 f"{type(optimizer).__name__} takes dense real gradients only: the gradient of a "
                 f"parameter of shape {shape} is {kind}"
             )
-    if _squares_sum_up(slots):
+    if _sum_is_finite(slots):
         return True
-    each = [squares_are_finite(slot) for slot in slots]  # any of them may raise
-    return all(each)
+    # each is looked at, as any of them may raise
+    verdicts = [squares_are_finite(slot) for slot in slots]
+    return all(verdicts)
 
 
-def _squares_sum_up(slots: Sequence[Slot]) -> bool:
-    """True where the squares of all gradients have a finite sum: then all of them are
-    finite.
+def _sum_is_finite(slots: Sequence[Slot]) -> bool:
+    """Return True if the squares of all gradients have a finite sum.
+
+    All of them are finite then.
     """
     gradients = [local_of(slot.parameter.grad) for slot in slots]
-    if all(
-        type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()
-        for g in gradients
-    ):
-        total = sum_of_squares([g.data_ptr() for g in gradients], [g.numel() for g in gradients])
+    if all(map(_is_native, gradients)):
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        total = sum_of_squares(addresses, [gradient.numel() for gradient in gradients])
         if total is not None:
             return math.isfinite(total)
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
-    return all(math.isfinite(torch.stack(each).sum()) for each in sums.values())
+    return all(math.isfinite(torch.stack(of_device).sum()) for of_device in sums.values())
+
+
+def _is_native(g: Tensor) -> bool:
+    """Return True for memory that C code sums up."""
+    return type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
-    parts = gradient.reshape(-1).split(_DOT)
-    wide = (
-        part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts
-    )
-    squares = [torch.dot(part, part).to(torch.float32) for part in wide]
+    squares = []
+    for part in gradient.reshape(-1).split(_DOT):
+        wide = part.float() if part.dtype in _HALVES else part
+        squares.append(torch.dot(wide, wide).to(torch.float32))
     return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 
-def _squares_hold(gradient: Tensor, factor: float) -> bool:
-    """True where every ``(factor g)^2`` is finite in the dtype that is computed in."""
-    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+def _has_finite_squares(gradient: Tensor, factor: float) -> bool:
+    """Return True if every ``(factor g)^2`` is finite in the dtype that is computed in."""
+    wide = gradient.float() if gradient.dtype in _HALVES else gradient
     wide = wide * factor
     return bool((wide * wide).isfinite().all())
 
 
 def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
-    """True where every ``(factor g)^2`` is finite; not checked for a factor below 1.
+    """Return True if every ``(factor g)^2`` is finite; a factor below 1 is not checked.
 
     Raises:
         FloatingPointError: one is not and the group has ``on_nonfinite="raise"``.
     """
-    if factor < 1 or _squares_hold(local_of(slot.parameter.grad), factor):
+    if factor < 1 or _has_finite_squares(local_of(slot.parameter.grad), factor):
         return True
     if slot.group["on_nonfinite"] == "raise":
         raise FloatingPointError(
@@ -98,24 +114,26 @@ def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
 
 
 def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
-    """Warn, and name the parameters whose gradients caused it: ``culprits``, or if None
-    by the present gradients.
+    """Warn of skipped steps, and name the parameters whose gradients caused the last one.
+
+    Args:
+        optimizer: that has skipped them.
+        culprits: these parameters; None finds them by the present gradients.
     """
     if culprits is None:
         factor = optimizer._gradient_factor
-        slots = [
-            s
-            for s in optimizer._slots()
-            if not _squares_hold(local_of(s.parameter.grad), factor(s))
+        culprits = [
+            slot.parameter
+            for slot in optimizer._slots()
+            if not _has_finite_squares(local_of(slot.parameter.grad), factor(slot))
         ]
-        culprits = [slot.parameter for slot in slots]
-    found = _names_of(optimizer, culprits)
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    reason = (
-        f"the gradient (or its square) of {', '.join(found[:_NAMED])}{more} is not finite"
-        if found
-        else "no gradient in this process is the cause"
-    )
+    names = _names_of(optimizer, culprits)
+    if names:
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        listed = ", ".join(names[:_MOST_NAMES])
+        reason = f"the gradient (or its square) of {listed}{more} is not finite"
+    else:
+        reason = "no gradient in this process is the cause"
     warnings.warn(
         f"{type(optimizer).__name__} has skipped {optimizer.skipped_in_row} steps in a row, so "
         f"nothing is trained: {reason}. {_ADVICE}",
@@ -125,8 +143,13 @@ def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
 
 
 def warn_of_pass(optimizer: Any, culprits: Sequence[Tensor], why: str, in_row: int) -> None:
-    """Warn that a backward pass has left out steps, the last of ``in_row``: because of
-    the gradients of ``culprits``, or for the reason ``why``.
+    """Warn that a backward pass has left out steps.
+
+    Args:
+        optimizer: that has left them out.
+        culprits: the parameters whose gradients caused it.
+        why: another reason, or "".
+        in_row: how many passes in a row have left out steps, this one included.
     """
     names = ", ".join(_names_of(optimizer, culprits))
     reason = why or (
@@ -144,11 +167,11 @@ def warn_of_pass(optimizer: Any, culprits: Sequence[Tensor], why: str, in_row: i
 
 
 def _names_of(optimizer: Any, parameters: Sequence[Tensor]) -> list[str]:
-    """Parameters in words, in the optimizer's order."""
+    """Describe parameters, in the optimizer's order."""
     wanted = {id(parameter) for parameter in parameters}
-    return [
-        describe_parameter(group, i, k)
-        for i, group in enumerate(optimizer.param_groups)
-        for k, parameter in enumerate(group["params"])
-        if id(parameter) in wanted
-    ]
+    names = []
+    for i, group in enumerate(optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            if id(parameter) in wanted:
+                names.append(describe_parameter(group, i, k))
+    return names

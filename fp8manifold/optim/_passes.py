@@ -1,5 +1,17 @@
-"""Backward passes in which parameters step: when one has ended, whether an exception
-ended it, and whether it left out a step.
+"""A backward pass in which parameters step, followed until it has ended.
+
+With `step_in_backward` each parameter steps as soon as its gradient is known. Whether a
+step was skipped is then a fact of the whole pass, and is reported once for it.
+
+Autograd has no object for a pass, only runs of its engine, of which a pass may have
+several, nested in each other (as gradient checkpointing does). A run calls a function that
+was queued when it ends normally, and drops it uncalled when an exception ends it::
+
+    hook of a parameter -> BackwardPass.join() -> _Run queues an _Ending
+    run ends            -> the engine calls the _Ending        -> has_ended
+    run fails           -> the engine frees it, uncalled       -> has_failed
+
+`_in_backward` makes the passes. `_steady` and the optimizer ask them.
 """
 
 import weakref
@@ -12,10 +24,9 @@ _ENGINE: Final[Any] = Variable._execution_engine
 
 
 class _Ending:
-    """The function that autograd calls at the end of a run, and does not where an
-    exception ends it.
+    """The function that autograd calls at the end of a run.
 
-    Only the run keeps it alive.
+    It is not called where an exception ends the run. Only the run keeps it alive.
     """
 
     def __init__(self, run: "_Run") -> None:
@@ -46,8 +57,10 @@ class _Run:
 class BackwardPass:
     """A backward pass, with the runs of autograd inside it, and its verdict.
 
-    ``is_skipped`` is true once a step of it was left out. A step by sums, which no run
-    of autograd takes, has one as well.
+    A step by sums of gradients, which no run of autograd takes, has one as well.
+
+    Attributes:
+        is_skipped: True once a step of the pass was left out.
     """
 
     def __init__(self) -> None:

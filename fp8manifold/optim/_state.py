@@ -1,5 +1,19 @@
-"""State of a parameter between steps: what it begins with, and what a loaded or edited
-one has to be.
+"""The state of a parameter between steps: what it begins with, and what is accepted.
+
+``optimizer.state[parameter]`` has these entries:
+
+    step                       float32: steps taken; on the GPU if the parameter is
+    stream                     int: key word of its random bits (`_streams.py`)
+    grid                       format and granularity as numbers (`Slot.grid_fields`)
+    reference, bounded         S_ref, and the share of weights at its bounds
+    since                      the step at which moments were last cleared
+    exp_avg, ...               moments, in float32, bfloat16 or uint8
+    avg_bound, ...             what scales of moments in 8 bits follow from, one a block
+    residual                   int8: what rounding has left, under ``residual8``
+
+Everything is checked before anything changes: `check_state` and `check_entry` what is
+loaded, `check_arrays` what users may have edited between two steps. A state that was made
+for another format, granularity or way to store moments is refused by name.
 """
 
 import weakref
@@ -18,30 +32,32 @@ from fp8manifold.optim._writeback import rule_of
 from fp8manifold.scaling import SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-STORED: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-"""The dtype of moments; None is the one that is computed in."""
-_FUNCTIONS: Final = (
-    "stiffness",
-    "metric",
-)  #: Options that may be functions, in whose place a state has None.
-_KEPT: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
+MOMENT_DTYPES: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+"""The dtype of moments. None is the one that is computed in."""
+_FUNCTIONS: Final = ("stiffness", "metric")
+"""Options that may be functions, in whose place a state has None."""
+_ARRAY_NAMES: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
+"""Entries that are tensors of a parameter's shape, or of its blocks."""
 
 
 def first_residual(parameter: Tensor) -> Tensor:
-    """The remainder of rounding the parameter's float weights, which is dropped there;
-    zeros where it has none.
+    """Return the remainder of rounding the parameter's float weights.
+
+    It is dropped from the parameter. Where there is none, zeros are returned.
     """
-    held: Any = local_of(parameter)
-    start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
-    if isinstance(held, FP8Tensor) and held.remainder is not None:
-        start = held.remainder.clone()
-        void_remainder(held)
-    return spread(parameter, start)
+    local: Any = local_of(parameter)
+    if isinstance(local, FP8Tensor) and local.remainder is not None:
+        residual = local.remainder.clone()
+        void_remainder(local)
+    else:
+        residual = torch.zeros(local.shape, dtype=torch.int8, device=local.device)
+    return spread(parameter, residual)
 
 
 def claim(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
-    """Let a tensor of codes find its state, which has to follow when other code changes
-    its scale.
+    """Let a tensor of codes find its state.
+
+    The state has to follow when other code changes the tensor's scale.
     """
     if isinstance(parameter, FP8Tensor):
         parameter.stepped_by = weakref.ref(optimizer)
@@ -54,145 +70,168 @@ def make_state(slot: Slot) -> None:
         state["grid"] = torch.tensor(slot.grid_fields)
     if all(map(state.__contains__, spec.state_entries)):
         return
-    held = local_of(parameter)
+    local = local_of(parameter)
     for name in spec.moment_names:
         if name not in state:
-            dtype = STORED[spec.moments] or slot.dtype
-            state[name] = spread(
-                parameter, torch.zeros(held.shape, dtype=dtype, device=held.device)
-            )
+            dtype = MOMENT_DTYPES[spec.moments] or slot.dtype
+            zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
+            state[name] = spread(parameter, zeros)
         if name in spec.bound_names and spec.bound_names[name] not in state:
-            # one per block; a sharded matrix has those of its rows, a sharded vector
-            # all of them in every process
-            in_rows = parameter.dim() > 1 and slot.share is not None
-            shape = (
-                (held.shape[0], held.shape[1:].numel() // slot.view.dims[-1])
-                if in_rows
-                else slot.view.block_dims
-            )
-            bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
-            state[spec.bound_names[name]] = spread(parameter, bounds) if in_rows else bounds
+            state[spec.bound_names[name]] = _first_bounds(slot, local)
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter)
 
 
+def _first_bounds(slot: Slot, local: Tensor) -> Tensor:
+    """Return zeros, one for each block of a moment.
+
+    A sharded matrix has those of its rows, a sharded vector all of them in every process.
+    """
+    if slot.share is None or slot.parameter.dim() < 2:
+        return torch.zeros(slot.view.block_dims, dtype=torch.float32, device=local.device)
+    blocks_in_row = local.shape[1:].numel() // slot.view.dims[-1]
+    zeros = torch.zeros((local.shape[0], blocks_in_row), dtype=torch.float32, device=local.device)
+    return spread(slot.parameter, zeros)
+
+
 def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
-    """Raise TypeError or ValueError unless a state is one of this kind of optimizer,
-    made for these parameters.
+    """Raise TypeError or ValueError unless a state may be loaded into an optimizer.
+
+    It has to be one of this kind of optimizer, made for these parameters.
     """
     name = type(optimizer).__name__
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
-    if missing := sorted({"state", "param_groups"} - state_dict.keys()):
+    missing = sorted({"state", "param_groups"} - state_dict.keys())
+    if missing:
         raise ValueError(f"this state is not one of {name}: it lacks {', '.join(missing)}")
-    if (kind := state_dict.get("optimizer", name)) != name:
-        raise ValueError(
-            f"this state is one of {kind if isinstance(kind, str) else 'a wrapper'}, not of {name}"
-        )
+    kind = state_dict.get("optimizer", name)
+    if kind != name:
+        kind = kind if isinstance(kind, str) else "a wrapper"
+        raise ValueError(f"this state is one of {kind}, not of {name}")
     groups = state_dict["param_groups"]
     check_sizes(groups, optimizer.param_groups)
-    for saved, ours in zip(groups, optimizer.param_groups, strict=True):
-        known = [
-            option for option in optimizer.defaults if option in ours and not callable(ours[option])
-        ]
-        lacking = [
-            option
-            for option in known
-            if option not in saved or (saved[option] is None and option in _FUNCTIONS)
-        ]
-        if lacking:
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        missing = _missing_options(optimizer, saved, group)
+        if missing:
             raise ValueError(
-                f"this state is not one of {name}: its parameter groups lack {', '.join(lacking)}"
+                f"this state is not one of {name}: its parameter groups lack {', '.join(missing)}"
             )
-        for index, parameter in zip(saved["params"], ours["params"], strict=True):
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
             _check_origin(state_dict["state"].get(index, {}), parameter, index)
 
 
-def check_sizes(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless groups have as many parameters as an optimizer's."""
-    sizes = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]
-    if sizes[0] != sizes[1]:
+def _missing_options(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], group: dict[str, Any]
+) -> list[str]:
+    """Return options that a saved group lacks, and whose place ``group`` can't take."""
+    missing = []
+    for option in optimizer.defaults:
+        if option not in group or callable(group[option]):
+            continue
+        was_function = option in _FUNCTIONS and option in saved and saved[option] is None
+        if option not in saved or was_function:
+            missing.append(option)
+    return missing
+
+
+def check_sizes(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless saved groups have as many parameters as an optimizer's."""
+    saved_sizes = [len(group["params"]) for group in saved]
+    sizes = [len(group["params"]) for group in groups]
+    if saved_sizes != sizes:
         raise ValueError(
-            f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}"
+            f"this state has groups of size {saved_sizes}, the optimizer of size {sizes}"
         )
 
 
 def _check_origin(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
-    """Raise ValueError unless an entry is one of this library's, for a parameter of
-    this shape and format.
-    """
-    whose = _whose(parameter, index)
-    if entry and "step" in entry and "stream" not in entry:
-        raise ValueError(f"{whose} lacks its stream: it is not one of this library's optimizers")
+    """Raise ValueError unless an entry is one of this library's for such a parameter."""
+    if not entry:
+        return
+    where = _words_for_state(parameter, index)
+    if "step" in entry and "stream" not in entry:
+        raise ValueError(f"{where} lacks its stream: it is not one of this library's optimizers")
     _check_tensors(entry, parameter, index)
-    _check_residual(entry, whose)
-    if entry:
-        here = slot_of({}, parameter, {}).grid_fields
-        made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
-        if made_for != here:
-            raise ValueError(
-                f"{whose} was made for {_in_words(made_for)}: the parameter is {_in_words(here)}"
-            )
+    _check_residual(entry, where)
+    fields = slot_of({}, parameter, {}).grid_fields
+    saved_fields = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
+    if saved_fields != fields:
+        raise ValueError(
+            f"{where} was made for {_words_for_grid(saved_fields)}: the parameter is "
+            f"{_words_for_grid(fields)}"
+        )
 
 
-def _in_words(fields: tuple[int, ...] | None) -> str:
-    """Format and granularity in words, of the numbers of :attr:`Slot.fields`."""
+def _words_for_state(parameter: Tensor, index: int | None = None) -> str:
+    if index is None:
+        return f"the state of a parameter of shape {tuple(parameter.shape)}"
+    return f"the state of parameter {index}"
+
+
+def _words_for_grid(fields: tuple[int, ...] | None) -> str:
+    """Return format and granularity in words, of the numbers of :attr:`Slot.grid_fields`."""
     if fields is None:
         return "an ordinary parameter"
-    exponent_bits, mantissa_bits, bias, layout, shares = fields
-    squares = {SQUARE_SIZE**2: f"square of {SQUARE_SIZE} x {SQUARE_SIZE}"}
-    shared = ({0: "tensor", 1: "channel"} | squares).get(shares, f"block of {shares}")
-    return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale per {shared}"
+    exponent_bits, mantissa_bits, bias, layout, granularity = fields
+    fmt = FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout])
+    names = {
+        0: "tensor",
+        1: "channel",
+        SQUARE_SIZE**2: f"square of {SQUARE_SIZE} x {SQUARE_SIZE}",
+    }
+    return f"{fmt.name}, one scale per {names.get(granularity, f'block of {granularity}')}"
 
 
 def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None = None) -> None:
-    """Raise ValueError unless moments, bounds and residual are tensors, and moments of
-    the parameter's shape.
+    """Raise ValueError unless an entry's arrays are tensors, and moments have the shape.
+
+    ``index`` names the entry in the error.
     """
-    for name in _KEPT:
-        if name in entry and not isinstance(entry[name], Tensor):
+    for name in _ARRAY_NAMES:
+        if name not in entry:
+            continue
+        value = entry[name]
+        if not isinstance(value, Tensor):
+            where = _words_for_state(parameter, index)
+            raise ValueError(f"{where} has {name}={value!r}: a tensor is needed")
+        if name in MOMENT_NAMES and value.shape != parameter.shape:
+            where = _words_for_state(parameter, index)
             raise ValueError(
-                f"{_whose(parameter, index)} has {name}={entry[name]!r}: a tensor is needed"
-            )
-        if name in entry and name in MOMENT_NAMES and entry[name].shape != parameter.shape:
-            whose, shapes = (
-                _whose(parameter, index),
-                (tuple(entry[name].shape), tuple(parameter.shape)),
-            )
-            raise ValueError(
-                f"{whose} has {name} of shape {shapes[0]}: the parameter's is {shapes[1]}"
+                f"{where} has {name} of shape {tuple(value.shape)}: the parameter's is "
+                f"{tuple(parameter.shape)}"
             )
 
 
 def check_arrays(
     state: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool
 ) -> None:
-    """Raise ValueError unless a state that may have been edited can be stepped; called
-    before anything changes.
+    """Raise ValueError unless a state that may have been edited can be stepped.
+
+    It is called before anything changes. Arrays that are not contiguous are made so.
+
+    Args:
+        state: of the parameter.
+        parameter: that is to be stepped.
+        group: its group, whose options say how the state is stored.
+        stores_moments: whether the option ``moments`` holds for the parameter.
     """
     _check_tensors(state, parameter)
-    holds = False
-    for name in _KEPT:
+    has_arrays = False
+    for name in _ARRAY_NAMES:
         if name not in state:
             continue
-        holds, value = True, state[name]
+        has_arrays = True
+        value = state[name]
         if value.device != parameter.device:
             raise ValueError(
-                f"{_whose(parameter)} has {name} on {value.device}, but the parameter is on "
-                f"{parameter.device}: "
-                "move both to one device"
+                f"{_words_for_state(parameter)} has {name} on {value.device}, but the parameter "
+                f"is on {parameter.device}: move both to one device"
             )
         if not value.is_contiguous() or local_of(value).is_neg():
             state[name] = value.contiguous().resolve_neg()
-    if holds:
+    if has_arrays:
         check_entry(state, parameter, group, stores_moments=stores_moments)
-
-
-def _whose(parameter: Tensor, index: int | None = None) -> str:
-    which = (
-        f"a parameter of shape {tuple(parameter.shape)}" if index is None else f"parameter {index}"
-    )
-    return f"the state of {which}"
 
 
 def check_entry(
@@ -200,49 +239,50 @@ def check_entry(
 ) -> None:
     """Raise ValueError unless moments and residual are stored as a group's options say."""
     moments = group["moments"] if stores_moments else "float32"
-    dtype = STORED[moments] or (
-        torch.float64 if parameter.dtype is torch.float64 else torch.float32
-    )
+    dtype = MOMENT_DTYPES[moments]
+    if dtype is None:
+        dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
     bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
     for name in MOMENT_NAMES:
-        if name in entry and entry[name].dtype != dtype:
+        if name not in entry:
+            continue
+        if entry[name].dtype != dtype:
             raise ValueError(
-                f"{_whose(parameter)} has {name} in {entry[name].dtype}, but moments={moments!r} "
-                f"keeps it in {dtype}: load optim.adopted_state(state, optimizer) instead"
+                f"{_words_for_state(parameter)} has {name} in {entry[name].dtype}, but "
+                f"moments={moments!r} keeps it in {dtype}: load "
+                "optim.adopted_state(state, optimizer) instead"
             )
-        if name in entry and bounds.get(name, name) not in entry:
+        if name in bounds and bounds[name] not in entry:
             raise ValueError(
-                f"{_whose(parameter)} has {name} in 8 bits without {bounds[name]}, which says how "
-                f"its blocks are "
-                "scaled: it was saved in another format, which can't be read; begin with a new "
-                "state"
+                f"{_words_for_state(parameter)} has {name} in 8 bits without {bounds[name]}, which "
+                "says how its blocks are scaled: it was saved in another format, which can't be "
+                "read; begin with a new state"
             )
     if rule_of(group).state:
-        _check_residual(entry, _whose(parameter))
+        _check_residual(entry, _words_for_state(parameter))
 
 
-def _check_residual(entry: dict[str, Any], whose: str) -> None:
+def _check_residual(entry: dict[str, Any], where: str) -> None:
     """Raise ValueError for a residual that is not int8, such as one of 4 or 2 bits."""
     residual = entry.get("residual")
     if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
-            f"{whose} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be read "
-            f"any more; "
-            "writeback='residual8' has one in torch.int8: begin with a new state"
+            f"{where} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be read "
+            "any more; writeback='residual8' has one in torch.int8: begin with a new state"
         )
 
 
 def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Restore the dtypes of a loaded state, which torch casts to the parameter's: ours
-    may be wider, or codes.
+    """Restore the dtypes of a loaded state, which torch casts to the parameter's.
+
+    Ours may be wider, or codes.
     """
     saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in zip(saved_ids, parameters, strict=True):
         claim(optimizer, parameter)
         for name, value in state_dict["state"].get(index, {}).items():
-            if isinstance(
-                value, Tensor
-            ):  # the host reads the grid, and counts until the first step on a GPU
+            if isinstance(value, Tensor):
+                # the host reads the grid, and counts until the first step on a GPU
                 device = "cpu" if name in ("step", "grid") else parameter.device
                 optimizer.state[parameter][name] = value.detach().to(device, copy=True)

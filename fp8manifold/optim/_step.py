@@ -1,5 +1,21 @@
-"""A step in PyTorch: a pure function of moments, direction, move and write-back, taken
-in blocks and shown.
+"""A step in PyTorch: the definition that native code and a GPU's kernels reproduce.
+
+`step` is a pure function of one parameter's arrays::
+
+    codes, residual   -> load_weights -> x, ulp             in units of the scale
+    gradient          -> covector     -> gradient           of codes on a curved chart
+    stored moments    -> load_moments -> moments            floats
+    gradient, moments -> descend      -> direction, moments (_directions.py)
+    x, direction      -> move         -> target             not rounded yet
+    target            -> store_weights                      the one rounding of the step
+    moments           -> store_moments                      rounded too if they are not float32
+
+With the write-back ``momentum`` the rounding error of the weight is added to the first
+moment before that is stored (`_add_error`).
+
+`run_eager` takes the step of a slot some rows at a time (`blocks_of`), so that temporaries
+stay in a cache. `observed_step` also shows the values before and after it. `_muon.py`
+takes the two halves of a step, with an orthogonal factor between them.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +36,32 @@ from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import RANDOM_BITS, draw_of, word_range
 
 
-class StepOutcome(NamedTuple):
-    """The new values of stored tensors by name, the weights before, and the target in
-    units of the scale.
-    """
+class Weights(NamedTuple):
+    """Weights in units of the scale, and their spacing in the same units."""
 
+    x: Tensor
+    #: None for an ordinary parameter
+    ulp: Tensor | None
+
+
+class StepOutcome(NamedTuple):
+    """What a step stores, and what an observer may see of it."""
+
+    #: the new values of stored tensors by name
     stored: dict[str, Tensor]
-    before: "Weights"
+    before: Weights
+    #: in units of the scale
     target: Tensor
+
+
+class _Written(NamedTuple):
+    """The weights of a step, as they are stored."""
+
+    target: Tensor
+    #: the tensors to store for the weights, by name
+    stored: dict[str, Tensor]
+    #: the moments in floats, with the rounding error where the write-back adds it
+    moments: dict[str, Tensor]
 
 
 def step(
@@ -35,82 +69,84 @@ def step(
 ) -> StepOutcome:
     """Take a step from ``arrays``, none of which is changed.
 
-    The weight, its gradient, the state and the scale broadcast against each other, in
-    rows of whole blocks of 8-bit moments. ``row`` has :data:`NUMBERS`, and ``noise``
-    32-bit random words for the ``weight`` and the ``moments``.
+    Args:
+        spec: of the step.
+        arrays: the weight, its gradient, the state and the scale, which broadcast
+            against each other, in rows of whole blocks of 8-bit moments.
+        row: the numbers of the step in the order of :data:`NUMBERS`.
+        noise: 32-bit random words for the ``weight`` and the ``moments``.
     """
-    numbers, weights = numbers_by_name(row), load_weights(spec, arrays, row.dtype)
-    bounds: dict[str, Tensor] = {}
+    numbers = numbers_by_name(row)
+    weights = load_weights(spec, arrays, row.dtype)
     gradient = arrays["gradient"].to(row.dtype)
     gradient = covector(spec, weights, -gradient if spec.maximize else gradient, arrays, numbers)
+    new_bounds: dict[str, Tensor] = {}
     if spec.blockwise:
-        prepared = prepare(spec, arrays, gradient, numbers)
-        bounds = {
-            name: prepared.pop(name) for name in spec.bound_names.values() if name in prepared
-        }
-        arrays = arrays | prepared
-    nesterov = {"nesterov": True} if spec.nesterov else {}
-    descent = DIRECTIONS[spec.direction].descend(
-        gradient, load_moments(spec, arrays, row.dtype), numbers, **nesterov
-    )
-    target, stored, moments = write(spec, weights, descent, arrays, numbers, noise)
+        scales = moment_scales(spec, arrays, gradient, numbers)
+        for name in spec.bound_names.values():
+            if name in scales:
+                new_bounds[name] = scales.pop(name)
+        arrays = arrays | scales
+    options = {"nesterov": True} if spec.nesterov else {}
+    moments = load_moments(spec, arrays, row.dtype)
+    descent = DIRECTIONS[spec.direction].descend(gradient, moments, numbers, **options)
+    written = _write(spec, weights, descent, arrays, numbers, noise)
     if spec.fitted:
-        prepared = fit(moments[spec.moment_names[0]])
-        bounds[LARGEST] = prepared.pop(LARGEST)
-        arrays = arrays | prepared
-    kept = store_moments(spec, moments, arrays, noise.get("moments"), descent.root)
-    return StepOutcome(stored | kept | bounds, weights, target)
+        scales = fit_moment(written.moments[spec.moment_names[0]])
+        new_bounds[LARGEST] = scales.pop(LARGEST)
+        arrays = arrays | scales
+    new_moments = store_moments(spec, written.moments, arrays, noise.get("moments"), descent.root)
+    return StepOutcome(written.stored | new_moments | new_bounds, weights, written.target)
 
 
-def write(
+def _write(
     spec: Spec,
-    weights: "Weights",
+    weights: Weights,
     descent: Descent,
     arrays: dict[str, Tensor],
     numbers: Numbers,
     noise: dict[str, Tensor],
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The target along a direction, the tensors to store for it, and the moments with
-    the rounding error.
-    """
+) -> _Written:
     if spec.storage == "direction":
-        direction = torch.where(
-            descent.direction == 0, 0.0, descent.direction
-        )  # 0 has no sign, as in native code
-        return direction, {"weight": direction}, descent.moments
+        # 0 has no sign, as in native code
+        direction = torch.where(descent.direction == 0, 0.0, descent.direction)
+        return _Written(direction, {"weight": direction}, descent.moments)
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
-    ratio, under = with_next_scale(arrays)
-    stored, after = store_weights(
-        spec, under, weights, target if ratio is None else target * ratio, draws
-    )
-    after = after if ratio is None else after / ratio
+    ratio, arrays_then = with_next_scale(arrays)
+    target_then = target if ratio is None else target * ratio
+    stored, after = store_weights(spec, arrays_then, weights, target_then, draws)
     if not spec.injects:
-        return target, stored, descent.moments
-    return target, stored, _with_error(spec, descent, weights, target, after, arrays, numbers)
+        return _Written(target, stored, descent.moments)
+    after = after if ratio is None else after / ratio
+    moments = _add_error(spec, descent, weights, target, after, arrays, numbers)
+    return _Written(target, stored, moments)
 
 
 def with_next_scale(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The old scales in units of those that this step fits, a power of two, and the
-    arrays under these; or None.
+    """Return the ratio of the old scales to those that this step fits, and the arrays.
+
+    The arrays have the new scales in place of the old ones. The ratio is a power of two,
+    or None for a step that fits no scale.
     """
     if "next_scale" not in arrays:
         return None, arrays
     return arrays["scale"] / arrays["next_scale"], arrays | {"scale": arrays["next_scale"]}
 
 
-def _with_error(
+def _add_error(
     spec: Spec,
     descent: Descent,
-    weights: "Weights",
+    weights: Weights,
     target: Tensor,
     after: Tensor,
     arrays: dict[str, Tensor],
     numbers: Numbers,
 ) -> dict[str, Tensor]:
-    """The moments with the rounding error in the first one.
+    r"""Return the moments with the rounding error in the first one.
 
-    .. math:: m \\leftarrow m + \\frac{1}{\\eta} \\left( 1 - \\frac{1}{\\beta_1} \\right) (target - after)
+    .. math:: m \leftarrow m
+              + \frac{1}{\eta} \left( 1 - \frac{1}{\beta_1} \right) (target - after)
 
     where ``eta`` is what ``m`` is multiplied by in this step.
     ``w - eta beta_1 / (1 - beta_1) m`` is then as if nothing had been rounded.
@@ -130,49 +166,40 @@ def _with_error(
     return descent.moments | {name: descent.moments[name] - error * numbers["inject"]}
 
 
-class Weights(NamedTuple):
-    """Weights in units of the scale, and their spacing in the same units (None for an
-    ordinary parameter).
-    """
-
-    x: Tensor
-    ulp: Tensor | None
+# Weights
 
 
 def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
-    """The weights, their residual included."""
+    """Return the weights, their residual included."""
     weight, fmt = arrays["weight"], spec.fmt
     if spec.storage in ("plain", "direction"):
         return Weights(weight.to(dtype), None)
     assert fmt is not None
-    bits, codes = spec.residual_bits, weight
+    bits = spec.residual_bits
+    codes = weight
     if spec.storage != "codes":
         x = weight.to(dtype) / arrays["scale"]
-        if (
-            spec.storage == "grid" and not spec.scale_is_power_of_two
-        ):  # the division leaves its points a hair off it
+        if spec.storage == "grid" and not spec.scale_is_power_of_two:
+            # the division leaves points of the grid a hair off it
             x = codec.round_block(x, fmt, "nearest", "saturate", None)
         if spec.storage == "free" or not bits:
             return Weights(x, chart_of(fmt, "ulp").stiffness(x))
         codes = codec.encode_finite(x.to(torch.float32), fmt)
+    codes = codes.to(torch.int32)
     if bits:
-        x, ulp = codec.decode_signed(
-            codec.joined_codes(
-                codes.to(torch.int32), arrays["residual"].to(torch.int32), fmt, bits
-            ),
-            fmt,
-            bits,
-        )
+        residual = arrays["residual"].to(torch.int32)
+        x, ulp = codec.decode_signed(codec.joined_codes(codes, residual, fmt, bits), fmt, bits)
     else:
-        x, ulp = codec.decode_with_ulp(codes.to(torch.int32), fmt)
+        x, ulp = codec.decode_with_ulp(codes, fmt)
     return Weights(x.to(dtype), (ulp * 2.0**bits).to(dtype))
 
 
 def store_weights(
     spec: Spec, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors to store by name, and the weights that they mean in units of the
-    scale.
+    """Round a target. Return the tensors to store by name, and the weights they stand for.
+
+    The weights are in units of the scale, as the target is.
     """
     weight, fmt = arrays["weight"], spec.fmt
     if spec.storage == "plain":
@@ -180,6 +207,7 @@ def store_weights(
     assert fmt is not None
     if spec.storage == "free":
         after = target.clamp(-fmt.max, fmt.max)
+        # a weight that does not move has its bits: x / s * s may differ from x
         moved = torch.where(after == before.x, weight.to(after.dtype), after * arrays["scale"])
         return {"weight": _as_stored(moved, weight.dtype, draws)}, after
     return spec.rule.store(spec.storage, fmt, arrays, target, draws)
@@ -189,13 +217,17 @@ def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
     return x.to(dtype) if draws is None else to_half(x, dtype, draws)
 
 
-_LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
+# The move
+
+
+_LONGEST = 2.0**24
+"""The longest move in steps of the chart: far past either end, and far from overflow."""
 
 
 def move(
     spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers
 ) -> Tensor:
-    """The target in units of the scale, before anything is rounded."""
+    """Return the target in units of the scale, before anything is rounded."""
     start = weights.x * numbers["keep"] if spec.decays else weights.x
     if spec.storage == "plain":
         return start - direction * numbers["rate"]
@@ -203,10 +235,8 @@ def move(
         if spec.stiffness != "none":
             direction = direction * stiffness_factor(spec, weights, arrays, numbers)
         return start - direction * (numbers["rate"] * (1 / arrays["scale"]))
-    chart, steps = (
-        chart_for(spec, arrays),
-        (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST),
-    )
+    chart = chart_for(spec, arrays)
+    steps = (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
     if spec.geometry == "tangent":
         moved = start + steps * chart.stiffness(start)
     else:
@@ -218,18 +248,18 @@ def move(
 def covector(
     spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers
 ) -> Tensor:
-    """The gradient with respect to the coordinates that the direction is taken in; of
-    codes in their unit.
+    """Return the gradient with respect to the coordinates that the direction is taken in.
+
+    On a chart these are codes, and the gradient is in units of ``1 / per_unit``.
     """
     if spec.geometry not in ("exponential", "tangent"):
         return gradient
-    return gradient * (
-        chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"])
-    )
+    stiffness = chart_for(spec, arrays).stiffness(weights.x)
+    return gradient * (stiffness * (arrays["scale"] * numbers["per_unit"]))
 
 
 def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
-    """The chart of the metric; that of ``ulp`` with the ends that bound its stiffness."""
+    """Return the chart of the metric; that of ``ulp`` has ends that bound its stiffness."""
     assert spec.fmt is not None
     if spec.metric != "ulp":
         return chart_of(spec.fmt, spec.metric)
@@ -239,77 +269,81 @@ def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
 def stiffness_factor(
     spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers
 ) -> Tensor:
-    """``(S / S_ref)^k`` of the spec's metric."""
+    """Return ``(S / S_ref)^k`` of the spec's metric."""
     stiffness = weights.ulp
     if spec.metric != "ulp":
         assert spec.fmt is not None
         stiffness = chart_of(spec.fmt, spec.metric).stiffness(weights.x)
     assert stiffness is not None
     in_value = stiffness * arrays["scale"]
-    powers_of_two = spec.metric in ("ulp", "euclidean")  # in units of the scale
-    return bounded_ratio_power(
-        in_value, arrays["scale"] if powers_of_two else in_value, spec.stiffness, numbers
-    )
+    # of these metrics S is a power of two in units of the scale
+    is_power_of_two = spec.metric in ("ulp", "euclidean")
+    unit = arrays["scale"] if is_power_of_two else in_value
+    return bounded_ratio_power(in_value, unit, spec.stiffness, numbers)
+
+
+# Moments. In 8 bits they are codes in blocks of a row. A block's scale is a power of two
+# that follows from its bound (two moments of Adam, one of SGD or Lion), or from its
+# largest magnitude (the momentum of Muon, whose grid is fitted).
 
 
 _FIELD, _BIAS = 23, 127
-_CARRY = ~codec.largest_bits(MOMENTUM_FORMAT) & (
-    (1 << _FIELD) - 1
-)  # a mantissa above that of the format's largest value carries into the exponent
-_HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
+"""Position of the exponent's field in a float32, and its bias."""
+_CARRY = ~codec.largest_bits(MOMENTUM_FORMAT) & ((1 << _FIELD) - 1)
+"""Added to a float32's bits, it carries into the exponent where the mantissa is above
+that of the format's largest value.
+"""
+_HEADROOM = 7
+"""A bound is placed at 2^6 .. 2^7 of MOMENT_FORMAT's 448, with room for rounding noise."""
 
 
-def prepare(
+def moment_scales(
     spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers
 ) -> dict[str, Tensor]:
-    """Scales of 8-bit moments by block, and the bounds after the step unless they
-    follow from the moments.
+    """Return arrays of one number for each block of moments in 8 bits.
+
+    They are the scales to load moments with (``avg_scale``, ``sq_scale``). Where scales
+    follow from bounds, they are also the bounds after the step, and 1 over the scales to
+    store moments with (``avg_inverse``, ``sq_inverse``).
     """
     if spec.fitted:
         return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
-    prepared = {}
+    scales = {}
     for name in spec.moment_names:
-        root, n = (
-            name == "exp_avg_sq",
-            "2" if name == "exp_avg_sq" or spec.direction == "lion" else "1",
-        )
-        decay, gain = (
-            numbers[f"beta{n}"].to(torch.float32),
-            numbers[f"gain{n}"].to(torch.float32).abs(),
-        )
-        before = arrays[BOUNDS[name]]
-        after = before * decay + gain * (largest * largest if root else largest)
+        root = name == "exp_avg_sq"
+        # the one moment of Lion decays by its second beta
+        n = "2" if root or spec.direction == "lion" else "1"
+        decay = numbers[f"beta{n}"].to(torch.float32)
+        gain = numbers[f"gain{n}"].to(torch.float32).abs()
+        bound = arrays[BOUNDS[name]]
+        new_bound = bound * decay + gain * (largest * largest if root else largest)
         prefix = "sq" if root else "avg"
-        prepared[BOUNDS[name]] = after
-        prepared[f"{prefix}_scale"] = _scale(before, root=root)
-        prepared[f"{prefix}_inverse"] = _reciprocal(_scale(after, root=root))
-    return prepared
+        scales[BOUNDS[name]] = new_bound
+        scales[f"{prefix}_scale"] = scale_of_bound(bound, root=root)
+        scales[f"{prefix}_inverse"] = _reciprocal(scale_of_bound(new_bound, root=root))
+    return scales
 
 
-def fit(moment: Tensor) -> dict[str, Tensor]:
-    """The largest magnitude in each block of a moment, and 1 over the scale that
-    follows from it.
-    """
+def fit_moment(moment: Tensor) -> dict[str, Tensor]:
+    """Return the largest magnitude in each block, and 1 over the scale that follows."""
     largest = moment.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     return {LARGEST: largest, "avg_inverse": _reciprocal(_fitted_scale(largest))}
 
 
 def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the moments in floats, by name."""
     if spec.moments != "8bit":
         return {name: arrays[name].to(dtype) for name in spec.moment_names}
     moments = {}
     for name in spec.moment_names:
         if name == "exp_avg_sq":
-            root = (
-                codec.decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0]
-                * arrays["sq_scale"]
-            )
-            moments[name] = (root * root).to(dtype)
+            codes = arrays[name].to(torch.int32)
+            root = codec.decode_magnitude(codes, MOMENT_FORMAT)[0] * arrays["sq_scale"]
+            value = root * root
         else:
-            moments[name] = (
-                codec.decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]
-            ).to(dtype)
+            value = codec.decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]
+        moments[name] = value.to(dtype)
     return moments
 
 
@@ -320,46 +354,54 @@ def store_moments(
     noise: Tensor | None,
     root: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The moments as they are stored; ``noise`` is one 32-bit word per value, each half
-    of which serves one moment.
+    """Return the moments as they are stored.
 
     A fitted moment has the draw of the whole word. The root in 8 bits takes 24 of its
     bits: with 16 the error of the odds would add up to 0.1% of a second moment of decay
     0.999.
+
+    Args:
+        spec: of the step.
+        moments: in floats, by name.
+        arrays: with 1 over the scales of moments in 8 bits.
+        noise: one 32-bit word per value, each half of which serves one moment. It may
+            be None for moments in float32.
+        root: of the second moment, where that is stored in 8 bits.
     """
     if spec.moments == "float32" or not moments:
         return moments
     assert noise is not None
     halves = (noise & 0xFFFF, (noise >> 16) & 0xFFFF)
-    kept = {}
+    stored = {}
     for name, draws in zip(moments, halves, strict=False):
         value = moments[name].to(torch.float32)
         if spec.moments == "bfloat16":
-            kept[name] = _to_bfloat16(value, draws)
+            stored[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
-            kept[name] = _root_codes(
-                root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF
-            )
+            wide_draws = (noise >> 8) & 0xFFFFFF
+            stored[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], wide_draws)
         else:
-            draws = draw_of(noise) if spec.fitted else (draws << 8) | 0x80  # the middle of the odds
-            kept[name] = codec.encode_finite(
-                value * arrays["avg_inverse"], spec.first_format, draws
-            ).to(torch.uint8)
-    return kept
+            # 16 bits of a draw are in the middle of the odds that they stand for
+            wide_draws = draw_of(noise) if spec.fitted else (draws << 8) | 0x80
+            scaled = value * arrays["avg_inverse"]
+            codes = codec.encode_finite(scaled, spec.first_format, wide_draws)
+            stored[name] = codes.to(torch.uint8)
+    return stored
 
 
 def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
-    """Codes of a square root, for which the mean of ``1 / sqrt(v)`` is right; a root
-    that is not 0 does not become 0.
+    r"""Return codes of a square root, for which the mean of ``1 / sqrt(v)`` is right.
 
-    .. math:: P(n + 1) = \\frac{\\delta (4 n + 3 - \\delta)}{4 n + 2}
-                       \\approx \\frac{\\sqrt{r} - \\sqrt{n}}{\\sqrt{n + 1} - \\sqrt{n}}, \\qquad \\delta = r - n
+    .. math:: P(n + 1) = \frac{\delta (4 n + 3 - \delta)}{4 n + 2}
+              \approx \frac{\sqrt{r} - \sqrt{n}}{\sqrt{n + 1} - \sqrt{n}},
+              \qquad \delta = r - n
 
     for ``r`` spacings, ``n`` of them whole: the mean of the root's root, ``v^{1/4}``,
     is preserved. A rounding that preserves the mean of ``v^p``, with relative variance
     ``s`` of ``v``, raises that of ``1 / sqrt(v)`` by the share
-    ``3/8 s - (1 - p) s / 2``: nothing for ``p = 1/4``, up to 3% for ``p = 1``.
+    ``3/8 s - (1 - p) s / 2``: nothing for ``p = 1/4``, up to 3% for ``p = 1``. A root
+    that is not 0 does not become 0.
     """
     steps, below = codec.encoding_steps(root * inverse, MOMENT_FORMAT)
     whole = steps.to(torch.int32)
@@ -367,11 +409,12 @@ def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
     part = steps - whole.to(torch.float32)
     away = draws.to(torch.float32) * 2.0**-RANDOM_BITS * unit < part * (unit + (1 - part))
     codes = whole + below + away.to(torch.int32)
+    # the bits of a float32 are an integer of at least 1 unless it is 0
     return torch.maximum(codes, root.view(torch.int32).clamp(max=1)).to(torch.uint8)
 
 
-def _scale(bound: Tensor, *, root: bool) -> Tensor:
-    """The power of two that takes a bound, or its square root, to ``2^6 .. 2^7``."""
+def scale_of_bound(bound: Tensor, *, root: bool) -> Tensor:
+    """Return the power of two by which a bound, or its root, becomes ``2^6 .. 2^7``."""
     field = bound.view(torch.int32) >> _FIELD
     halved = ((field + (2 - _BIAS)) >> 1) + (_BIAS - _HEADROOM)
     scale = halved if root else (field + (1 - _HEADROOM)).clamp(min=1)
@@ -379,8 +422,9 @@ def _scale(bound: Tensor, *, root: bool) -> Tensor:
 
 
 def _fitted_scale(largest: Tensor) -> Tensor:
-    """The smallest power of two that takes the largest magnitude within the format: to
-    ``3.94 .. 7.875``.
+    """Return the smallest power of two that takes a magnitude within the format.
+
+    Divided by it the magnitude is in ``3.94 .. 7.875``.
     """
     field = ((largest.view(torch.int32) + _CARRY) >> _FIELD) - MOMENTUM_FORMAT.emax
     return (field.clamp(min=1) << _FIELD).view(torch.float32)
@@ -391,19 +435,22 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
 
 
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
-    """Random bits are added to the lower half, which carry into the upper one with the
-    probability of what is lost.
+    """Round float32 at random, by 16-bit draws that are added to the lower half.
+
+    They carry into the upper half with the probability of what is lost.
     """
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+# Taking the step of a slot
 
 
 def run_eager(slot: Slot, *, observed: bool = False) -> list[StepOutcome]:
     """Take the step in place, and if it is observed return the outcome of each part."""
     outcomes = []
     for arrays, start in blocks_of(slot):
-        outcome = step(
-            slot.spec, arrays, slot.number_row, block_noise(slot, arrays["gradient"], start)
-        )
+        noise = block_noise(slot, arrays["gradient"], start)
+        outcome = step(slot.spec, arrays, slot.number_row, noise)
         for name, value in outcome.stored.items():
             arrays[name].copy_(value)
         if observed:
@@ -412,69 +459,86 @@ def run_eager(slot: Slot, *, observed: bool = False) -> list[StepOutcome]:
 
 
 def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The arrays some rows at a time, and the position of their first element in the
-    slot.
-    """
-    first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
-    rows = max(1, block_on(slot.device) // inner)
-    if len(slot.view.dims) == 1 and slot.spec.blockwise:
-        rows = first  # its one block is not cut up
-    for start in range(0, first, rows):
-        ends, each = start + rows, slot.arrays.items()
-        yield (
-            {name: a[start:ends] if a.dim() and a.shape[0] == first else a for name, a in each},
-            start * inner,
-        )
+    """Yield the arrays some rows at a time, and the position of their first element."""
+    dims = slot.view.dims
+    rows_in_all = dims[0]
+    row_numel = slot.view.numel // rows_in_all
+    rows = max(1, block_on(slot.device) // row_numel)
+    if len(dims) == 1 and slot.spec.blockwise:
+        # its one block is not cut up
+        rows = rows_in_all
+    for start in range(0, rows_in_all, rows):
+        arrays = {}
+        for name, array in slot.arrays.items():
+            has_rows = array.dim() and array.shape[0] == rows_in_all
+            arrays[name] = array[start : start + rows] if has_rows else array
+        yield arrays, start * row_numel
 
 
 def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
-    """The random words for a part of a slot, for ``weight`` and ``moments`` if they are
-    drawn.
+    """Return the random words for a part of a slot.
+
+    Args:
+        slot: whose spec says whether words are drawn for ``weight`` and ``moments``.
+        part: in the shape of the words.
+        start: the position of its first element in the slot.
     """
-    wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
-    keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
+    keys = {}
+    if slot.spec.draws_for_weight:
+        keys["weight"] = slot.rounding_key
+    if slot.spec.draws_for_moments:
+        keys["moments"] = slot.moments_key
     noise = {}
-    for name in (name for name, draws in wanted.items() if draws):
-        words, phase = keys[name]
-        noise[name] = word_range(
-            slot.offset + start, part.numel(), words, part.device, phase=phase
-        ).view(part.shape)
+    for name, (words, phase) in keys.items():
+        flat = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase)
+        noise[name] = flat.view(part.shape)
     return noise
+
+
+# Observers
 
 
 @dataclass(frozen=True)
 class StepView:
-    """One quantised parameter in one step, for an observer; the tensors are detached
-    and not to be changed.
+    """One quantised parameter in one step, for an observer.
+
+    All tensors but the parameter have its shape and are in float32 (float64 for float64
+    parameters). They are detached and must not be changed.
     """
 
-    parameter: Tensor  #: The parameter itself, after the step.
+    parameter: Tensor
+    """The parameter itself, after the step."""
     before: Tensor
-    """Its values before the step; like all of these in its shape, in float32 (float64
-    for float64 parameters).
-    """
-    target: Tensor  #: The value requested, before the write-back rounds it.
-    after: Tensor  #: The value after the write-back.
-    stiffness: Tensor  #: One step of the metric at ``before``: an ULP if the metric is ``ulp``.
+    """Its values before the step."""
+    target: Tensor
+    """The value requested, before the write-back rounds it."""
+    after: Tensor
+    """The value after the write-back."""
+    stiffness: Tensor
+    """One step of the metric at ``before``: an ULP if the metric is ``ulp``."""
 
 
 def observed_step(slot: Slot) -> StepView:
-    """Take the step eagerly and show the values before it, its targets and the values
-    after it, residuals included.
-    """
+    """Take the step eagerly and show it. Values include residuals."""
     return observe(slot, lambda: run_eager(slot, observed=True))
 
 
 def observe(slot: Slot, take: Callable[[], list[StepOutcome]]) -> StepView:
     """Show the step of a slot that ``take`` takes, part by part."""
-    shape, scale = slot.weight.shape, slot.arrays["scale"]
-    before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
+    spec, shape = slot.spec, slot.weight.shape
+    scale = slot.arrays["scale"]
+    before = load_weights(spec, slot.arrays, slot.dtype).x * scale
     outcomes = take()
     target = torch.cat([outcome.target for outcome in outcomes]) * scale
     x = torch.cat([outcome.before.x for outcome in outcomes])
-    assert slot.spec.fmt is not None
-    stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
-    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get(
-        "next_scale", scale
+    assert spec.fmt is not None
+    stiffness = chart_of(spec.fmt, spec.metric).stiffness(x) * scale
+    new_scale = slot.arrays.get("next_scale", scale)
+    after = load_weights(spec, slot.arrays, slot.dtype).x * new_scale
+    return StepView(
+        slot.parameter,
+        before=before.reshape(shape),
+        target=target.reshape(shape),
+        after=after.reshape(shape),
+        stiffness=stiffness.reshape(shape),
     )
-    return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))

@@ -1,8 +1,21 @@
-"""Streams: key words that give each parameter random bits of its own."""
+"""Streams: key words that give each parameter random bits of its own.
+
+Random bits depend on (seed, step, stream, position). A parameter's stream is chosen once,
+at its first step, and is stored in its state. It must not depend on memory, names or the
+process: runs that are resumed, sharded or on another device draw the same bits. So it is
+made of what is the same everywhere::
+
+    first values of the weight   a sum over all elements, by position (`content_word`)
+    its seed                     of one-byte tensors and of grids
+    its twin number              tells parameters of the same seed apart, by their order
+    streams begun                tells a parameter apart from a removed one
+
+The optimizer calls `new_stream` and `twins` when a state begins; `_adopted.py` does for
+states of other optimizers.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import count
 from typing import Any, Final
 
 import torch
@@ -18,9 +31,12 @@ from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 
 _SEEDED, _FLOATS = 1, 2
+"""First words of a parameter with a seed, and of one without."""
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers in which floats of so many bytes are read as bits."""
 _VALUES: Final = (0x5EED, 0, 0)
 _GRADIENT: Final = (0x5EED, 1, 0)
+"""Keys of the numbers that values and gradients are multiplied by, position by position."""
 
 
 def new_stream(
@@ -33,35 +49,46 @@ def new_stream(
     alone: bool,
     values: Tensor | None = None,
 ) -> int:
-    """A stream of 63 bits that no other parameter of the state has or had.
+    """Return a stream of 63 bits that no other parameter of the state has or had.
 
     It is made of the parameter's first values, and of the seed of a one-byte tensor or
     of a grid's manifold: both storages draw the same bits. Parameters that share both
-    differ by their order in the optimizer (``twin``, as
-    :func:`twins` counts it) or, without a seed and ``alone`` in an optimizer each, by their first gradients, whose last
-    bits differ between machines. ``begun`` counts the streams given, also to removed
-    parameters; ``values`` are the first values, if they have changed since.
+    differ by their order in the optimizer. Those without a seed, each alone in an
+    optimizer, differ by their first gradients, whose last bits differ between machines.
+
+    Args:
+        parameter: that the stream is for.
+        twin: its number among parameters of the same seed, as :func:`twins` counts it.
+        state: of all parameters.
+        begun: how many streams were given, also to parameters that were removed.
+        draws: whether the parameter draws random bits at all.
+        alone: whether the optimizer has no other parameter.
+        values: the first values, if they have changed since.
     """
     used = [entry["stream"] for entry in state.values() if "stream" in entry]
     seed, words = _seed_of(parameter), _seed_words(parameter)
     if draws or seed is not None:
         first = parameter if values is None else values
-        held = local_of(first)
-        floats = (
-            held.dequantize() if isinstance(held, FP8Tensor) else held.detach().as_subclass(Tensor)
-        )
+        local = local_of(first)
+        if isinstance(local, FP8Tensor):
+            floats = local.dequantize()
+        else:
+            floats = local.detach().as_subclass(Tensor)
         words += (_whole_word(first, floats, _VALUES),)
         if alone and not seed and parameter.grad is not None:
             words += (_whole_word(first, local_of(parameter.grad.detach()), _GRADIENT),)
     removed = max(begun - len(used), 0)
-    return next(
-        stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used
-    )
+    stream = mixed_word(*words, removed, twin)
+    while stream in used:
+        twin += 1
+        stream = mixed_word(*words, removed, twin)
+    return stream
 
 
 def twins(parameters: Iterable[Tensor]) -> dict[Tensor, int]:
-    """For each parameter the number of earlier ones with its seed, or of ordinary ones
-    with its shape.
+    """Return for each parameter the number of earlier ones with its seed.
+
+    Of ordinary parameters those with the same shape count.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     numbers = {}
@@ -78,43 +105,43 @@ def _seed_words(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _seed_of(parameter: Tensor) -> int | None:
-    if isinstance(held := local_of(parameter), FP8Tensor):
-        return held.seed
+    local = local_of(parameter)
+    if isinstance(local, FP8Tensor):
+        return local.seed
     manifold = stiffness_manifold_of(parameter)
     return int(manifold.seed_word) if isinstance(manifold, FP8Manifold) else None
 
 
-def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> int:
-    """The sum of :func:`content_word` over all processes that hold a part."""
+def _whole_word(parameter: Tensor, local: Tensor, key: tuple[int, int, int]) -> int:
+    """Return the sum of :func:`content_word` over all processes that have a part."""
     share = share_of(parameter)
     if share is None:
-        return content_word(held, key)
-    word = content_word(held, key, share.offset)
-    signed = torch.tensor([word - 2**64 if word >= 2**63 else word], device=held.device)
+        return content_word(local, key)
+    word = content_word(local, key, share.offset)
+    # torch adds signed integers
+    signed = torch.tensor([word - 2**64 if word >= 2**63 else word], device=local.device)
     return int(share.ranks.total(signed)) % 2**64
 
 
 @eager_only
 def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
-    """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: the
-    words of parts add up to it.
+    """Return ``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position.
 
-    Every NaN counts as the quiet one, because a GPU's arithmetic gives other bits than
-    a CPU's.
+    The words of parts add up to that of the whole. Every NaN counts as the quiet one,
+    because a GPU's arithmetic gives other bits than a CPU's.
     """
-    if (native := content(x, key, offset)) is not None:
+    native = content(x, key, offset)
+    if native is not None:
         return native
     flat = x.reshape(-1).resolve_neg()
-    total = torch.zeros(
-        (), dtype=torch.int64, device=x.device
-    )  # on the GPU of x, so that the host waits once
+    integer = _INTEGERS[flat.element_size()]
+    quiet_nan = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer))
+    # on the GPU of x, so that the host waits once
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
     size = block_on(x.device)
-    quiet = int(
-        torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()])
-    )
     for start in range(0, flat.numel(), size):
         values = flat[start : start + size]
-        part = values.view(integer).masked_fill(values.isnan(), quiet).to(torch.int64)
-        words = word_range(offset + start, part.numel(), key, x.device).to(torch.int64)
-        total += (part * words).sum()
+        bits = values.view(integer).masked_fill(values.isnan(), quiet_nan).to(torch.int64)
+        words = word_range(offset + start, bits.numel(), key, x.device).to(torch.int64)
+        total += (bits * words).sum()
     return int(total) % 2**64

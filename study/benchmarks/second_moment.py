@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold.optim._step import _scale
+from fp8manifold.optim._step import scale_of_bound
 
 # All benchmarks share these modules.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -78,7 +78,7 @@ class LibraryMoment:
             return torch.zeros(self.weight.shape, dtype=torch.float64)
         stored = state["exp_avg_sq"]
         if stored.dtype is torch.uint8:
-            root = fm.decode(stored, "E4M3") * _scale(state["sq_bound"], root=True)
+            root = fm.decode(stored, "E4M3") * scale_of_bound(state["sq_bound"], root=True)
             return root.double().square()
         return stored.double()
 
