@@ -186,12 +186,7 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     is_skipped, worst, must_compare = verdict
     if error is not None:
         raise error
-    if worst == _Severity.NOT_FINITE:
-        raise FloatingPointError(
-            "a gradient is not finite, or its square is not, in another process"
-        )
-    if worst == _Severity.OTHER_ERROR:
-        raise RuntimeError("another process refuses this step, and says why")
+    _raise_for_others(worst)
     if must_compare:
         check_same_start(optimizer)
         optimizer._has_started = True
@@ -204,6 +199,16 @@ def _severity_of(error: Exception | None) -> _Severity:
     if isinstance(error, FloatingPointError):
         return _Severity.NOT_FINITE
     return _Severity.OTHER_ERROR
+
+
+def _raise_for_others(severity: int) -> None:
+    """Raise if another process raises, by the worst severity of all processes."""
+    if severity == _Severity.NOT_FINITE:
+        raise FloatingPointError(
+            "a gradient is not finite, or its square is not, in another process"
+        )
+    if severity == _Severity.OTHER_ERROR:
+        raise RuntimeError("another process refuses this step, and says why")
 
 
 def _facts_by_ranks(optimizer: Optimizer, together: Sequence[Ranks]) -> list[list[Fact]]:

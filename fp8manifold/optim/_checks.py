@@ -1,4 +1,18 @@
-"""Options, schedules and parameters, checked before anything changes."""
+"""Options, schedules and parameters, checked before anything changes.
+
+    constructor        options_in          picks the options from ``locals()``
+    a group is added   check_parameters    dtype, device, shards, repetitions
+                       check_shared        options that optimizers share, one by one
+                       check_combination   options that exclude each other
+    every step         check_lr            a schedule may have written it
+                       refuse_recording    a CUDA graph would record fixed numbers
+    a state is loaded  all of these, and warn_of_overridden
+
+An optimizer's ``_check_group`` calls the checks of its options. In later steps it is
+called only for a group that has changed, apart from the entries in `CHANGING`.
+
+Every error names the option, the value it had, and what is allowed.
+"""
 
 import difflib
 import math
@@ -30,6 +44,8 @@ Schedule = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class _Anneal:
+    """A linear schedule. It is a class so that optimizers with one can be pickled."""
+
     start: float
     end: float
     steps: int
@@ -39,13 +55,13 @@ class _Anneal:
 
 
 def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
-    """A linear schedule from ``start`` at step 0 to ``end`` at step ``steps`` and
-    after.
+    r"""Return a linear schedule from ``start`` at step 0 to ``end`` at step ``steps``.
 
-    .. math:: k(t) = start + (end - start) \\min(t / steps, 1)
+    .. math:: k(t) = start + (end - start) \min(t / steps, 1)
 
     Args:
-        start, end: the values at step 0, and from step ``steps`` on.
+        start: the value at step 0.
+        end: the value from step ``steps`` on.
         steps: how many steps it takes from one to the other.
 
     Returns:
@@ -68,25 +84,28 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
 
 
 def scheduled(name: str, value: Schedule, step: int, low: float, high: float) -> float:
+    """Return the value of a schedule at a step; raise unless it is in [low, high]."""
     current = value(step) if callable(value) else value
     check_number(name, current, low, high)
     return current
 
 
 _OPTIONAL: Final = ("float_lr", "previous_norm", "stabilize_every", "reset_every")
+"""Options that may be None."""
 _UNSUPPORTED: Final = ("foreach", "fused", "capturable", "differentiable")
+"""Flags of torch's optimizers."""
 
 
 def options_in(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options among a constructor's ``locals()``; raises for a keyword that is
-    none, as :func:`reject_flags`.
+    """Pick the options from a constructor's ``locals()``.
+
+    An unknown keyword is refused as by :func:`reject_flags`.
     """
     reject_flags(type(arguments["self"]).__name__, arguments["flags"])
-    return {
-        name: value
-        for name, value in arguments.items()
-        if name not in ("self", "params", "flags", "__class__")
-    }
+    options = dict(arguments)
+    for name in ("self", "params", "flags", "__class__"):
+        options.pop(name, None)
+    return options
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -103,8 +122,11 @@ def _check_betas(betas: Any) -> None:
 
 
 def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
-    """Raise ValueError for a flag of torch's that would be ignored, TypeError for any
-    other keyword.
+    """Raise for keywords that an optimizer does not have.
+
+    Raises:
+        ValueError: a flag of torch's that would be ignored.
+        TypeError: any other keyword.
     """
     for name, value in flags.items():
         if name not in _UNSUPPORTED:
@@ -116,24 +138,27 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
 
 
 CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
-"""Entries of a group that change all the time: the group is checked again when another
-one has changed.
+"""Entries of a group that change all the time, with None in their places.
+
+``group | CHANGING`` is what a group is checked again for when it changes.
 """
 
 
-def are_same(ours: Any, theirs: Any) -> bool:
-    """True if options, or collections of them, are equal; those that can't be compared,
-    as two tensors or arrays that users put into a group, are not.
+def are_same(options: Any, others: Any) -> bool:
+    """Return True if options, or collections of them, are equal.
+
+    What can't be compared is not: two tensors or arrays that users put into a group.
     """
     try:
-        return bool(ours == theirs)
+        return bool(options == others)
     except (RuntimeError, TypeError, ValueError):
         return False
 
 
 def refuse_recording(optimizer: Any) -> None:
-    """Raise RuntimeError where a CUDA graph would record a step: its counts and random
-    bits would never change.
+    """Raise RuntimeError where a CUDA graph would record a step.
+
+    The counts and random bits of the step would never change.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -151,19 +176,27 @@ def check_lr(group: dict[str, Any]) -> None:
         raise ValueError(
             f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed"
         )
+    # most steps have a float that is in range
     if type(lr) is not float or not 0 <= lr < math.inf:
         check_finite("lr", read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def lr_of(group: dict[str, Any]) -> float:
-    """Learning rate of a group; a tensor on a GPU is waited for once after each change."""
+    """Return the learning rate of a group.
+
+    A tensor on a GPU is waited for once after each change.
+    """
     lr = group["lr"]
     return float(read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
-    """Raise unless the options that optimizers share are valid; ``damping`` is the name
-    of the lower bound.
+    """Raise unless the options that optimizers share are valid.
+
+    Args:
+        optimizer: its name, for errors.
+        group: with the options.
+        damping: the name of the option that is the lower bound of S / S_ref.
     """
     check_lr(group)
     for name in ("eps", "adam_eps", "weight_decay", "float_lr", "previous_norm"):
@@ -174,7 +207,8 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
     check_int("seed", group["seed"], 0, 2**64 - 1)
     check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
     for name in ("maximize", "nesterov", "normalize"):
-        if not isinstance(value := group.get(name, False), bool):
+        value = group.get(name, False)
+        if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
     for name in ("refresh_every", "stabilize_every", "reset_every"):
         if not (group[name] is None and name in _OPTIONAL):
@@ -186,8 +220,12 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
 
 
 def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:
-    """Raise ValueError, with the reason, unless an optimizer of this direction can take
-    the group's options.
+    """Raise ValueError, with the reason, for options that exclude each other.
+
+    Args:
+        optimizer: its name, for errors.
+        direction: what it descends along.
+        group: with the options.
     """
     writeback, moments = group["writeback"], group["moments"]
     if writeback is not None:
@@ -199,7 +237,8 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
         check_choice("retraction", group["retraction"], RETRACTIONS)
     if not rule_of(group).injects:
         return
-    if (reason := DIRECTIONS[direction].takes_no_error) is not None:
+    reason = DIRECTIONS[direction].takes_no_error
+    if reason is not None:
         others = ", ".join(rule.name for rule in WRITEBACKS.values() if not rule.injects)
         raise ValueError(
             f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}"
@@ -213,9 +252,7 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
 
 
 def check_first_moment(group: dict[str, Any]) -> None:
-    """Raise ValueError where Adam's first moment is to take errors and ``betas[0]`` is
-    0.
-    """
+    """Raise ValueError where Adam's first moment takes errors and ``betas[0]`` is 0."""
     if rule_of(group).injects and not group["betas"][0]:
         raise ValueError(
             f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to hold "
@@ -227,21 +264,16 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError unless each is a real float tensor with values, appears once,
-    and if sharded is so by rows.
+    """Raise ValueError for a parameter that can't be stepped.
+
+    It has to be a real float tensor with values, appear once, and if it is sharded be so
+    by rows.
     """
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)
         manifold = None if isinstance(parameter, FP8Tensor) else stiffness_manifold_of(parameter)
-        # a flat piece of a weight on a grid, or the flat parameter that FSDP's first
-        # version makes
-        flat = [
-            getattr(part.module, "manifold", None)
-            for part in getattr(parameter, "_param_infos", ())
-        ]
-        fits = manifold is None or broadcasts_to(manifold.scale.shape, parameter.shape)
-        if not fits or any(isinstance(each, StiffnessManifold) for each in flat):
+        if _is_flattened(parameter, manifold):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded by "
                 f"FullyShardedDataParallel, without the "
@@ -272,9 +304,24 @@ def check_parameters(parameters: list[Tensor]) -> None:
         seen.add(id(parameter))
 
 
+def _is_flattened(parameter: Tensor, manifold: StiffnessManifold | None) -> bool:
+    """Return True for what the first version of FSDP makes of weights on a grid.
+
+    That is a flat parameter of several weights, or a flat piece of one, whose shape its
+    manifold's scale does not fit.
+    """
+    if manifold is not None and not broadcasts_to(manifold.scale.shape, parameter.shape):
+        return True
+    for part in getattr(parameter, "_param_infos", ()):
+        if isinstance(getattr(part.module, "manifold", None), StiffnessManifold):
+            return True
+    return False
+
+
 def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError for a parameter that several processes hold, in an optimizer
-    that needs all of it.
+    """Raise ValueError for a sharded parameter, in an optimizer that needs all of it.
+
+    ``name`` is the optimizer's.
     """
     for parameter in parameters:
         if share_of(parameter) is not None:
@@ -285,50 +332,55 @@ def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
             )
 
 
-_MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
+_SCHEDULED: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
 """Options that schedules change: a loaded state is expected to have other values."""
 
 
 def unshare(groups: Sequence[dict[str, Any]]) -> None:
-    """Copy tensors that groups share: schedulers that write in place, a group at a
-    time, would write them twice.
+    """Copy tensors that groups share, such as a learning rate.
+
+    Schedulers that write in place, a group at a time, would write them several times.
     """
-    held = Counter(
+    uses = Counter(
         value.data_ptr()
         for group in groups
         for value in group.values()
         if isinstance(value, Tensor)
     )
     for group in groups:
-        shared = [
-            name
-            for name, value in group.items()
-            if isinstance(value, Tensor) and held[value.data_ptr()] > 1
-        ]
-        group.update({name: group[name].clone() for name in shared})
+        for name, value in group.items():
+            if isinstance(value, Tensor) and uses[value.data_ptr()] > 1:
+                group[name] = value.clone()
 
 
-def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None:
-    """Warn where options of a loaded state take the place of those that an optimizer
-    was made with; name both.
+def warn_of_overridden(optimizer: Any, groups_before: Sequence[dict[str, Any]]) -> None:
+    """Warn of options that a loaded state has overridden, and name both values.
+
+    Args:
+        optimizer: that has loaded a state.
+        groups_before: its groups before that.
     """
-    found: dict[str, None] = {}
-    for given, loaded in zip(before, optimizer.param_groups, strict=True):
-        for name in sorted(optimizer.defaults.keys() - _MOVING):
-            values = given.get(name), loaded.get(name)
-            ours, theirs = (list(value) if isinstance(value, tuple) else value for value in values)
+    changes: dict[str, None] = {}
+    for before, loaded in zip(groups_before, optimizer.param_groups, strict=True):
+        for name in sorted(optimizer.defaults.keys() - _SCHEDULED):
+            old = _without_tuple(before.get(name))
+            new = _without_tuple(loaded.get(name))
             # a line that names two alike tells nothing
-            if not are_same(ours, theirs) and repr(ours) != repr(theirs):
-                other = (
-                    " (optim.adopted_state(state, optimizer) keeps these)"
-                    if name == "moments"
-                    else ""
-                )
-                found[f"{name}={theirs!r} in place of {ours!r}{other}"] = None
-    if found:
+            if are_same(old, new) or repr(old) == repr(new):
+                continue
+            hint = ""
+            if name == "moments":
+                hint = " (optim.adopted_state(state, optimizer) keeps these)"
+            changes[f"{name}={new!r} in place of {old!r}{hint}"] = None
+    if changes:
         warnings.warn(
             f"{type(optimizer).__name__} goes on with options of the loaded state, not with those "
-            f"that it was made with: {', '.join(found)}",
+            f"that it was made with: {', '.join(changes)}",
             UserWarning,
             stacklevel=3,
         )
+
+
+def _without_tuple(value: Any) -> Any:
+    """Return an option as JSON has it: lists in place of tuples."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,5 +1,22 @@
-"""Whole training steps as CUDA graphs: one before the optimizer's step, one of its
-kernels, and one after it.
+"""Whole training steps as CUDA graphs, with the bits of calls without graphs.
+
+A graph replays launches, not Python. But some numbers of an optimizer's step are new in
+every step: learning rate, bias corrections, keys of random bits. So a training step is cut
+into three graphs, and the host writes these numbers while the first runs::
+
+    train_step(x, y)        zero_grad, forward, backward   graph 0 of `_TrainingGraphs`
+      optimizer.step()      tables with the new numbers    uploaded by the host
+                            the kernels of the step        `_StepGraph`
+      ...                   whatever follows the step      graph 1 of `_TrainingGraphs`
+
+To record, `train_step` is called once with ``optimizer._recorder`` set. Its ``step()`` ends
+graph 0 and begins graph 1 in place of stepping. To replay, ``optimizer._graph`` is set:
+the optimizer then checks and counts its steady step as ever (`_steady.py`), and launches it
+by the graph.
+
+Graphs read fixed memory. Inputs are copied into it. If weights have moved, the passes are
+recorded again. If gradients are other tensors than the last step left, the step is called
+without graphs.
 """
 
 import gc
@@ -22,7 +39,8 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["graphed"]
 
-_WARMUP: Final = 3  #: Calls before a recording: libraries choose and load their kernels in them.
+_WARMUP: Final = 3
+"""Calls before a recording: libraries choose and load their kernels in them."""
 
 
 class _Graphs:
@@ -34,7 +52,8 @@ class _Graphs:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        gc.collect()  # so that no memory of the GPU is freed during the recording
+        # no memory of the GPU may be freed during the recording
+        gc.collect()
         self.begin()
         try:
             yield
@@ -45,12 +64,14 @@ class _Graphs:
         """Begin another graph, with the memory of those before."""
         torch.cuda.synchronize()
         self._graphs.append(torch.cuda.CUDAGraph())
-        if self._pool is None:  # a graph tells its own pool only when it has ended
+        # a graph tells its own pool only when it has ended
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         self._graphs[-1].capture_begin(self._pool)
 
     def end(self) -> None:
-        with warnings.catch_warnings():  # the graph after the step often is empty
+        # the graph after the step often is empty
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._graphs[-1].capture_end()
 
@@ -59,17 +80,19 @@ class _Graphs:
 
 
 class _StepGraph:
-    """A graph of the kernels of an optimizer's steady step, which read tables that stay
-    where they are.
+    """A graph of the kernels of an optimizer's steady step.
+
+    The kernels read tables that stay where they are.
     """
 
     def __init__(self) -> None:
         self._signature: Any = None
 
     def __call__(self, step: TritonStep, slots: list[Slot]) -> PendingValues:
-        """Take and count a step; record it if its launches differ from those before."""
+        """Take and count a step. Record it first if its launches differ from the last."""
         if self._signature != step.signature:
-            self._tables, self._graphs = Tables(step.launches, step.words()), _Graphs()
+            self._tables = Tables(step.launches, step.words())
+            self._graphs = _Graphs()
             with self._graphs.recording():
                 self._tables.launch()
                 count_on_gpu([slot.state["step"] for slot in slots], self._tables.report)
@@ -80,21 +103,23 @@ class _StepGraph:
         return PendingValues(self._tables.report)
 
 
-class _Passes:
-    """The graphs of a training step before and after the optimizer's, and the memory of
-    their inputs.
+class _TrainingGraphs:
+    """The graphs of a training step before and after the optimizer's.
+
+    Attributes:
+        inputs: the memory that the graphs read their inputs from.
+        gradients: as the recording has left them, and every replay does.
     """
 
     def __init__(
         self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer, inputs: tuple[Any, ...]
     ) -> None:
-        self._graphs, self._cuts, before = (
-            _Graphs(),
-            list[list[Tensor | None]](),
-            _options(optimizer),
-        )
+        self._graphs = _Graphs()
         self.inputs: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
-        self._parameters = _parameters(optimizer)
+        self._parameters = _parameters_of(optimizer)
+        #: the gradients at each call of the optimizer's step
+        self._cuts: list[list[Tensor | None]] = []
+        options = _options_of(optimizer)
         optimizer._recorder = self._cut
         try:
             with self._graphs.recording():
@@ -106,50 +131,62 @@ class _Passes:
                 f"train_step calls the optimizer's step() {len(self._cuts)} times: it has to call "
                 f"it once"
             )
-        if not are_same(before, _options(optimizer)):
+        if not are_same(options, _options_of(optimizer)):
             raise ValueError(
                 "train_step changes options of the optimizer, which a graph would not do again: "
                 "call the scheduler's step() after the graphed step"
             )
-        #: as the recording has left them
         self.gradients = [p.grad for p in self._parameters]
 
     def _cut(self) -> None:
+        """End the graph before the optimizer's step, and begin the one after it."""
         self._graphs.end()
         self._graphs.begin()
         self._cuts.append([p.grad for p in self._parameters])
 
     def replay(self, inputs: tuple[Any, ...], step: Callable[[], Any]) -> Any:
-        """Replay both graphs with other inputs, the optimizer's step between them;
-        return a copy of the results.
+        """Replay both graphs with other inputs, and the optimizer's step between them.
+
+        Returns:
+            A copy of the results.
         """
-        for ours, given in zip(tree_flatten(self.inputs)[0], tree_flatten(inputs)[0], strict=True):
-            if isinstance(ours, Tensor):
-                ours.copy_(given)
+        for memory, x in zip(tree_flatten(self.inputs)[0], tree_flatten(inputs)[0], strict=True):
+            if isinstance(memory, Tensor):
+                memory.copy_(x)
         self._graphs.replay(0)
-        self._put(self._cuts[0])
+        self._set_gradients(self._cuts[0])
         step()
         self._graphs.replay(1)
-        self._put(self.gradients)
+        self._set_gradients(self.gradients)
         return tree_map_only(Tensor, lambda x: x.detach().clone(), self._outputs)
 
-    def _put(self, gradients: list[Tensor | None]) -> None:
+    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
 
 class GraphedStep:
-    """A training step that runs from CUDA graphs where it can, and counts its replays
-    and recordings.
+    """A training step that runs from CUDA graphs where it can.
+
+    Attributes:
+        replayed: calls that were replays.
+        recorded: recordings of the passes.
     """
 
     replayed = recorded = 0
 
     def __init__(self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer) -> None:
-        self._train_step, self._optimizer = train_step, optimizer
-        self._passes: _Passes | None = None
-        self._calls, self._places, self._left = 0, list[int](), list[Tensor | None]()
-        self._stream, self._step_graph = torch.cuda.Stream(), _StepGraph()
+        self._train_step = train_step
+        self._optimizer = optimizer
+        self._graphs: _TrainingGraphs | None = None
+        self._step_graph = _StepGraph()
+        self._stream = torch.cuda.Stream()
+        #: calls without graphs so far
+        self._calls = 0
+        #: addresses of the parameters when the graphs were recorded
+        self._addresses: list[int] = []
+        #: the gradients that the last call left
+        self._gradients: list[Tensor | None] = []
 
     def __call__(self, *inputs: Any) -> Any:
         """Take one training step, and return what ``train_step`` returns."""
@@ -157,10 +194,10 @@ class GraphedStep:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if self._may_replay(inputs):
-                assert self._passes is not None
+                assert self._graphs is not None
                 optimizer._graph = self._step_graph
                 try:
-                    outputs = self._passes.replay(inputs, optimizer.step)
+                    outputs = self._graphs.replay(inputs, optimizer.step)
                 finally:
                     optimizer._graph = None
                 self.replayed += 1
@@ -173,48 +210,50 @@ class GraphedStep:
         """Take a step without graphs, and put its gradients where a replay has them."""
         self._calls += 1
         outputs = self._train_step(*inputs)
-        if self._passes is not None:
-            for parameter, ours in zip(
-                _parameters(self._optimizer), self._passes.gradients, strict=True
-            ):
-                if (
-                    ours is not None
-                    and parameter.grad is not None
-                    and _kind(ours) == _kind(parameter.grad)
-                ):
-                    parameter.grad = ours.copy_(parameter.grad)
-        self._left = [p.grad for p in _parameters(self._optimizer)]
+        parameters = _parameters_of(self._optimizer)
+        if self._graphs is not None:
+            for parameter, memory in zip(parameters, self._graphs.gradients, strict=True):
+                gradient = parameter.grad
+                if memory is None or gradient is None:
+                    continue
+                if _kind_of(memory) == _kind_of(gradient):
+                    parameter.grad = memory.copy_(gradient)
+        self._gradients = [p.grad for p in parameters]
         return outputs
 
     def _may_replay(self, inputs: tuple[Any, ...]) -> bool:
-        """True if a replay does the same as the call; records passes where there are
-        none, or memory has moved.
+        """Return True if a replay does the same as the call.
+
+        The passes are recorded where they have not been, or memory has moved.
         """
-        optimizer, found = self._optimizer, [p.grad for p in _parameters(self._optimizer)]
-        if self._calls < _WARMUP or len(found) != len(self._left):
+        optimizer = self._optimizer
+        gradients = [p.grad for p in _parameters_of(optimizer)]
+        if self._calls < _WARMUP or len(gradients) != len(self._gradients):
             return False
-        if any(one is not other for one, other in zip(found, self._left, strict=True)):
-            return False
-        if self._passes is None or self._places != _places(optimizer):
-            self._passes = None
-            self._passes, self._places = (
-                _Passes(self._train_step, optimizer, inputs),
-                _places(optimizer),
-            )
-            self._left = self._passes.gradients
+        for gradient, last in zip(gradients, self._gradients, strict=True):
+            if gradient is not last:
+                return False
+        if self._graphs is None or self._addresses != _addresses_of(optimizer):
+            # the old graphs are freed before others are recorded
+            self._graphs = None
+            self._graphs = _TrainingGraphs(self._train_step, optimizer, inputs)
+            self._addresses = _addresses_of(optimizer)
+            self._gradients = self._graphs.gradients
             self.recorded += 1
-        return _alike(self._passes.inputs, inputs)
+        return _are_alike(self._graphs.inputs, inputs)
 
 
 def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Record a whole training step in CUDA graphs, and replay them with the bits of the
-    same calls without graphs.
+    """Record a whole training step in CUDA graphs, and replay them.
 
-    One graph has all before the optimizer's step, one its kernels, one all after it;
-    the host writes what changes from step to step (learning rate, bias corrections,
-    keys of random bits) while the first runs, so any scheduler works. Without graphs
-    run the first calls, those with inputs of another shape, and one after gradients
-    were replaced; if weights have moved, the graphs are recorded again.
+    A replay has the bits of the same call without graphs. One graph has all before the
+    optimizer's step, one its kernels, one all after it. The host writes what changes
+    from step to step (learning rate, bias corrections, keys of random bits) while the
+    first runs, so any scheduler works.
+
+    The first calls run without graphs, as do those with inputs of another shape, and
+    one after gradients were replaced. If weights have moved, the graphs are recorded
+    again.
 
     Args:
         train_step: a function of tensors and constants that clears gradients, runs both
@@ -230,7 +269,7 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
     Raises:
         TypeError: another optimizer.
         ValueError: the optimizer steps in the backward pass, or its parameters are not
-            on one GPU; when recording, ``train_step`` does not call ``step()`` once, or
+            on one GPU. When recording: ``train_step`` does not call ``step()`` once, or
             changes options.
         RuntimeError: when recording, ``train_step`` synchronises, or a layer draws
             random bits.
@@ -239,10 +278,10 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
         >>> import fp8manifold as fm
         >>> optimizer = fm.optim.StiffnessAdamW([fm.FP8Parameter(torch.eye(2), "E4M3")], lr=1e-3)
         >>> train_step = lambda x, y: None
-        >>> fm.optim.graphed(train_step, optimizer)
+        >>> fm.optim.graphed(train_step, optimizer)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: the parameters of this StiffnessAdamW are on cpu: a CUDA graph takes those of one CUDA device
+        ValueError: the parameters of this StiffnessAdamW are on cpu: a CUDA graph takes ...
 
         >>> loss = fm.optim.graphed(train_step, optimizer)(x, y)  # doctest: +SKIP
 
@@ -258,7 +297,7 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
         raise ValueError(
             f"this {name} steps in the backward pass: graphed takes steps between two passes"
         )
-    devices = {p.device for p in _parameters(optimizer)}
+    devices = {p.device for p in _parameters_of(optimizer)}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         places = ", ".join(sorted(map(str, devices)))
         raise ValueError(
@@ -268,43 +307,44 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
     return GraphedStep(train_step, optimizer)
 
 
-def _parameters(optimizer: ManifoldOptimizer) -> list[Tensor]:
+def _parameters_of(optimizer: ManifoldOptimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _places(optimizer: ManifoldOptimizer) -> list[int]:
-    """Addresses of everything that the passes read of the parameters."""
-    places: list[int] = []
-    for parameter in _parameters(optimizer):
-        held = (
-            (parameter.codes, parameter.kept_scale)
-            if isinstance(parameter, FP8Tensor)
-            else (parameter,)
-        )
-        places += [each.data_ptr() for each in held]
-    return places
+def _addresses_of(optimizer: ManifoldOptimizer) -> list[int]:
+    """Return addresses of everything that the passes read of the parameters."""
+    addresses: list[int] = []
+    for parameter in _parameters_of(optimizer):
+        if isinstance(parameter, FP8Tensor):
+            addresses += [parameter.codes.data_ptr(), parameter.kept_scale.data_ptr()]
+        else:
+            addresses.append(parameter.data_ptr())
+    return addresses
 
 
-def _options(optimizer: ManifoldOptimizer) -> list[dict[str, Any]]:
-    groups = [
-        {name: value for name, value in g.items() if name != "params"}
-        for g in optimizer.param_groups
-    ]
-    return [tree_map_only(Tensor, Tensor.tolist, group) for group in groups]
+def _options_of(optimizer: ManifoldOptimizer) -> list[dict[str, Any]]:
+    """Return the options of all groups, with the values of tensors."""
+    options = []
+    for group in optimizer.param_groups:
+        without_parameters = {name: value for name, value in group.items() if name != "params"}
+        options.append(tree_map_only(Tensor, Tensor.tolist, without_parameters))
+    return options
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
+def _kind_of(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.shape, x.stride(), x.dtype, x.device
 
 
-def _alike(ours: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
-    """True for inputs of the same kinds, and of the same values where they are no
-    tensors.
-    """
-    (mine, form), (theirs, other) = tree_flatten(ours), tree_flatten(given)
-    return form == other and all(
-        _kind(x) == _kind(y)
-        if isinstance(x, Tensor) and isinstance(y, Tensor)
-        else type(x) is type(y) and x == y
-        for x, y in zip(mine, theirs, strict=True)
-    )
+def _are_alike(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Return True for tensors of the same kinds, and other inputs of the same values."""
+    leaves, structure = tree_flatten(inputs)
+    other_leaves, other_structure = tree_flatten(others)
+    if structure != other_structure:
+        return False
+    for x, y in zip(leaves, other_leaves, strict=True):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            if _kind_of(x) != _kind_of(y):
+                return False
+        elif not (type(x) is type(y) and x == y):
+            return False
+    return True

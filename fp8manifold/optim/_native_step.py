@@ -1,11 +1,30 @@
-"""A step in native code: many parameters in one call, with pointers and sizes checked
-before each.
+"""A step in native code: many parameters in one call of C.
+
+The C code (``_native/step.c``) takes an array of `JOB` records, one for each parameter.
+A record has
+
+    pointers    of the spec, the weight, the gradient, the scale, the residual, moments,
+                their bounds, and of two flags that the step reports
+    rows        and length: the matrix that the parameter is seen as
+    facts       how many scales there are, and where a chart of the ulp ends
+    keys        round keys of the random bits: new in every step
+    hyper       the numbers of the step (`NUMBERS`): new in every step
+
+C trusts the pointers. So `addresses_of` checks dtype, size, device and layout of every
+tensor before its address is taken.
+
+`run_native` makes records and steps once. `NativeStep` serves again for the same memory
+(`_steady.py`): only keys, numbers and the gradients' addresses are written anew. The
+records of a GPU's kernels are the same (`_triton_step.py`).
+
+Gradients and weights of 16 bits are copied to float32, some at a time, and the weight is
+rounded once after the step.
 """
 
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -19,140 +38,188 @@ from fp8manifold.optim._directions import NUMBERS, POSITIONS
 from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
 from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import draw_key, draw_range, round_key_rows, round_keys, signed_word
+from fp8manifold.random_bits import (
+    DrawKey,
+    draw_key,
+    draw_range,
+    round_key_rows,
+    round_keys,
+    signed_word,
+)
 
-#: what there is native code for, in the order of its enumerations; all else is stepped
-#: in PyTorch
+# What there is native code for, in the order of the enumerations of C (_native/step.h). All
+# else is stepped in PyTorch.
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "muon")
 _WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
 _STORAGES: Final = ("codes", "grid", "free", "plain")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
-_ONE, _A_ROW, _AN_ELEMENT = range(3)
+_ONE_SCALE, _SCALE_A_ROW, _SCALE_AN_ELEMENT = range(3)
+
+GRADIENT_COLUMN: Final = 2
+"""Position of the gradient's address among the pointers of a record."""
+TENSOR_COLUMNS: Final = slice(1, 10)
+"""Positions of the addresses of all tensors: of `addresses_of`."""
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
-_WEIGHTS: Final = {
+_HALVES: Final = (torch.bfloat16, torch.float16)
+_WEIGHT_DTYPES: Final = {
     "codes": (torch.uint8,),
     "grid": (torch.float32,),
     "free": _FLOATS,
     "plain": _FLOATS,
     "direction": _FLOATS,
 }
-#: elements of gradients and weights of 16 bits that are in float32 at a time
-_COPIED: Final = 2**20
 _MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_COPIED_AT_ONCE: Final = 2**20
+"""Elements of gradients and weights of 16 bits that have a copy in float32 at a time."""
 
 
 def is_native(slot: Slot) -> bool:
-    """True for a step of native code: on the CPU, computed in float32, without a
-    logarithm or a user's function.
-    """
+    """Return True for a step of native code: on the CPU, and as `has_kernel` says."""
     return slot.weight.device.type == "cpu" and has_kernel(slot) and library() is not None
 
 
 def has_kernel(slot: Slot) -> bool:
-    """True for a step that native code has, and a GPU's kernels too."""
+    """Return True for a step that native code has, and a GPU's kernels too.
+
+    It is computed in float32, without a logarithm or a function of the user's.
+    """
     spec = slot.spec
     return (
         spec.direction in _DIRECTIONS
         and spec.writeback in _WRITEBACKS
         and slot.dtype is torch.float32
-        and slot.weight.dtype in _WEIGHTS[spec.storage]
+        and slot.weight.dtype in _WEIGHT_DTYPES[spec.storage]
         and spec.compiles
         and slot.offset % 2**32 + slot.view.numel <= 2**32
     )
 
 
 class NativeStep:
-    """The records of some steps, in place, of disjoint memory; they serve the same
-    parameters again.
+    """C job records for the steps of slots that share no memory.
+
+    They can be used again for the same parameters.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         jobs = []
+        # whatever the records point to has to live as long as they do
         self._specs, self._scales = [], []
-        self._found = np.zeros((len(slots), 2), dtype=np.int32)
-        for slot, found in zip(slots, self._found, strict=True):
-            rows, length, kind, scale = _matrix(slot)
-            spec = _specification(slot.spec)
+        self._reports = np.zeros((len(slots), 2), dtype=np.int32)
+        for slot, report in zip(slots, self._reports, strict=True):
+            matrix = _matrix_of(slot)
+            spec = _spec_record(slot.spec)
             self._specs.append(spec)
-            self._scales.append(scale)
-            places = [
+            self._scales.append(matrix.scale)
+            pointers = [
                 spec.ctypes.data,
-                *addresses_of(slot, slot.tensors["gradient"], scale),
-                found.ctypes.data,
+                *addresses_of(slot, slot.tensors["gradient"], matrix.scale),
+                report.ctypes.data,
             ]
-            jobs.append((places, rows, length, (kind, slot.view.repeats, *slot.chart_ends)))
+            facts = (matrix.scale_count, slot.view.repeats, *slot.chart_ends)
+            jobs.append(Job(pointers, matrix.rows, matrix.length, facts))
         self.records = records_of(jobs)
 
     def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
-        """Take the steps; for each, whether a weight is at the end of its range, and
-        some in a row are all 0.
+        """Take the steps.
+
+        Returns:
+            Two flags for each: whether a weight is at the end of its range, and whether
+            all weights under some scale are 0.
         """
         kernels, records = library(), self.records
         assert kernels is not None
-        self._found[:] = 0
-        records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
+        self._reports[:] = 0
+        records["keys"] = key_rows(slots)
+        records["hyper"] = number_rows(slots)
         threads = threads_for(int(records["rows"] @ records["length"]))
         kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(records), threads)
-        self._scales = []  # some are copies, with which a table can't serve again
-        return self._found
+        # Some are copies, with which the records can't be used again: `_steady` sees that
+        # their addresses are of no tensor that it knows.
+        self._scales = []
+        return self._reports
 
 
-def records_of(jobs: Sequence[tuple[list[int], int, int, tuple[int, ...]]]) -> NDArray[np.void]:
-    """A record for each job of addresses, rows, length and facts, still without keys
-    and numbers.
-    """
+class Job(NamedTuple):
+    """One parameter in a call of C or of a kernel, without what changes in every step."""
+
+    pointers: list[int]
+    rows: int
+    length: int
+    #: as in `JOB`
+    facts: tuple[int, ...]
+
+
+def records_of(jobs: Sequence[Job]) -> NDArray[np.void]:
+    """Return the records of jobs, still without keys and numbers."""
     records = np.zeros(len(jobs), dtype=JOB)
     pointers, records["rows"], records["length"], records["facts"] = zip(*jobs, strict=True)
     records["pointers"] = np.array(pointers, dtype=np.uint64)
     return records
 
 
-def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
-    """Round keys and phase of each slot's draws, for weights and for moments; with
-    ``more``, keys of other draws.
+def key_rows(slots: Sequence[Slot], *further_words: int) -> NDArray[np.int32]:
+    """Return the keys of each slot's draws, as `JOB` has them.
+
+    A row has three round keys and a phase for the draws of weights, and the same for
+    those of moments. With ``further_words`` it has only the round keys of other draws,
+    whose key words end with these.
     """
     rows = np.zeros((len(slots), 8), dtype=np.int32)
     streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-    words = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
-    if more:
-        rows[:, :3] = round_key_rows(words, streams, *more)
+    prefixes = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
+    if further_words:
+        rows[:, :3] = round_key_rows(prefixes, streams, *further_words)
         return rows
-    kinds: dict[str, list[int]] = {}
+    positions_by_draws: dict[str, list[int]] = {}
     for i, slot in enumerate(slots):
-        kinds.setdefault(slot.draws, []).append(i)
-    for draws, some in kinds.items():
-        known = {words[i]: draw_key(draws, *words[i], 0) for i in some}
-        keys = [known[words[i]] for i in some]
-        rows[some, :3] = round_key_rows(
-            [key.words[:2] for key in keys], streams[some], *keys[0].words[3:]
+        positions_by_draws.setdefault(slot.draws, []).append(i)
+    for draws, positions in positions_by_draws.items():
+        # Keys of all streams, as of stream 0. With dither the words are not those of the
+        # prefix: the step becomes an epoch, and a word follows the stream.
+        keys = {}
+        for i in positions:
+            if prefixes[i] not in keys:
+                keys[prefixes[i]] = draw_key(draws, *prefixes[i], 0)
+        words = [keys[prefixes[i]].words for i in positions]
+        rows[positions, :3] = round_key_rows(
+            [(seed, step) for seed, step, *_ in words], streams[positions], *words[0][3:]
         )
-        rows[some, 3] = [key.phase for key in keys]
-    if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
-        rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], FOR_MOMENTS)
+        rows[positions, 3] = [keys[prefixes[i]].phase for i in positions]
+    with_moments = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
+    if with_moments:
+        rows[with_moments, 4:7] = round_key_rows(
+            [prefixes[i] for i in with_moments], streams[with_moments], FOR_MOMENTS
+        )
     for slot, row in zip(slots, rows, strict=True):
-        if slot.offset:  # it is added to the first of the three keys
-            high, low = divmod(slot.offset, 2**32)
-            for at, key in ((0, slot.rounding_key), (4, slot.moments_key)):
-                first, second, third = round_keys(key.words, high)
-                row[at : at + 4] = signed_word(first + low), second, third, key.phase
+        if slot.offset:
+            row[0:4] = _keys_at(slot.offset, slot.rounding_key)
+            row[4:8] = _keys_at(slot.offset, slot.moments_key)
     return rows
 
 
+def _keys_at(offset: int, key: DrawKey) -> tuple[int, int, int, int]:
+    """Return the round keys and the phase of draws that begin at an offset."""
+    high, low = divmod(offset, 2**32)
+    first, second, third = round_keys(key.words, high)
+    # a position is added to the first key
+    return signed_word(first + low), second, third, key.phase
+
+
 def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """The numbers of each slot, in float32; for native code a direction is a step by -1
-    from a weight of 0.
+    """Return the numbers of each slot, in float32.
+
+    For native code a direction is a step by -1 from a weight of 0.
     """
     rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
-    kinds: dict[tuple[str, ...], list[int]] = {}
+    positions_by_names: dict[tuple[str, ...], list[int]] = {}
     for i, slot in enumerate(slots):
-        kinds.setdefault(tuple(slot.numbers), []).append(i)
-    for names, some in kinds.items():
-        places = [POSITIONS[name] for name in names]
-        rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
-    rows[
-        [i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], POSITIONS["rate"]
-    ] = -1.0
+        positions_by_names.setdefault(tuple(slot.numbers), []).append(i)
+    for names, positions in positions_by_names.items():
+        columns = [POSITIONS[name] for name in names]
+        rows[np.ix_(positions, columns)] = [list(slots[i].numbers.values()) for i in positions]
+    directions = [i for i, slot in enumerate(slots) if slot.spec.storage == "direction"]
+    rows[directions, POSITIONS["rate"]] = -1.0
     eps = POSITIONS["eps"]
     rows[:, eps] = np.maximum(rows[:, eps], torch.finfo(torch.float32).tiny)
     return rows.astype(np.float32)
@@ -160,110 +227,152 @@ def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
 
 def run_native(slots: Sequence[Slot]) -> None:
     """Take the steps in place; no two of them share memory."""
-    for part in _parts(slots):
-        _run_part(part)  # and free its copies before the next ones are made
+    for portion in _portions(slots):
+        # its copies are freed before those of the next one are made
+        _run_portion(portion)
 
 
-def _run_part(part: Sequence[Slot]) -> None:
-    wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in part]
-    for slot, stepped, found in zip(part, wide, NativeStep(wide).run(wide).tolist(), strict=True):
-        if slot.spec.storage == "codes":
-            slot.saturated.append(bool(found[0]))
-            slot.has_zero_rows.append(bool(found[1]))
-        if (weight := slot.weight) is not (after := stepped.weight):  # rounded once
-            if slot.spec.draws_for_weight:
-                draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device)
-                after = to_half(after, weight.dtype, draws.view(weight.shape))
-            weight.copy_(after)
+def _portions(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Yield slots in runs, such that few elements of a run need a copy in float32.
 
-
-def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """Slots in runs whose float32 copies are one slot's, or have at most `_COPIED`
-    elements together.
+    They are at most `_COPIED_AT_ONCE`, or those of one slot.
     """
-    part: list[Slot] = []
+    portion: list[Slot] = []
     copied = 0
     for slot in slots:
-        narrow = (slot.weight.dtype in _FLOATS[1:]) + (
-            slot.tensors["gradient"].dtype in _FLOATS[1:]
-        )
-        size = slot.weight.numel() * narrow
-        if part and size and copied + size > _COPIED:
-            yield part
-            part, copied = [], 0
-        part.append(slot)
+        copies = (slot.weight.dtype in _HALVES) + (slot.tensors["gradient"].dtype in _HALVES)
+        size = slot.weight.numel() * copies
+        if portion and size and copied + size > _COPIED_AT_ONCE:
+            yield portion
+            portion, copied = [], 0
+        portion.append(slot)
         copied += size
-    if part:
-        yield part
+    if portion:
+        yield portion
+
+
+def _run_portion(slots: Sequence[Slot]) -> None:
+    wide_slots = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in slots]
+    reports = NativeStep(wide_slots).run(wide_slots).tolist()
+    for slot, wide_slot, (is_saturated, has_zero_row) in zip(
+        slots, wide_slots, reports, strict=True
+    ):
+        if slot.spec.storage == "codes":
+            slot.saturated.append(bool(is_saturated))
+            slot.has_zero_rows.append(bool(has_zero_row))
+        if wide_slot.weight is not slot.weight:
+            slot.weight.copy_(_rounded(wide_slot.weight, slot))
 
 
 def _in_float32(slot: Slot) -> dict[str, Tensor]:
-    """The gradient, and a 16-bit weight, in float32; the weight is rounded after the
-    step.
-    """
-    wide = {"gradient": slot.tensors["gradient"].to(torch.float32)}
-    return wide | ({"weight": slot.weight.float()} if slot.weight.dtype in _FLOATS[1:] else {})
+    """Return the gradient, and a 16-bit weight, in float32."""
+    tensors = {"gradient": slot.tensors["gradient"].to(torch.float32)}
+    if slot.weight.dtype in _HALVES:
+        tensors["weight"] = slot.weight.float()
+    return tensors
 
 
-def sum_of_squares(places: Any, sizes: Any) -> float | None:
-    """The sum of squares over float32 memory of the CPU, by addresses and numbers of
-    elements; None without C code.
+def _rounded(wide: Tensor, slot: Slot) -> Tensor:
+    """Round a stepped weight to 16 bits, at random if the step draws for it."""
+    if not slot.spec.draws_for_weight:
+        return wide
+    draws = draw_range(slot.offset, wide.numel(), slot.rounding_key, wide.device)
+    return to_half(wide, slot.weight.dtype, draws.view(wide.shape))
+
+
+def sum_of_squares(addresses: Any, sizes: Any) -> float | None:
+    """Return the sum of squares over float32 memory of the CPU; None without C code.
+
+    Args:
+        addresses: of the memory.
+        sizes: numbers of elements.
     """
-    if (kernels := library()) is None:
+    kernels = library()
+    if kernels is None:
         return None
-    addresses, numbers = np.array(places, dtype=np.uint64), np.array(sizes, dtype=np.int64)
-    pointers = ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(numbers.ctypes.data)
-    return float(kernels.fp8manifold_squares(*pointers, len(sizes)))
+    pointers = np.array(addresses, dtype=np.uint64)
+    lengths = np.array(sizes, dtype=np.int64)
+    total = kernels.fp8manifold_squares(
+        ctypes.c_void_p(pointers.ctypes.data), ctypes.c_void_p(lengths.ctypes.data), len(sizes)
+    )
+    return float(total)
 
 
-def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
-    """Rows and length of what is stepped, how the scale goes with them, and the scale."""
+class _Matrix(NamedTuple):
+    """A parameter as C sees it."""
+
+    rows: int
+    length: int
+    #: one, one a row or one an element, as in C's enumeration
+    scale_count: int
+    scale: Tensor | None
+
+
+def _matrix_of(slot: Slot) -> _Matrix:
     view, scale = slot.view, slot.scale
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     if scale is None or not view.row_dims:
-        return (
-            (rows, length, _ONE, scale) if slot.spec.blockwise else (1, rows * length, _ONE, scale)
-        )
+        if not slot.spec.blockwise:
+            # nothing is by rows: one long row is quickest
+            rows, length = 1, rows * length
+        return _Matrix(rows, length, _ONE_SCALE, scale)
     if view.row_dims == view.dims:
-        return rows, length, _AN_ELEMENT, row_view(scale, slot.weight.shape, view).contiguous()
-    return rows, length, _A_ROW, scale.contiguous()
+        scale = row_view(scale, slot.weight.shape, view).contiguous()
+        return _Matrix(rows, length, _SCALE_AN_ELEMENT, scale)
+    return _Matrix(rows, length, _SCALE_A_ROW, scale.contiguous())
 
 
 def addresses_of(
-    slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False
+    slot: Slot, gradient: Tensor, scale: Tensor | None, *, allows_exponents: bool = False
 ) -> list[int]:
-    """Addresses of all tensors, 0 for absent ones, each of the right dtype, size and
-    layout, or RuntimeError.
+    """Return the addresses of all tensors in the order of `JOB`, 0 for absent ones.
 
-    With ``kept`` the scale may be exponents.
+    Args:
+        slot: with the tensors.
+        gradient: its gradient.
+        scale: as the step reads it.
+        allows_exponents: whether the scale may be exponents.
+
+    Raises:
+        RuntimeError: a tensor of another dtype, size, device or layout.
     """
-    spec, numel, weight = slot.spec, slot.view.numel, slot.tensors["weight"]
-    tensors: dict[Any, Any] = {None: None, **slot.tensors}
-    blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
-    first, second = spec.first_moment, "exp_avg_sq" if "exp_avg_sq" in spec.moment_names else None
-    bounds: dict[Any, str] = dict(spec.bound_names)
-    exponents = kept and scale is not None and scale.dtype is torch.uint8
-    own = weight.dtype if weight.dtype in _FLOATS else torch.float32
-    wanted = [
-        (weight, torch.uint8 if spec.storage == "codes" else own, numel),
-        (gradient, gradient.dtype if gradient.dtype in _FLOATS else torch.float32, numel),
-        (scale, torch.uint8 if exponents else torch.float32, None),
-        (tensors["residual" if spec.residual_bits else None], torch.int8, numel),
-        (tensors[first], dtype, numel),
-        (tensors[second], dtype, numel),
-        (tensors["max_exp_avg_sq" if spec.amsgrad else None], torch.float32, numel),
-        (tensors[bounds.get(first)], torch.float32, blocks),
-        (tensors[bounds.get(second)], torch.float32, blocks),
+    spec, weight = slot.spec, slot.tensors["weight"]
+    device = weight.device
+    numel = slot.view.numel
+    weight_dtype = weight.dtype if weight.dtype in _FLOATS else torch.float32
+    if spec.storage == "codes":
+        weight_dtype = torch.uint8
+    gradient_dtype = gradient.dtype if gradient.dtype in _FLOATS else torch.float32
+    addresses = [
+        _address(weight, weight_dtype, numel, device),
+        _address(gradient, gradient_dtype, numel, device),
     ]
-    return [0 if each[0] is None else _address(*each, weight.device) for each in wanted]
-
-
-def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
-    fits = (
-        tensor.dtype is dtype
-        and tensor.numel() == (numel or tensor.numel())
-        and tensor.device == device
+    if scale is None:
+        addresses.append(0)
+    else:
+        is_exponents = allows_exponents and scale.dtype is torch.uint8
+        scale_dtype = torch.uint8 if is_exponents else torch.float32
+        addresses.append(_address(scale, scale_dtype, scale.numel(), device))
+    blocks = numel // slot.view.dims[-1]
+    moment_dtype = _MOMENT_DTYPES[spec.moments]
+    first = spec.first_moment
+    second = "exp_avg_sq" if "exp_avg_sq" in spec.moment_names else None
+    entries = (
+        ("residual" if spec.residual_bits else None, torch.int8, numel),
+        (first, moment_dtype, numel),
+        (second, moment_dtype, numel),
+        ("max_exp_avg_sq" if spec.amsgrad else None, torch.float32, numel),
+        (spec.bound_names.get(first) if first else None, torch.float32, blocks),
+        (spec.bound_names.get(second) if second else None, torch.float32, blocks),
     )
+    for name, dtype, size in entries:
+        tensor = None if name is None else slot.tensors[name]
+        addresses.append(0 if tensor is None else _address(tensor, dtype, size, device))
+    return addresses
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> int:
+    fits = tensor.dtype is dtype and tensor.numel() == numel and tensor.device == device
     if not (fits and tensor.is_contiguous()):
         place = "the CPU" if device.type == "cpu" else device
         raise RuntimeError(
@@ -274,20 +383,23 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torc
 
 
 @lru_cache(maxsize=1024)
-def _specification(spec: Spec) -> NDArray[np.void]:
-    """A spec as a record of C."""
+def _spec_record(spec: Spec) -> NDArray[np.void]:
+    """Return a spec as a record of C, whose memory lives as long as the cache."""
+    storage = "plain" if spec.storage == "direction" else spec.storage
+    fields = {
+        "direction": _DIRECTIONS.index(spec.direction),
+        "storage": _STORAGES.index(storage),
+        "writeback": _WRITEBACKS.index(spec.writeback),
+        "moments": MOMENTS.index(spec.moments),
+        "geometry": get_args(Geometry).index(spec.geometry),
+        "stiffness": _STIFFNESSES.index(spec.stiffness),
+        "metric": _METRICS.index(spec.metric) if spec.fmt is not None else 0,
+        "decays": spec.decays,
+        "nesterov": spec.nesterov,
+        "maximize": spec.maximize,
+        "format": format_record(spec.fmt or FloatFormat(4, 3))[0],
+    }
     record = np.zeros(1, dtype=SPEC)
-    record[0] = (
-        _DIRECTIONS.index(spec.direction),
-        _STORAGES.index("plain" if spec.storage == "direction" else spec.storage),
-        _WRITEBACKS.index(spec.writeback),
-        MOMENTS.index(spec.moments),
-        get_args(Geometry).index(spec.geometry),
-        _STIFFNESSES.index(spec.stiffness),
-        _METRICS.index(spec.metric) if spec.fmt is not None else 0,
-        spec.decays,
-        spec.nesterov,
-        spec.maximize,
-        format_record(spec.fmt or FloatFormat(4, 3))[0],
-    )
+    for name, value in fields.items():
+        record[name] = value
     return record

@@ -1,9 +1,23 @@
-"""Steady steps: planned once, and taken again as long as everything that the plan was
-made from is unchanged.
+"""Steady steps: planned once, and taken again while all that the plan was made from stays.
 
-A step is steady where planning it changes nothing: no first step, nothing due, one
-process, one device, native code or a GPU's kernels. A GPU decides by itself whether it
-takes one, and the host reads the verdict later.
+To plan a step (specs, views, pointers, checks) takes longer than a small model's
+arithmetic. Most steps differ from the one before in gradients and numbers alone. A step is
+*steady* if planning it changes nothing: it is no first step, nothing is due, there is one
+process and one device, and native code or a GPU's kernels take all of it::
+
+    step t     is_steady(slots)  -> plan_steady(slots) -> plan.take()
+               take() ends with _seal(): it notes identities, addresses and versions
+    step t+1   plan.serves()     -> are they all as noted?
+                   yes: new gradients, numbers and keys, then plan.take()
+                   no:  plan anew
+
+The plan must not keep alive what a user lets go, and must not use what is gone. So between
+steps it has no tensor, only ids. Weak references drop the plan (``alive`` becomes empty)
+when a tensor dies whose id could then be another's.
+
+A GPU decides by itself whether it takes a steady step: kernels look at the gradients, and
+the host reads their report later (``optimizer._pending_verdicts``). It waits at once only where a
+group raises, or where a whole parameter has one scale: S_ref changes when that doubles.
 """
 
 import math
@@ -13,10 +27,11 @@ from functools import lru_cache
 from inspect import isfunction
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold import _triton
@@ -24,7 +39,13 @@ from fp8manifold._base.reading import PendingValues
 from fp8manifold.optim._agreement import is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
-from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
+from fp8manifold.optim._native_step import (
+    GRADIENT_COLUMN,
+    TENSOR_COLUMNS,
+    NativeStep,
+    is_native,
+    sum_of_squares,
+)
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
@@ -37,29 +58,40 @@ from fp8manifold.optim._triton_step import (
 )
 from fp8manifold.tensor import FP8Tensor
 
-_GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
-_DUE: Final = ("refresh_every", "stabilize_every", "reset_every")
+_GRADIENT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_PERIODS: Final = ("refresh_every", "stabilize_every", "reset_every")
+"""Options with a number of steps after which something is due."""
 
 
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """True where planning a step changes nothing, so that the plan may serve again and
-    a GPU may decide on it.
+    """Return True if planning a step of slots changes nothing.
+
+    The plan may then serve again, and a GPU may decide on the step.
     """
-    if (
-        not slots
-        or is_distributed()
-        or optimizer.observer is not None
-        or not optimizer.defers_verdict
-    ):
+    if not slots or is_distributed() or optimizer.observer is not None:
         return False
-    if vars(optimizer).keys() & _methods(optimizer.__class__):
+    if not optimizer.defers_verdict or _has_replaced_methods(optimizer):
         return False
     device = slots[0].parameter.device
     return all(map(_is_steady_slot, slots, repeat(device)))
 
 
 def on_gpu(device: torch.device) -> bool:
+    """Return True if steps on the device are taken by kernels."""
     return device.type == "cuda" and _triton.is_available()
+
+
+def _has_replaced_methods(optimizer: Any) -> bool:
+    """Return True if an attribute of the object replaces a method that plans a step."""
+    return bool(vars(optimizer).keys() & _methods(optimizer.__class__))
+
+
+@lru_cache(maxsize=64)
+def _methods(kind: Any) -> frozenset[str]:
+    """Return the names of private methods of a class."""
+    return frozenset(
+        name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name))
+    )
 
 
 def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
@@ -69,7 +101,7 @@ def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     if (
         type(gradient) is not Tensor
         or gradient.layout is not torch.strided
-        or gradient.dtype not in _GRADIENTS
+        or gradient.dtype not in _GRADIENT_DTYPES
     ):
         return False
     if not parameter.device == gradient.device == device:
@@ -80,22 +112,23 @@ def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
         parameter.remainder is not None or zero_scales(parameter) is not None
     ):
         return False
-    due = [group[name] for name in _DUE if group[name]]
+    periods = [group[name] for name in _PERIODS if group[name]]
     return bool(slot.steps_done) and all(
-        isinstance(every, int) and slot.steps_done % every for every in due
+        isinstance(period, int) and slot.steps_done % period for period in periods
     )
 
 
 def plan_steady(optimizer: Any, slots: list[Slot]) -> "SteadyPlan | None":
-    """The plan of a steady step; None unless native code or kernels can take all of it."""
+    """Plan a steady step; return None unless native code or kernels can take all of it."""
     optimizer._check_options()
     optimizer._check_schedules(slots)
     optimizer._begin(slots)
-    takes = is_triton if on_gpu(slots[0].device) else _is_taken_in_place
+    takes = is_triton if on_gpu(slots[0].device) else _is_native_in_place
     return SteadyPlan(slots) if all(map(takes, slots)) else None
 
 
-def _is_taken_in_place(slot: Slot) -> bool:
+def _is_native_in_place(slot: Slot) -> bool:
+    """Return True if native code takes the step without a copy in float32."""
     stored = torch.uint8 if slot.storage == "codes" else torch.float32
     return (
         slot.weight.dtype is stored
@@ -104,56 +137,71 @@ def _is_taken_in_place(slot: Slot) -> bool:
     )
 
 
+# In a comparison of many tensors a getter of C's is several times as quick as a function.
 _GRADIENT: Final = attrgetter("grad")
 _VERSION: Final = attrgetter("_version")
 _KIND: Final = attrgetter("dtype", "device", "layout", "shape")
-_FACTS: Final = (Tensor.data_ptr, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
+_MEMORY: Final = (Tensor.data_ptr, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
 _PARTS: Final = attrgetter(
-    *(
-        "codes",
-        "kept_scale",
-        "remainder",
-        "format",
-        "block_size",
-        "rounding",
-        "draws",
-        "retraction",
-        "seed",
-        "stepped_by",
-    )
+    "codes",
+    "kept_scale",
+    "remainder",
+    "format",
+    "block_size",
+    "rounding",
+    "draws",
+    "retraction",
+    "seed",
+    "stepped_by",
 )
-_FILLED: Final = attrgetter("filled")
-_CODES_VERSION: Final = attrgetter("codes._version")
+"""Attributes of a tensor of codes that a plan depends on."""
 _NO_STATE: Final[dict[str, Any]] = {}
 
 
-@lru_cache(maxsize=64)
-def _methods(kind: Any) -> frozenset[str]:
-    """The names of methods that plan a step, which an attribute of an optimizer may
-    replace.
-    """
-    return frozenset(
-        name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name))
-    )
+class _Snapshot(NamedTuple):
+    """What a plan is made from, as it is at one moment."""
+
+    parameters: list[Any]
+    states: list[dict[str, Any]]
+    gradients: list[Any]
+    #: groups, types, parameters, entries of states, and parts of tensors of codes
+    objects: list[Any]
+    #: what has to be equal: identities of the objects, options, names and kinds
+    facts: tuple[Any, ...]
+
+
+class _End(NamedTuple):
+    """A slot that may have reached the end of its range in a step."""
+
+    #: position among the slots
+    i: int
+    is_saturated: bool
+    has_zero_row: bool
 
 
 class SteadyPlan:
-    """The table of a steady step: slots, records and launches, with everything that
-    they were made from.
+    """The plan of a steady step: slots, records and launches, and what they were made from.
 
-    It is neither saved nor copied. It serves again after a comparison of all of that:
-    groups, options, states and attributes by identity, tensors by address, version,
-    size and dtype. Between steps it holds no tensor.
+    It is neither saved nor copied. It serves again after a comparison of everything that
+    it was made from: groups, options, states and attributes by identity, tensors by
+    address, version, size and dtype. Between steps it has no tensor.
+
+    Attributes:
+        slots: whose steps are planned.
+        alive: weak references; empty if the plan may not serve again.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots, self._device = slots, slots[0].device
-        self._step: NativeStep | TritonStep | None = None
-        self._said: PendingValues | None = None
-        self._taken: bool | None = False
         self.alive: list[weakref.ref[Any]] = []
+        self._step: NativeStep | TritonStep | None = None
+        self._report: PendingValues | None = None
+        #: the last verdict: None where a GPU decides
+        self._taken: bool | None = False
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
-        self._late, self._raises = [], False
+        #: positions of slots whose scales the host doubles, after a report
+        self._late: list[int] = []
+        self._raises = False
         self._parameters: list[Any] = [slot.parameter for slot in slots]
         self._changed = [*chain.from_iterable(slot.changed_tensors for slot in slots)]
         if on_gpu(self._device):
@@ -163,209 +211,258 @@ class SteadyPlan:
         self._tensors: list[Tensor] = []
 
     def take(self, optimizer: Any, backward_pass: BackwardPass | None = None) -> bool | None:
-        """Take the step of all, or of none if a gradient or its square is not finite;
-        None where a GPU decides. ``backward_pass`` is the one that the step belongs to.
+        """Take the step of all slots, or of none.
 
-        The host reads the verdict later, but waits if a group raises, or if a whole
-        parameter has one scale: its S_ref changes when the scale doubles.
+        Args:
+            optimizer: whose step it is.
+            backward_pass: the one that the step belongs to, if it belongs to one.
+
+        Returns:
+            True if it is taken, False if a gradient or its square is not finite, and
+            None where a GPU decides.
         """
         is_new, self._taken = self._step is None, False
-        ends = self._on_card(optimizer) if on_gpu(self._device) else self._here(optimizer)
+        ends = self._launch(optimizer) if on_gpu(self._device) else self._run(optimizer)
         if ends is not None:
             if ends:
-                optimizer._widen([self._whole(*end) for end in ends])
+                optimizer._widen([self._slot_to_widen(end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            if (is_new and backward_pass is None and optimizer.keeps_plan) or (self.alive and ends):
+            may_seal = is_new and backward_pass is None and optimizer.keeps_plan
+            # scales that have doubled are new tensors
+            if may_seal or (self.alive and ends):
                 self._seal(optimizer)
             self._versions = list(map(_VERSION, self._tensors))
-            if self._said is not None:
-                held = [p.codes if isinstance(p, FP8Tensor) else p for p in self._parameters]
-                left = [None if x.is_inference() else x._version for x in held]
-                versions = dict(zip(self._parameters, left, strict=True))
+            if self._report is not None:
+                versions = _versions_of_weights(self._parameters)
                 optimizer._pending_verdicts += (
-                    PendingVerdict(self._said, versions, backward_pass),
+                    PendingVerdict(self._report, versions, backward_pass),
                 )
         self._parameters, self._changed, self._tensors = [], [], []
-        self.slots = self.slots if self.alive else []
+        if not self.alive:
+            self.slots = []
         for slot in self.slots:
             slot.parameter = slot.state = None  # type: ignore[assignment]
         return self._taken
 
-    def _here(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
-        """Take a step on the CPU; the slots with a weight at the end of its range."""
+    def _run(self, optimizer: Any) -> list[_End] | None:
+        """Take the step on the CPU; return the slots at the end of their range.
+
+        None is returned if the step is skipped.
+        """
         slots = self.slots
         step = self._step if isinstance(self._step, NativeStep) else NativeStep(slots)
-        total = sum_of_squares(
-            step.records["pointers"][:, 2], step.records["rows"] * step.records["length"]
-        )
+        addresses = step.records["pointers"][:, GRADIENT_COLUMN]
+        total = sum_of_squares(addresses, step.records["rows"] * step.records["length"])
         self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
         if not self._taken:
             return None
         self._step = step
         count_step(slots)
-        found = step.run(slots).tolist()
+        reports = step.run(slots).tolist()
         torch.autograd.graph.increment_version(self._changed)
         ends = []
         for i in self._coded:
-            reached, emptied = found[i]
-            if reached:
-                ends.append((i, True, bool(emptied)))
-            elif not emptied:
+            is_saturated, has_zero_row = reports[i]
+            if is_saturated:
+                ends.append(_End(i, True, bool(has_zero_row)))
+            elif not has_zero_row:
                 self._parameters[i].filled = self._parameters[i].codes._version
         return ends
 
-    def _on_card(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
-        """Launch a step; the slots whose scales don't double on the GPU, and whether
-        they have reached an end.
+    def _launch(self, optimizer: Any) -> list[_End] | None:
+        """Launch the step on a GPU; return the slots whose scales the host doubles.
+
+        None is returned if no kernel can be compiled. The step is then taken as one
+        that is not steady.
         """
-        slots, graph = self.slots, optimizer._graph if isinstance(self._step, TritonStep) else None
+        slots = self.slots
+        graph = optimizer._graph if isinstance(self._step, TritonStep) else None
         if isinstance(self._step, TritonStep):
-            said = self._step.run(slots) if graph is None else graph(self._step, slots)
-        elif (found := launch_steps(slots, decides=True)) is not None:
-            self._step, said = found
+            report = self._step.run(slots) if graph is None else graph(self._step, slots)
         else:
-            if all_finite(optimizer, slots):
-                optimizer._take(count_step(slots))
-                self._taken = True
-            return None
-        self._said, self._taken = said, None
-        if self._raises and said.values[0][0]:
+            launch = launch_steps(slots, decides=True)
+            if launch is None:
+                if all_finite(optimizer, slots):
+                    optimizer._take(count_step(slots))
+                    self._taken = True
+                return None
+            self._step, report = launch
+        self._report, self._taken = report, None
+        if self._raises and report.values[0][0]:
             for slot in slots:
-                squares_are_finite(slot)  # raises if the group's options say so
-        count_step(slots, said, added=graph is not None)
+                # raises if the options of its group say so
+                squares_are_finite(slot)
+        count_step(slots, report, added=graph is not None)
         torch.autograd.graph.increment_version(self._changed)
-        return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
+        return [_End(i, bool(report.values[1 + i][0]), True) for i in self._late]
 
     def serves(self, optimizer: Any) -> bool:
-        """True if all is as the step before has left it, and nothing is due; the next
-        step is prepared then.
+        """Return True if all is as the last step left it, and nothing is due.
+
+        The next step is prepared then.
         """
-        if not self.alive or (found := self._look(optimizer)) is None:
+        if not self.alive:
             return False
-        parameters, states, gradients, held, seen = found
-        if not are_same(seen, self._seen):
+        snapshot = self._look(optimizer)
+        if snapshot is None or not are_same(snapshot.facts, self._facts):
             return False
-        tensors = [held[i] for i in self._places]
-        if list(map(_VERSION, tensors)) != self._versions or _facts_of(tensors) != self._facts:
+        tensors = [snapshot.objects[i] for i in self._positions]
+        addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
+        if not self._has_same_memory(tensors, snapshot, addresses):
             return False
-        if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
-            return False
-        places = np.array(list(map(Tensor.data_ptr, gradients)), dtype=np.uint64)
-        if isinstance(self._step, TritonStep) and not np.array_equal(
-            places % 16 == 0, self._aligned
-        ):
-            return False
-        coded = [parameters[i] for i in self._coded]
-        left = zip(coded, map(_FILLED, coded), map(_CODES_VERSION, coded), strict=True)
-        if any(filled != version and zero_scales(p) is not None for p, filled, version in left):
-            return False
-        taken = int(bool(self._taken) if self._said is None else not self._said.values[0][0])
-        self._left -= taken
-        if self._left <= 0:
+        if self._report is None:
+            steps_taken = int(bool(self._taken))
+        else:
+            steps_taken = int(not self._report.values[0][0])
+        self._steps_left -= steps_taken
+        if self._steps_left <= 0:
             return False
         for group in optimizer.param_groups:
             check_lr(group)
-        for slot, parameter, state in zip(self.slots, parameters, states, strict=True):
-            slot.steps_done, slot.parameter, slot.state = slot.steps_done + taken, parameter, state
+        for slot, parameter, state in zip(
+            self.slots, snapshot.parameters, snapshot.states, strict=True
+        ):
+            slot.steps_done += steps_taken
+            slot.parameter, slot.state = parameter, state
         optimizer._check_schedules(self.slots)
         for slot in self.slots:
             slot.numbers = optimizer._numbers(slot)
         assert self._step is not None
-        self._step.records["pointers"][:, 2] = places
-        self._parameters, self._tensors = parameters, tensors
-        self._changed = [tensors[i] for i in self._steps]
+        self._step.records["pointers"][:, GRADIENT_COLUMN] = addresses
+        self._parameters, self._tensors = snapshot.parameters, tensors
+        self._changed = [tensors[i] for i in self._changed_positions]
         return True
 
-    def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
-        """Parameters, states, gradients, all that a plan is made from, and the
-        identities to compare; or None.
+    def _has_same_memory(
+        self, tensors: list[Tensor], snapshot: _Snapshot, addresses: NDArray[np.uint64]
+    ) -> bool:
+        """Return True if memory and values are as the last step left them.
+
+        Gradients may have other addresses (``addresses``), if kernels are as fast there.
         """
+        gradients = snapshot.gradients
+        if list(map(_VERSION, tensors)) != self._versions or _memory_of(tensors) != self._memory:
+            return False
+        if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
+            return False
+        if isinstance(self._step, TritonStep) and (addresses % 16 == 0).tolist() != self._aligned:
+            return False
+        for i in self._coded:
+            parameter = snapshot.parameters[i]
+            # the step would fit such scales
+            if parameter.filled != parameter.codes._version and zero_scales(parameter) is not None:
+                return False
+        return True
+
+    def _look(self, optimizer: Any) -> _Snapshot | None:
+        """Return what a plan is made from, or None for a step that is not steady."""
         groups = optimizer.param_groups
-        each = [[p for p in group["params"] if p.grad is not None] for group in groups]
-        parameters = [*chain.from_iterable(each)]
+        with_gradient = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        parameters = [*chain.from_iterable(with_gradient)]
         gradients = list(map(_GRADIENT, parameters))
-        if (
-            len(parameters) != len(self.slots)
-            or {*map(type, gradients)} != {Tensor}
-            or is_distributed()
-        ):
+        if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor}:
             return None
-        if optimizer.observer is not None or vars(optimizer).keys() & _methods(optimizer.__class__):
+        if is_distributed() or optimizer.observer is not None or _has_replaced_methods(optimizer):
             return None
         states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
         coded = [p for p in parameters if isinstance(p, FP8Tensor)]
-        held = [
+        objects = [
             *groups,
             *map(type, parameters),
             *parameters,
             *chain.from_iterable(map(dict.values, states)),
+            *chain.from_iterable(map(_PARTS, coded)),
         ]
-        held += chain.from_iterable(map(_PARTS, coded))
-        names, options = list(map(tuple, states)), [group | CHANGING for group in groups]
-        here = (type(optimizer), on_gpu(self._device), *map(len, each))
-        seen = (here, options, list(map(id, held)), names, list(map(_KIND, gradients)))
-        return parameters, states, gradients, held, seen
+        facts = (
+            type(optimizer),
+            on_gpu(self._device),
+            list(map(len, with_gradient)),
+            [group | CHANGING for group in groups],
+            list(map(id, objects)),
+            list(map(tuple, states)),
+            list(map(_KIND, gradients)),
+        )
+        return _Snapshot(parameters, states, gradients, objects, facts)
 
     def _seal(self, optimizer: Any) -> None:
-        """Record what the next step is compared with, if it may reuse this plan."""
+        """Note what the next step is compared with, if it may reuse this plan."""
         self.alive = []
-        if (found := self._look(optimizer)) is None:
+        snapshot = self._look(optimizer)
+        if snapshot is None:
             return
-        parameters, _, gradients, held, seen = found
-        places = [
-            i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)
-        ]
-        tensors = [held[i] for i in places]
-        assert self._step is not None
-        # all addresses of the plan must be those of tensors that are compared, not of
-        # copies or of manifolds
-        plain = all(slot.storage in ("codes", "plain") for slot in self.slots)
-        compared = {0, *(tensor.data_ptr() for tensor in tensors + gradients)}
-        plain = plain and compared.issuperset(
-            self._step.records["pointers"][:, 1:10].flatten().tolist()
-        )
-        if not plain or any(tensor.is_inference() for tensor in tensors):
+        objects = snapshot.objects
+        positions = []
+        for i, x in enumerate(objects):
+            if isinstance(x, Tensor) and not isinstance(x, FP8Tensor):
+                positions.append(i)
+        tensors = [objects[i] for i in positions]
+        if not self._compares_all(tensors + snapshot.gradients):
             return
-        known = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
-        self._steps = [known[tensor.data_ptr()] for tensor in self._changed]
-        self._places, self._tensors, self._seen, self._facts = (
-            places,
-            tensors,
-            seen,
-            _facts_of(tensors),
-        )
-        self._aligned = np.array([gradient.data_ptr() % 16 == 0 for gradient in gradients])
-        self._kept = [
-            x for x in held if not isinstance(x, Tensor)
-        ]  # held, so that no other object gets their id
-        every = [
-            (slot.group[name], slot.steps_done)
-            for slot in self.slots
-            for name in _DUE
-            if slot.group[name]
-        ]
-        self._left = min(period - done % period for period, done in every)
-        # no weak reference to a parameter, or `to` could not swap it: parameters live
-        # as keys of the states
-        own, alive = set(map(id, parameters)), list[weakref.ref[Any]]()
-        alive += [
-            weakref.ref(x, lambda _: alive.clear())
-            for x in held
-            if isinstance(x, Tensor) and id(x) not in own
-        ]
-        self.alive = alive
+        if any(tensor.is_inference() for tensor in tensors):
+            return
+        position_by_address = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
+        self._changed_positions = [position_by_address[x.data_ptr()] for x in self._changed]
+        self._positions, self._tensors = positions, tensors
+        self._facts, self._memory = snapshot.facts, _memory_of(tensors)
+        self._aligned = [gradient.data_ptr() % 16 == 0 for gradient in snapshot.gradients]
+        # they live on, so that no other object gets their ids
+        self._objects = [x for x in objects if not isinstance(x, Tensor)]
+        self._steps_left = min(map(_steps_until_due, self.slots))
+        self.alive = _weak_references(objects, snapshot.parameters)
         for slot in self.slots:
             vars(slot).pop("scale", None)
             slot.tensors, slot.kept_scale = {}, None
 
-    def _whole(self, i: int, reached: bool, emptied: bool) -> Slot:
-        """A slot with all that doubling its scales needs."""
-        slot, held = self.slots[i], self._parameters[i]
+    def _compares_all(self, tensors: list[Tensor]) -> bool:
+        """Return True if all addresses of the plan are those of tensors that are compared.
+
+        Others are of copies, or of manifolds.
+        """
+        assert self._step is not None
+        if any(slot.storage not in ("codes", "plain") for slot in self.slots):
+            return False
+        addresses = self._step.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
+        # 0 is the address of an absent tensor
+        return {0, *map(Tensor.data_ptr, tensors)}.issuperset(addresses)
+
+    def _slot_to_widen(self, end: _End) -> Slot:
+        """Return a slot with all that doubling its scales needs."""
+        slot, parameter = self.slots[end.i], self._parameters[end.i]
         if not slot.tensors:
-            slot.tensors, slot.kept_scale = {"weight": held.codes}, held.kept_scale
-        slot.saturated, slot.has_zero_rows = [reached], [emptied]
+            slot.tensors, slot.kept_scale = {"weight": parameter.codes}, parameter.kept_scale
+        slot.saturated, slot.has_zero_rows = [end.is_saturated], [end.has_zero_row]
         return slot
 
 
-def _facts_of(tensors: list[Tensor]) -> list[list[Any]]:
-    return [list(map(fact, tensors)) for fact in _FACTS]
+def _memory_of(tensors: list[Tensor]) -> list[list[Any]]:
+    """Return address, size, dtype and layout of tensors, in four lists."""
+    return [list(map(fact, tensors)) for fact in _MEMORY]
+
+
+def _versions_of_weights(parameters: list[Any]) -> dict[Tensor, int | None]:
+    """Return the versions of codes and weights; None where none is counted."""
+    versions: dict[Tensor, int | None] = {}
+    for parameter in parameters:
+        weight = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
+        versions[parameter] = None if weight.is_inference() else weight._version
+    return versions
+
+
+def _steps_until_due(slot: Slot) -> int:
+    """Return the number of steps until a parameter is refreshed, stabilised or reset."""
+    periods: list[int] = [slot.group[name] for name in _PERIODS if slot.group[name]]
+    return min(period - slot.steps_done % period for period in periods)
+
+
+def _weak_references(objects: list[Any], parameters: list[Any]) -> list[weakref.ref[Any]]:
+    """Return references to all tensors, a list that is cleared when one of them dies.
+
+    There are none to parameters, which live as keys of the states: `Module.to` could not
+    swap a tensor with a weak reference.
+    """
+    references: list[weakref.ref[Any]] = []
+    parameter_ids = set(map(id, parameters))
+    for x in objects:
+        if isinstance(x, Tensor) and id(x) not in parameter_ids:
+            references.append(weakref.ref(x, lambda _: references.clear()))
+    return references

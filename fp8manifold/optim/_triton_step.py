@@ -36,6 +36,7 @@ from fp8manifold._triton.kinds import (
 )
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
 from fp8manifold.optim._native_step import (
+    Job,
     addresses_of,
     has_kernel,
     key_rows,
@@ -95,10 +96,13 @@ class TritonStep:
         self._scales = [_scale(slot) for slot in slots]
         jobs, kinds = [], []
         for slot, scale in zip(slots, self._scales, strict=True):
-            places = [0, *addresses_of(slot, slot.tensors["gradient"], scale, kept=True)]
+            places = [
+                0,
+                *addresses_of(slot, slot.tensors["gradient"], scale, allows_exponents=True),
+            ]
             rows, length, repeats, kind = kind_of(slot, places)
             kinds.append(kind)
-            jobs.append(([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
+            jobs.append(Job([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
         self.records = records_of(jobs)
         self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
         self._widenings = _widenings([slots[i] for i in self._doubling])

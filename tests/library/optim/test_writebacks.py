@@ -219,7 +219,7 @@ def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
     results, run = [], _native_step.NativeStep.run
     for bound in (2**20, 64):
         sizes = []
-        monkeypatch.setattr(_native_step, "_COPIED", bound)
+        monkeypatch.setattr(_native_step, "_COPIED_AT_ONCE", bound)
 
         def counted(step, slots, sizes=sizes):
             sizes.append(len(slots))
