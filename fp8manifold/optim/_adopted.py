@@ -213,21 +213,21 @@ def adamw_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _check_adamw_entry(entry: dict[str, Any], index: int) -> None:
     """Raise ValueError unless an entry is one of torch's AdamW, with possible averages."""
-    where = f"the state of parameter {index}"
+    subject = f"the state of parameter {index}"
     unknown = entry.keys() - _ADAMW_ENTRIES
     if unknown:
-        raise ValueError(f"{where} has {', '.join(sorted(unknown))}, unlike AdamW's")
+        raise ValueError(f"{subject} has {', '.join(sorted(unknown))}, unlike AdamW's")
     missing = _ADAMW_ENTRIES - entry.keys()
     if missing:
-        raise ValueError(f"{where} lacks {', '.join(sorted(missing))}, unlike AdamW's")
+        raise ValueError(f"{subject} lacks {', '.join(sorted(missing))}, unlike AdamW's")
     if not 0 <= float(entry["step"]) <= 2**62:
-        raise ValueError(f"{where} has step={entry['step']!r}: 0 or more is needed")
+        raise ValueError(f"{subject} has step={entry['step']!r}: 0 or more is needed")
     for name in ("exp_avg", "exp_avg_sq"):
         value = entry[name]
         if type(value) is not Tensor or not value.is_floating_point():
-            raise ValueError(f"{where} has {name}={value!r}: a plain tensor of floats is needed")
+            raise ValueError(f"{subject} has {name}={value!r}: a plain tensor of floats is needed")
         if not value.isfinite().all() or (name == "exp_avg_sq" and (value < 0).any()):
-            raise ValueError(f"{where} has {name} with values that no average of AdamW's has")
+            raise ValueError(f"{subject} has {name} with values that no average of AdamW's has")
 
 
 def _complete_adamw_entry(entry: dict[str, Any], parameter: Tensor, stream: int) -> None:

@@ -276,13 +276,13 @@ def _difference(
     differs = _differs(ranks, [_word(fact) >> 1 for fact in facts], device)
     first = int(differs.nonzero()[0]) if bool(differs.any()) else 0
     what, place, _ = facts[first]
-    where = ""
+    place_in_words = ""
     if len(place) == 1:
-        where = f" of group {place[0]}"
+        place_in_words = f" of group {place[0]}"
     elif len(place) == 2:
         i, k = place
-        where = f" of {describe_parameter(optimizer.param_groups[i], i, k)}"
+        place_in_words = f" of {describe_parameter(optimizer.param_groups[i], i, k)}"
     return (
-        f"{what}{where} is not the same in every process: give them all the same options, "
+        f"{what}{place_in_words} is not the same in every process: give them all the same options, "
         "gradients and state"
     )

@@ -94,9 +94,11 @@ def _upload_numbers(slots: Sequence[Slot], device: torch.device) -> None:
     slots_by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
         slots_by_dtype.setdefault(slot.dtype, []).append(slot)
-    for dtype, some in slots_by_dtype.items():
-        rows = torch.tensor([row_from_numbers(slot.numbers, dtype) for slot in some], dtype=dtype)
-        for slot, row in zip(some, upload_rows(rows, device), strict=True):
+    for dtype, slots_of_dtype in slots_by_dtype.items():
+        rows = torch.tensor(
+            [row_from_numbers(slot.numbers, dtype) for slot in slots_of_dtype], dtype=dtype
+        )
+        for slot, row in zip(slots_of_dtype, upload_rows(rows, device), strict=True):
             slot.number_row = row
 
 
@@ -113,6 +115,6 @@ def note_changes(tensors: Sequence[Tensor]) -> None:
     Remainders of a first rounding are dropped, as the weights have moved.
     """
     torch.autograd.graph.increment_version(tensors)
-    for held in map(local_of, tensors):
-        if isinstance(held, FP8Tensor) and held.remainder is not None:
-            void_remainder(held)
+    for tensor in map(local_of, tensors):
+        if isinstance(tensor, FP8Tensor) and tensor.remainder is not None:
+            void_remainder(tensor)

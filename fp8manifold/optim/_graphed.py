@@ -75,8 +75,8 @@ class _Graphs:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             self._graphs[-1].capture_end()
 
-    def replay(self, which: int) -> None:
-        self._graphs[which].replay()
+    def replay(self, i: int) -> None:
+        self._graphs[i].replay()
 
 
 class _StepGraph:

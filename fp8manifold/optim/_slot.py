@@ -438,17 +438,17 @@ def count_on_gpu(steps: list[Tensor], words: Tensor) -> None:
     torch._foreach_add_(steps, 1.0 - words[0, 0], alpha=1)
 
 
-def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
+def scales_in_runs(tensor: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
     """Return scales as a step takes them, and the length of the runs that share one.
 
     Args:
-        held: the tensor of codes. The rows of its squares become runs of one scale.
+        tensor: the tensor of codes. The rows of its squares become runs of one scale.
         scale: None for the scales that it has, or others in their shape.
     """
-    scale = held.kept_scale if scale is None else scale
-    if not isinstance(held.block_size, tuple):
-        return scale, held.block_size
-    return runs_of(scale, held.shape), run_length(held.shape[-1])
+    scale = tensor.kept_scale if scale is None else scale
+    if not isinstance(tensor.block_size, tuple):
+        return scale, tensor.block_size
+    return runs_of(scale, tensor.shape), run_length(tensor.shape[-1])
 
 
 def _contiguous_values(floats: Tensor) -> tuple[Tensor, bool]:

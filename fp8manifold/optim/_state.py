@@ -149,16 +149,16 @@ def _check_origin(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     """Raise ValueError unless an entry is one of this library's for such a parameter."""
     if not entry:
         return
-    where = _words_for_state(parameter, index)
+    subject = _words_for_state(parameter, index)
     if "step" in entry and "stream" not in entry:
-        raise ValueError(f"{where} lacks its stream: it is not one of this library's optimizers")
+        raise ValueError(f"{subject} lacks its stream: it is not one of this library's optimizers")
     _check_tensors(entry, parameter, index)
-    _check_residual(entry, where)
+    _check_residual(entry, subject)
     fields = slot_of({}, parameter, {}).grid_fields
     saved_fields = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
     if saved_fields != fields:
         raise ValueError(
-            f"{where} was made for {_words_for_grid(saved_fields)}: the parameter is "
+            f"{subject} was made for {_words_for_grid(saved_fields)}: the parameter is "
             f"{_words_for_grid(fields)}"
         )
 
@@ -193,12 +193,12 @@ def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None =
             continue
         value = entry[name]
         if not isinstance(value, Tensor):
-            where = _words_for_state(parameter, index)
-            raise ValueError(f"{where} has {name}={value!r}: a tensor is needed")
+            subject = _words_for_state(parameter, index)
+            raise ValueError(f"{subject} has {name}={value!r}: a tensor is needed")
         if name in MOMENT_NAMES and value.shape != parameter.shape:
-            where = _words_for_state(parameter, index)
+            subject = _words_for_state(parameter, index)
             raise ValueError(
-                f"{where} has {name} of shape {tuple(value.shape)}: the parameter's is "
+                f"{subject} has {name} of shape {tuple(value.shape)}: the parameter's is "
                 f"{tuple(parameter.shape)}"
             )
 
@@ -262,12 +262,12 @@ def check_entry(
         _check_residual(entry, _words_for_state(parameter))
 
 
-def _check_residual(entry: dict[str, Any], where: str) -> None:
+def _check_residual(entry: dict[str, Any], subject: str) -> None:
     """Raise ValueError for a residual that is not int8, such as one of 4 or 2 bits."""
     residual = entry.get("residual")
     if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
-            f"{where} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be read "
+            f"{subject} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be read "
             "any more; writeback='residual8' has one in torch.int8: begin with a new state"
         )
 

@@ -54,7 +54,7 @@ class StepOutcome(NamedTuple):
     target: Tensor
 
 
-class _Written(NamedTuple):
+class _NewWeights(NamedTuple):
     """The weights of a step, as they are stored."""
 
     target: Tensor
@@ -90,13 +90,15 @@ def step(
     options = {"nesterov": True} if spec.nesterov else {}
     moments = load_moments(spec, arrays, row.dtype)
     descent = DIRECTIONS[spec.direction].descend(gradient, moments, numbers, **options)
-    written = _write(spec, weights, descent, arrays, numbers, noise)
+    new_weights = _write(spec, weights, descent, arrays, numbers, noise)
     if spec.fitted:
-        scales = fit_moment(written.moments[spec.moment_names[0]])
+        scales = fit_moment(new_weights.moments[spec.moment_names[0]])
         new_bounds[LARGEST] = scales.pop(LARGEST)
         arrays = arrays | scales
-    new_moments = store_moments(spec, written.moments, arrays, noise.get("moments"), descent.root)
-    return StepOutcome(written.stored | new_moments | new_bounds, weights, written.target)
+    new_moments = store_moments(
+        spec, new_weights.moments, arrays, noise.get("moments"), descent.root
+    )
+    return StepOutcome(new_weights.stored | new_moments | new_bounds, weights, new_weights.target)
 
 
 def _write(
@@ -106,21 +108,21 @@ def _write(
     arrays: dict[str, Tensor],
     numbers: Numbers,
     noise: dict[str, Tensor],
-) -> _Written:
+) -> _NewWeights:
     if spec.storage == "direction":
         # 0 has no sign, as in native code
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)
-        return _Written(direction, {"weight": direction}, descent.moments)
+        return _NewWeights(direction, {"weight": direction}, descent.moments)
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
     ratio, arrays_then = with_next_scale(arrays)
     target_then = target if ratio is None else target * ratio
     stored, after = store_weights(spec, arrays_then, weights, target_then, draws)
     if not spec.injects:
-        return _Written(target, stored, descent.moments)
+        return _NewWeights(target, stored, descent.moments)
     after = after if ratio is None else after / ratio
     moments = _add_error(spec, descent, weights, target, after, arrays, numbers)
-    return _Written(target, stored, moments)
+    return _NewWeights(target, stored, moments)
 
 
 def with_next_scale(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:

@@ -43,7 +43,7 @@ def new_stream(
     parameter: Tensor,
     twin: int,
     state: dict[Tensor, Any],
-    begun: int,
+    streams_begun: int,
     *,
     draws: bool,
     alone: bool,
@@ -60,7 +60,7 @@ def new_stream(
         parameter: that the stream is for.
         twin: its number among parameters of the same seed, as :func:`twins` counts it.
         state: of all parameters.
-        begun: how many streams were given, also to parameters that were removed.
+        streams_begun: how many streams were given, also to parameters that were removed.
         draws: whether the parameter draws random bits at all.
         alone: whether the optimizer has no other parameter.
         values: the first values, if they have changed since.
@@ -77,7 +77,7 @@ def new_stream(
         words += (_whole_word(first, floats, _VALUES),)
         if alone and not seed and parameter.grad is not None:
             words += (_whole_word(first, local_of(parameter.grad.detach()), _GRADIENT),)
-    removed = max(begun - len(used), 0)
+    removed = max(streams_begun - len(used), 0)
     stream = mixed_word(*words, removed, twin)
     while stream in used:
         twin += 1
