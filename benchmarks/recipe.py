@@ -51,9 +51,13 @@ WAYS: Final = ("readme", "float32", "bfloat16")
 QUANTILES: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 ADAMW: Final = """
-model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", dtype=torch.{dtype}).train()
+model = AutoModelForCausalLM.from_pretrained(
+    "HuggingFaceTB/SmolLM2-135M", dtype=torch.{dtype}
+).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, betas=(0.9, 0.99), weight_decay=0.0)
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 11, (200 - step) / 190))
+schedule = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: min((step + 1) / 11, (200 - step) / 190)
+)
 for tokens in batches:
     model(input_ids=tokens, labels=tokens).loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

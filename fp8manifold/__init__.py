@@ -1,6 +1,4 @@
-"""8-bit float formats as Riemannian manifolds, and optimizers whose weights live on
-their grids.
-"""
+"""8-bit float formats as Riemannian manifolds, with optimizers for weights on their grids."""
 
 from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
 from fp8manifold._native import NativeUnavailableWarning
@@ -40,12 +38,49 @@ from fp8manifold.tensor import FP8Tensor
 __version__ = "0.1.0"
 
 __all__ = [
-    "NAMED_FORMATS", "FP8Manifold", "FP8Parameter", "FP8Tensor", "FloatFormat", "LayerSpec",
-    "NativeUnavailableWarning", "OperandSpec", "QuantizationReport", "QuantizedLinear",
-    "RepeatedRoundingWarning", "ReportedLayer", "SaturationWarning", "Scale", "StiffnessManifold",
-    "UnderflowWarning", "amax_scale", "averaged_model", "check_formats", "decode", "dequantize_model", "distributed", "encode", "export_model",
-    "exported_state_dict", "fake_quantize", "from_chart", "huggingface", "load_fp8", "load_quantized", "ops",
-    "optim", "published_weights", "quantization_report", "quantize_model", "quantize_weight_gradients",
-    "random_bits", "reference", "round_to_grid", "save_fp8", "storage_scale", "to_chart", "ulp",
-    "unflatten_state_dict", "widened_scale",
-]  # fmt: skip
+    "NAMED_FORMATS",
+    "FP8Manifold",
+    "FP8Parameter",
+    "FP8Tensor",
+    "FloatFormat",
+    "LayerSpec",
+    "NativeUnavailableWarning",
+    "OperandSpec",
+    "QuantizationReport",
+    "QuantizedLinear",
+    "RepeatedRoundingWarning",
+    "ReportedLayer",
+    "SaturationWarning",
+    "Scale",
+    "StiffnessManifold",
+    "UnderflowWarning",
+    "amax_scale",
+    "averaged_model",
+    "check_formats",
+    "decode",
+    "dequantize_model",
+    "distributed",
+    "encode",
+    "export_model",
+    "exported_state_dict",
+    "fake_quantize",
+    "from_chart",
+    "huggingface",
+    "load_fp8",
+    "load_quantized",
+    "ops",
+    "optim",
+    "published_weights",
+    "quantization_report",
+    "quantize_model",
+    "quantize_weight_gradients",
+    "random_bits",
+    "reference",
+    "round_to_grid",
+    "save_fp8",
+    "storage_scale",
+    "to_chart",
+    "ulp",
+    "unflatten_state_dict",
+    "widened_scale",
+]

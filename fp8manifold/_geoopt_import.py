@@ -1,5 +1,6 @@
-"""The first import of geoopt, which scripts one helper: torch's deprecation of that is
-nothing its users can change.
+"""The first import of geoopt, without the warnings that its users can't act on.
+
+geoopt scripts one helper with ``torch.jit.script``, which torch has deprecated.
 """
 
 import warnings

@@ -1,3 +1,4 @@
-"""Train small GPTs whose weights, activations and gradients are in 8-bit floats, and
-see what it costs.
+"""Training of small GPTs in 8-bit floats, to see what it costs.
+
+Weights, activations and gradients may be in any format.
 """

@@ -1,7 +1,8 @@
 """The tests of a source file.
 
 They are the test modules named after the file, in the folders of tests that go with its
-path. Without such a module they are these folders whole.
+path. Without such a module they are these folders whole. Matrices that cover every file
+below a path are run with each of its files.
 """
 
 from pathlib import Path
@@ -51,22 +52,45 @@ FOLDERS: dict[str, str] = {
     "pyproject.toml": "tests/test_project.py tests/test_house.py",
 }
 
+#: test modules, separated by blanks, that cover every file below a path
+MATRICES: dict[str, str] = {
+    "fp8manifold/optim/": "tests/library/optim/test_step_oracle.py "
+    "tests/library/optim/test_every_optimizer.py "
+    "tests/library/optim/test_optimizer_refusals.py "
+    "tests/library/optim/test_optimizer_resume.py "
+    "tests/test_public_signatures.py",
+    "fp8manifold/": "tests/test_public_signatures.py",
+}
+
 
 def where_tested(source: str) -> list[str]:
     """Return the arguments of pytest for a source file: its doctests, and its tests.
 
     >>> where_tested("nanogpt_bench/monitors/zones.py")
     ['nanogpt_bench/monitors/zones.py', 'tests/bench/monitors/test_attention_and_zones.py']
-    >>> where_tested("fp8manifold/optim/_slot.py")
-    ['fp8manifold/optim/_slot.py', 'tests/library/optim']
+    >>> where_tested("fp8manifold/optim/_slot.py")[1:]
+    ['tests/library/optim', 'tests/test_public_signatures.py']
+    >>> where_tested("fp8manifold/optim/stiffness.py")[1:4]  # doctest: +NORMALIZE_WHITESPACE
+    ['tests/library/optim/test_stiffness_adamw.py',
+     'tests/library/optim/test_stiffness_muon.py',
+     'tests/library/optim/test_step_oracle.py']
     """
-    starts = [start for start in FOLDERS if source.startswith(start)]
-    if not starts or not (ROOT / source).exists():
+    places = _most_specific(FOLDERS, source).split()
+    if not places or not (ROOT / source).exists():
         raise ValueError(f"source: {source!r}; allowed: a file below {', '.join(sorted(FOLDERS))}")
-    places = FOLDERS[max(starts, key=len)].split()
     tests = _modules_named_after(source, places) or places
+    for module in _most_specific(MATRICES, source).split():
+        covered = any(module.startswith(test.removesuffix(".py")) for test in tests)
+        if not covered:
+            tests = [*tests, module]
     has_doctests = source.startswith(("fp8manifold/", "nanogpt_bench/"))
     return [source, *tests] if has_doctests else tests
+
+
+def _most_specific(table: dict[str, str], source: str) -> str:
+    """Return the value of the longest start of the path that the table has, or ""."""
+    starts = [start for start in table if source.startswith(start)]
+    return table[max(starts, key=len)] if starts else ""
 
 
 def _modules_named_after(source: str, folders: list[str]) -> list[str]:

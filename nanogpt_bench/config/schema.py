@@ -240,8 +240,8 @@ class OptimizerConfig(Section):
     )
     float_lr: float | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd: learning rate of float parameters; stiffness_muon: of all "
-        "but hidden matrices; null: the rule's, or 1e-3 (riemannian_sgd: 0.1; stiffness_muon: "
+        "riemannian_adam, riemannian_sgd: learning rate of float parameters; stiffness_muon: of "
+        "all but hidden matrices; null: the rule's, or 1e-3 (riemannian_sgd: 0.1; stiffness_muon: "
         "4e-3)",
         above=0.0,
         is_rate=True,

@@ -182,8 +182,13 @@ def _comparison(evidence: Evidence) -> Verdict:
         return Verdict(Judgement.UNKNOWN, "finished")
     if evidence.gap_share is None:
         return Verdict(Judgement.UNKNOWN, "no finished reference")
+    return _of_gap(evidence, evidence.gap_share)
+
+
+def _of_gap(evidence: Evidence, gap_share: float) -> Verdict:
+    """Return the verdict on a gap, given as a share of the reference's loss too."""
     bound = BOUNDS["outside"].bound
-    if evidence.gap_share > bound:
+    if gap_share > bound:
         return Verdict(Judgement.OUTSIDE, f"outside {bound:.0%}")
     gap = evidence.gap or 0.0
     # A gap without a standard error decides only beyond the bound.
@@ -191,6 +196,6 @@ def _comparison(evidence: Evidence) -> Verdict:
     margin = max(BOUNDS["behind"].bound, 2.0 * error)
     if gap > margin:
         return Verdict(Judgement.BEHIND, "behind")
-    if gap < -margin or evidence.gap_share < -bound:
+    if gap < -margin or gap_share < -bound:
         return Verdict(Judgement.AHEAD, "ahead")
     return Verdict(Judgement.WITHIN, f"within {bound:.0%}")
