@@ -1,5 +1,4 @@
-"""Whether the codes of trained layers are uniform over codes: a table, a line for each
-layer.
+"""A table of whether the weights of trained layers are spread evenly over the codes.
 
 Law 3 of docs/laws.md: where gradients have no mean, rounding alone would spread weights
 evenly over the codes of a format, so that all binades above the subnormals have one
@@ -44,8 +43,9 @@ HEADER = ("run", "layer", "mean over deviation", "binades", "slope", "normal", "
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of a layer in units of their scales, their format, and the ratio of
-    mean to deviation in its gradients.
+    """A layer's weights in units of their scales, their format, and its gradients.
+
+    Of the gradients there is the ratio of mean to deviation.
     """
 
     name: str
@@ -118,8 +118,9 @@ def binades(units: Tensor, fmt: fm.FloatFormat) -> Binades | None:
 
 
 def layers_of(folder: Path, run: Run) -> list[Layer]:
-    """Return the one-byte layers of a run that recorded their gradients, by the ratio of
-    mean to deviation.
+    """Return the one-byte layers of a run that recorded their gradients.
+
+    They are in the order of the ratio of mean to deviation.
     """
     weights = _state(load(choose(folder)))
     layers = []

@@ -267,8 +267,8 @@ def _check_residual(entry: dict[str, Any], subject: str) -> None:
     residual = entry.get("residual")
     if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
-            f"{subject} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be read "
-            "any more; writeback='residual8' has one in torch.int8: begin with a new state"
+            f"{subject} has a residual in {residual.dtype}: residuals of 4 and 2 bits can't be "
+            "read any more; writeback='residual8' has one in torch.int8: begin with a new state"
         )
 
 

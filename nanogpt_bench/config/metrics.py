@@ -125,8 +125,8 @@ class MonitorConfig(Section):
     floor_formats: list[str] = setting(
         list,
         "formats for which a quarter of the averaged gradient's L1 norm in codes is recorded at "
-        "the last step, as its mean over the last quarter of the steps: what rounding to them would "
-        "cost at an equilibrium",
+        "the last step, as its mean over the last quarter of the steps: what rounding to them "
+        "would cost at an equilibrium",
         choices=FLOOR_FORMATS,
     )
 

@@ -132,8 +132,9 @@ class FloorObserver(Observer):
 
 
 def build(watched: Watched) -> FloorObserver | None:
-    """Return the observer of a run; None without formats, or with steps in the backward
-    pass, which leave no gradients.
+    """Return the observer of a run; None without formats.
+
+    Steps in the backward pass leave no gradients, so such a run has none either.
     """
     config = watched.config
     if not config.monitor.floor_formats or config.train.step_in_backward:

@@ -55,7 +55,7 @@ class Injector:
     """Puts a value into one place of a step; keeps the state before and after it."""
 
     # One closure for a place of a step: they share what is being spoilt.
-    def __init__(self, patch, kind, at, value):
+    def __init__(self, patch, kind, at, value):  # noqa: C901
         self.before = self.after = None
         spoiling = False
         accumulate, train_step, init = Trainer._accumulate, Trainer.train_step, Trainer.__init__

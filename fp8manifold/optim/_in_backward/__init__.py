@@ -305,8 +305,9 @@ class InBackward:
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
-                        f"{describe_parameter(group, i, k)} has a gradient that step_in_backward has not "
-                        "seen: it was set by hand, or the parameter was moved (model.to); remove() "
+                        f"{describe_parameter(group, i, k)} has a gradient that "
+                        "step_in_backward has not seen: it was set by hand, or the "
+                        "parameter was moved (model.to); remove() "
                         "the handle, call step_in_backward again"
                     )
         if self._accumulation is not None:
