@@ -107,7 +107,7 @@ def test_functions(name, shape, dtype, native, layout, monkeypatch) -> None:
     x = normal(*shape, seed=1).to(dtype)
     with monkeypatch.context() as patch:
         if not native:
-            patch.setattr(_native, "_found", lambda: (None, []))
+            patch.setattr(_native, "_load", lambda: _native._Loaded(None, []))
         assert as_bytes(FUNCTIONS[name](layout(x))) == as_bytes(FUNCTIONS[name](x))
 
 
