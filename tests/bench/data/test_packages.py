@@ -277,6 +277,7 @@ def test_an_archive_that_cant_be_had_is_refused(folder, tmp_path, name, packages
         (["true"], "can't get oci.*: it is not in"),
         (["/nowhere/client"], "any.whl; /nowhere/client: No such file"),
     ],
+    ids=["fails", "gets nothing", "does not exist"],
 )
 def test_a_client_that_fails_is_one_line(tmp_path, monkeypatch, program, message):
     monkeypatch.setattr(packages.Package, "command", lambda package, name: program)
