@@ -9,10 +9,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanogpt_bench.config.settings import GONE
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run
 
+#: a setting of earlier releases: the seed by which the validation's batches are drawn
+SEED_OF_DRAW = "eval.seed"
 #: a function from a run to a comparable value in its records; None where they lack it
 Fact = Callable[[Run], Any]
 
@@ -84,7 +87,11 @@ def _batch_size(run: Run) -> Any:
 
 def _validation(run: Run) -> list[Any] | None:
     """Return what the draw of the validation's batches depends on."""
-    return _settings(run, "eval.batches", "train.batch_size", "eval.seed")
+    values = _settings(run, "eval.batches", "train.batch_size")
+    if values is None:
+        return None
+    # Configurations of earlier releases have the draw's seed, which is fixed today.
+    return [*values, at(run.config, SEED_OF_DRAW, GONE[SEED_OF_DRAW])]
 
 
 #: the facts by name; settings among them are marked `of_task`

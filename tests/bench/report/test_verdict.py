@@ -196,7 +196,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
 CONFIG = {
     "data": {"train_tokens": None},
     "optimizer": {},
-    "eval": {"batches": 20, "seed": 1337},
+    "eval": {"batches": 20},
     "model": {"init_from": None, "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32},
     "train": {"max_steps": 200, "batch_size": 12, "accumulation": 1},
 }
@@ -229,6 +229,8 @@ def described(
         ({"train": {"batch_size": 4, "accumulation": 3}}, "validation"),
         ({"data": {"train_tokens": 1000}}, "training tokens"),
         ({"eval": {"batches": 2}}, "validation"),
+        # Configurations of earlier releases have the seed of the validation's draw.
+        ({"eval": {"seed": 7}}, "validation"),
         ({"text": "hen", "train": {"max_steps": 100}}, "corpus, steps"),
     ],
 )
@@ -241,6 +243,13 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(tmp_path, d
         f"not comparable: {named}",
     )
     assert (result.gap, result.gap_share) == (None, None)
+
+
+def test_the_draw_of_validations_batches_that_earlier_releases_state_is_todays(tmp_path):
+    before = described(write_run(tmp_path / "a"), eval={"seed": 1337})
+    today = described(write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=1.1))
+    _, result = measured([before, today])
+    assert result.verdict.outcome is not Judgement.INCOMPARABLE
 
 
 def test_each_number_of_steps_has_the_reference_of_its_own(tmp_path):
