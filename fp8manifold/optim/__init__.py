@@ -10,7 +10,8 @@ arithmetic   _step.py, with _directions.py and _writeback.py, in PyTorch. It def
 steady       _steady.py takes a step again as it was planned, _graphed.py records it
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
 state        _state.py, _streams.py (random bits), _scales.py, _adopted.py
-in backward  _in_backward/: each parameter steps once its gradient is computed
+in backward  _in_backward/: each parameter steps once its gradient is computed.
+             _passes.py: the backward pass that it is in
 """
 
 from fp8manifold.optim._adopted import adamw_state, adopted_state, rows_of_state

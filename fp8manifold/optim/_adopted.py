@@ -40,6 +40,7 @@ _ADAMW_OPTIONS: Final = (
     "maximize",
 )
 """Options that torch's AdamW and StiffnessAdamW both have."""
+# decays are 1, all else is 0
 _NO_CHANGE: Final = {name: torch.tensor(float(name.startswith("beta"))) for name in NUMBERS}
 """Numbers of a step that leaves bounds as they are."""
 _HALF: Final = 0x8000_8000 - 2**32

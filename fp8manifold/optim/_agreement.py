@@ -177,6 +177,7 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
         # two bits are free, for the sign of the word and that of its negative
         word = _word(facts) >> 2
         reduced = ranks.largest(torch.tensor([*verdict, word, -word], device=device)).tolist()
+        # the worst so far goes into the next all-reduce
         *verdict, largest_word, negative_of_least = reduced
         if largest_word != -negative_of_least:
             disagreements.append((ranks, facts))

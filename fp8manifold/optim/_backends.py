@@ -57,7 +57,8 @@ def run_all(slots: Sequence[Slot]) -> None:
 def gathered(slots: Sequence[Slot]) -> Iterator[None]:
     """Gather all rows of each slot that is stepped whole, and put them back afterwards.
 
-    The order is the same in every process.
+    Weights that were stepped in a contiguous copy are written back, too. The order is
+    the same in every process.
     """
     local_tensors = {slot: slot.tensors for slot in slots if slot.steps_all_rows}
     for slot, local in local_tensors.items():

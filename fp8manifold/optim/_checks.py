@@ -193,6 +193,8 @@ def lr_of(group: dict[str, Any]) -> float:
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
     """Raise unless the options that optimizers share are valid.
 
+    A group without ``start_lr`` is given it: its learning rate as it is now.
+
     Args:
         optimizer: its name, for errors.
         group: with the options.

@@ -99,6 +99,8 @@ def _has_finite_squares(gradient: Tensor, factor: float) -> bool:
 def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
     """Return True if every ``(factor g)^2`` is finite; a factor below 1 is not checked.
 
+    With such a one no square exceeds that of the gradient, which is checked before.
+
     Raises:
         FloatingPointError: one is not and the group has ``on_nonfinite="raise"``.
     """

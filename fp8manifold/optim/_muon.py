@@ -60,6 +60,7 @@ def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.St
     Every process must take steps of the same sharded matrices.
     """
     views = []
+    # sharded ones are one batch, maybe empty: all are sent before a factor is computed
     sharded = [slot for slot in slots if slot.share is not None]
     for batch in [sharded, *_batches([slot for slot in slots if slot.share is None])]:
         averaged = average(batch)
@@ -266,6 +267,7 @@ def _write(
         for slot, (factor, _) in zip(slots, factors, strict=True)
         if slot.weight.numel()
     }
+    # shards without rows too: processes that share a scale fit it together
     fit_scales([halves.get(slot, slot) for slot in slots])
     run_all([half for slot, half in halves.items() if not (slot.spec.injects or slot in observed)])
     views: list[_step.StepView] = []
@@ -297,6 +299,7 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         after = _step.load_weights(slot.spec, new_arrays, slot.dtype).x
         error = (target_rows - after) / (1 / new_arrays["scale"])
         if slot.spec.stiffness != "none":
+            # F stands before the factor and in it
             error = error / _stiffness(slot, new_arrays).square()
         noise = _step.block_noise(slot, new_arrays["gradient"], start).get("moments")
         moments = {_BUFFER: momentum_rows - error * inject}

@@ -125,7 +125,8 @@ class NativeStep:
 
         Returns:
             Two flags for each: whether a weight is at the end of its range, and whether
-            all weights under some scale are 0.
+            some tile of weights is all 0. Without such a tile every scale has a weight
+            that is not 0.
         """
         kernels, records = library(), self.records
         assert kernels is not None
@@ -175,8 +176,8 @@ def key_rows(slots: Sequence[Slot], *further_words: int) -> NDArray[np.int32]:
     for i, slot in enumerate(slots):
         positions_by_draws.setdefault(slot.draws, []).append(i)
     for draws, positions in positions_by_draws.items():
-        # Keys of all streams, as of stream 0. With dither the words are not those of the
-        # prefix: the step becomes an epoch, and a word follows the stream.
+        # One key for each (seed, step), made for stream 0. Its words are seed, step, 0;
+        # with dither seed, epoch, 0, a word. The streams take the place of the 0.
         keys = {}
         for i in positions:
             if prefixes[i] not in keys:
@@ -385,6 +386,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.devic
 @lru_cache(maxsize=1024)
 def _spec_record(spec: Spec) -> NDArray[np.void]:
     """Return a spec as a record of C, whose memory lives as long as the cache."""
+    # a direction is stored as the step of a plain weight of 0 (`number_rows`)
     storage = "plain" if spec.storage == "direction" else spec.storage
     fields = {
         "direction": _DIRECTIONS.index(spec.direction),

@@ -2,8 +2,8 @@
 
     step
       the plan of the last steady step still serves        take it (`_steady.py`)
-      else a slot for every parameter with a gradient, and
-        planning changes nothing: plan it                   take it
+      else make a slot for every parameter with a gradient; if
+        planning changes nothing (a steady step)            plan it, take it
         else _may_step   options, schedules and gradients are checked, in all processes
              _begin      each slot gets state, stream, S_ref when due, spec and numbers
              count_step  the step counts of the states grow
@@ -139,7 +139,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     stores_all_moments = True
     # the step of one parameter depends on no other
     steps_alone = True
-    # the methods of this class plan and take a step, so a GPU may decide on it
+    # the methods of this class plan and take a step, so a step may be steady, and a GPU
+    # may decide on it; False for a subclass that overrides one of `_PLANNING` (Muon,
+    # the Riemannian optimizers, Fisher's)
     defers_verdict = True
     # no subclass outside of the library overrides a method, so a plan may serve again
     keeps_plan = True
@@ -222,6 +224,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             verdict = plan.take(self)
             self._steady_plan = plan if plan.alive else None
         else:
+            # no plan has served, so the slots were made above
             verdict = self._may_step(slots)
             if verdict:
                 self._take(count_step(self._begin(slots)))
@@ -336,7 +339,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return in_every_process(self, may_step_here)
 
     def _check_schedules(self, slots: list[Slot]) -> None:
-        """Raise before anything has changed if a schedule has left its range."""
+        """Raise before anything has changed if a schedule has left its range.
+
+        A subclass may note in the slots what schedules give for this step.
+        """
 
     def _gradient_factor(self, slot: Slot) -> float:
         """Return what a gradient is multiplied by before its square must be finite."""
@@ -518,6 +524,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError, RuntimeError):
             self.param_groups.pop()
             raise
+        # made here: torch's constructor calls this, and a copy begins without it
         self.__dict__.setdefault("_checked_options", {})[id(group)] = group | _checks.CHANGING
         self._has_started = False
 

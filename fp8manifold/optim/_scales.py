@@ -254,7 +254,7 @@ def _moves(slot: Slot, zero: Tensor) -> bool:
         view = slot.view_in(blocks=False)
         rows = row_view(scales_in_runs(_encoded(slot), zero)[0], slot.weight.shape, view)
         if rows.dim() and rows.shape != view.dims:
-            # mostly few: those of a padding token
+            # a mask of rows becomes indices: mostly few, those of a padding token
             rows = rows.flatten().nonzero().flatten()
         tensors = [tensor.view(view.dims)[rows] for tensor in tensors]
     return any(bool(_is_not_zero(tensor).any()) for tensor in tensors)

@@ -47,6 +47,7 @@ from fp8manifold.tensor import FP8Tensor
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """The parameters that an optimizer may be given."""
+# of fourth key words 3 is that of dither (`_DITHER_WORD`), 4 that of sums (`FOR_SUMS`)
 FOR_MOMENTS, FOR_RESCALING = 1, 2
 """A fourth key word for draws that are apart from those of weights.
 
@@ -106,17 +107,22 @@ def view_of(
     has_scale_per_row = False
     has_scale_per_element = False
     if scale_shape is None or math.prod(scale_shape) == 1:
+        # no scale, or one for all
         if not blocks and scale_shape is None:
             rows = 1
     elif block_size == 1:
+        # one for each weight
         rows = numel // shape[-1]
         has_scale_per_element = True
     elif block_size is not None:
+        # one for each block or run of a row
         rows = numel // block_size
         has_scale_per_row = True
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
+        # one for each index of the first dimension
         has_scale_per_row = True
     elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
+        # one for each row along the last dimension
         rows = numel // shape[-1]
         has_scale_per_row = True
     else:
@@ -187,7 +193,7 @@ class Slot:
     saturated: list[bool] = field(default_factory=list)
     #: how many scales it has doubled
     doubled: list[int] = field(default_factory=list)
-    #: whether all weights under some scale are 0
+    #: False if every scale is known to have a weight that is not 0
     has_zero_rows: list[bool] = field(default_factory=list)
     #: a mask of the scales that this step fits, as their weights all are 0
     fit_mask: Tensor | None = None
@@ -299,7 +305,10 @@ class Slot:
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:
-        """Everything by name, as views that broadcast against each other."""
+        """Everything by name, as views that broadcast against each other.
+
+        Where scales are fitted, `_scales.py` and `_muon.py` add ``next_scale`` later.
+        """
         dims, block_dims = self.view.dims, self.view.block_dims
         arrays = {}
         for name, tensor in self.tensors.items():
@@ -442,7 +451,8 @@ def scales_in_runs(tensor: FP8Tensor, scale: Tensor | None = None) -> tuple[Tens
     """Return scales as a step takes them, and the length of the runs that share one.
 
     Args:
-        tensor: the tensor of codes. The rows of its squares become runs of one scale.
+        tensor: the tensor of codes. The rows of its squares are cut into runs, each of
+            which has the scale of its square.
         scale: None for the scales that it has, or others in their shape.
     """
     scale = tensor.kept_scale if scale is None else scale

@@ -10,6 +10,9 @@
     exp_avg, ...               moments, in float32, bfloat16 or uint8
     avg_bound, ...             what scales of moments in 8 bits follow from, one a block
     residual                   int8: what rounding has left, under ``residual8``
+    unit                       of moments, a power of two (RiemannianAdam)
+    fisher_..., inverse_...,   a metric and what it is solved with
+    basis_..., eigenvalues     (FisherNaturalGradient)
 
 Everything is checked before anything changes: `check_state` and `check_entry` what is
 loaded, `check_arrays` what users may have edited between two steps. A state that was made

@@ -11,6 +11,9 @@ process and one device, and native code or a GPU's kernels take all of it::
                    yes: new gradients, numbers and keys, then plan.take()
                    no:  plan anew
 
+Of the library's optimizers only those of `stiffness.py` have steady steps: the others
+override a method of `_PLANNING` (`_optimizer.py`).
+
 The plan must not keep alive what a user lets go, and must not use what is gone. So between
 steps it has no tensor, only ids. Weak references drop the plan (``alive`` becomes empty)
 when a tensor dies whose id could then be another's.
@@ -209,6 +212,7 @@ class SteadyPlan:
             self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
+        # `_seal` sets the other attributes that `serves` reads; `take` sets _versions
 
     def take(self, optimizer: Any, backward_pass: BackwardPass | None = None) -> bool | None:
         """Take the step of all slots, or of none.
@@ -223,6 +227,7 @@ class SteadyPlan:
         """
         is_new, self._taken = self._step is None, False
         ends = self._launch(optimizer) if on_gpu(self._device) else self._run(optimizer)
+        # None: skipped, or taken as a step that is not steady; []: no scale may double
         if ends is not None:
             if ends:
                 optimizer._widen([self._slot_to_widen(end) for end in ends])
@@ -266,6 +271,7 @@ class SteadyPlan:
             if is_saturated:
                 ends.append(_End(i, True, bool(has_zero_row)))
             elif not has_zero_row:
+                # every scale has a weight that is not 0: `zero_scales` need not look
                 self._parameters[i].filled = self._parameters[i].codes._version
         return ends
 

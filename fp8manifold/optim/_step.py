@@ -83,6 +83,7 @@ def step(
     new_bounds: dict[str, Tensor] = {}
     if spec.blockwise:
         scales = moment_scales(spec, arrays, gradient, numbers)
+        # bounds after the step; that of a fitted moment follows below, when it is known
         for name in spec.bound_names.values():
             if name in scales:
                 new_bounds[name] = scales.pop(name)
@@ -156,6 +157,7 @@ def _add_error(
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
     if spec.geometry == "linear":
+        # by the reciprocal, as native code has it
         error = (target - after) / (1 / arrays["scale"])
         if spec.stiffness != "none":
             error = error / stiffness_factor(spec, weights, arrays, numbers)
@@ -165,6 +167,7 @@ def _add_error(
     if descent.denominator is not None:
         error = error * descent.denominator
     name = spec.moment_names[0]
+    # ``inject`` is (1 - beta1) / beta1 / eta: the factor above with the other sign
     return descent.moments | {name: descent.moments[name] - error * numbers["inject"]}
 
 
@@ -358,16 +361,16 @@ def store_moments(
 ) -> dict[str, Tensor]:
     """Return the moments as they are stored.
 
-    A fitted moment has the draw of the whole word. The root in 8 bits takes 24 of its
-    bits: with 16 the error of the odds would add up to 0.1% of a second moment of decay
-    0.999.
+    A fitted moment and a root in 8 bits take 24 bits of the word: with 16 the error of
+    the root's odds would add up to 0.1% of a second moment of decay 0.999.
 
     Args:
         spec: of the step.
         moments: in floats, by name.
         arrays: with 1 over the scales of moments in 8 bits.
-        noise: one 32-bit word per value, each half of which serves one moment. It may
-            be None for moments in float32.
+        noise: one 32-bit word per value. In bfloat16 each half serves one moment. In 8
+            bits the lower half serves the first moment, and the upper 24 bits serve the
+            root, or a fitted moment. It may be None for moments in float32.
         root: of the second moment, where that is stored in 8 bits.
     """
     if spec.moments == "float32" or not moments:
@@ -418,6 +421,8 @@ def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
 def scale_of_bound(bound: Tensor, *, root: bool) -> Tensor:
     """Return the power of two by which a bound, or its root, becomes ``2^6 .. 2^7``."""
     field = bound.view(torch.int32) >> _FIELD
+    # A bound is below 2^(field + 1 - bias), and its root below 2 to the half of that,
+    # which the shift rounds up: hence 2 in place of 1.
     halved = ((field + (2 - _BIAS)) >> 1) + (_BIAS - _HEADROOM)
     scale = halved if root else (field + (1 - _HEADROOM)).clamp(min=1)
     return (scale << _FIELD).view(torch.float32)

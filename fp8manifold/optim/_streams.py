@@ -53,8 +53,9 @@ def new_stream(
 
     It is made of the parameter's first values, and of the seed of a one-byte tensor or
     of a grid's manifold: both storages draw the same bits. Parameters that share both
-    differ by their order in the optimizer. Those without a seed, each alone in an
-    optimizer, differ by their first gradients, whose last bits differ between machines.
+    differ by their order in the optimizer. Those without a seed, or with 0, each alone
+    in an optimizer, differ by their first gradients, whose last bits differ between
+    machines.
 
     Args:
         parameter: that the stream is for.

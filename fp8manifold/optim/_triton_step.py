@@ -97,11 +97,13 @@ class TritonStep:
         jobs, kinds = [], []
         for slot, scale in zip(slots, self._scales, strict=True):
             places = [
+                # no record of the spec, which kernels are compiled for
                 0,
                 *addresses_of(slot, slot.tensors["gradient"], scale, allows_exponents=True),
             ]
             rows, length, repeats, kind = kind_of(slot, places)
             kinds.append(kind)
+            # the address of the report is filled in later
             jobs.append(Job([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
         self.records = records_of(jobs)
         self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
@@ -315,8 +317,9 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
     """Cut rows into pieces, where moments are not in blocks.
 
     Returns:
-        The number of pieces, their length, the number of pieces that share a scale, and
-        the way in which scales are shared, as in :class:`Tile`.
+        The number of pieces, their length, the number of pieces (of elements for a
+        ``run``) that share a scale, and the way in which scales are shared, as in
+        :class:`Tile`.
     """
     if scales != "row":
         return 1, rows * length, 1, scales

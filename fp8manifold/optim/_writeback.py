@@ -105,7 +105,8 @@ class WriteBack:
         """
         weight, bits = arrays["weight"], self.residual_bits
         if bits:
-            # a new zero has the sign of an old one: of floats, codes of zeros will do
+            # A new zero has the sign of an old one. split_codes reads nothing else of
+            # old codes, so those of zeros are enough for floats.
             old_codes = weight
             if storage == "grid":
                 old_codes = ((weight == 0) & weight.signbit()) * fmt.sign_bit
@@ -142,7 +143,7 @@ def rule_of(group: dict[str, Any]) -> WriteBack:
     """Return the write-back of a group of parameters.
 
     None, a manifold's own rounding, is taken for ``nearest``: like it, it stores and
-    injects nothing.
+    injects nothing. Whether None draws, `rounds_at_random` or the manifold says.
     """
     return WRITEBACKS[group["writeback"] or "nearest"]
 

@@ -79,7 +79,7 @@ def change_unit(state: dict[str, Any], unit: float) -> None:
             if moment is None or moment.dtype.itemsize == 1:
                 continue
             exponent = power * (math.frexp(old_unit)[1] - math.frexp(unit)[1])
-            # in four parts, as the whole factor may be no float32
+            # in four parts, whose exponents add up to it: the factor may be no float32
             for part in range(4):
                 local_of(moment).mul_(math.ldexp(1.0, (exponent + part) // 4))
 
@@ -112,7 +112,7 @@ class Riemannian(ManifoldOptimizer):
         One that mixes quantised with ordinary parameters needs ``float_lr``.
         """
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
-            # torch raises, and says what is wrong with it
+            # no dict, a set or no parameters: torch raises, and says what is wrong
             super().add_param_group(param_group)
         params = _with_library_names(param_group)["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
@@ -326,8 +326,8 @@ class RiemannianAdam(Riemannian):
             1e-3 for a group without parameters on them.
         betas, eps, amsgrad: as in geoopt.
         weight_decay: as in geoopt, except that on this library's manifolds it is
-            decoupled: a step takes the fraction ``weight_decay * lr / initial_lr`` of
-            the weight, where ``initial_lr`` is the ``lr`` given here.
+            decoupled: a step takes the fraction ``weight_decay * lr / start_lr`` of
+            the weight, where ``start_lr`` is the ``lr`` given here.
         stabilize: geoopt's name of ``stabilize_every``. It does not change the
             momentum.
         float_lr: learning rate of the parameters that are not on this library's

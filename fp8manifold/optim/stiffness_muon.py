@@ -239,6 +239,7 @@ class StiffnessMuon(StiffnessOptimizer):
         for entry in _sorted_parameters(model, others):
             kind = entry.kind
             is_matrix = kind in ("matrices", "experts")
+            # other rules depend on which side of a matrix its inputs are
             if not is_rule_symmetric and is_matrix and _is_transposed(model, entry.name):
                 kind = "transposed"
             members.setdefault(kind, []).append((entry.name, entry.parameter))
@@ -282,7 +283,10 @@ class StiffnessMuon(StiffnessOptimizer):
         return momentum_numbers(rate, momentum, 1 - momentum) | shared
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
-        """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does."""
+        """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does.
+
+        No step of this class is steady, as this method of `_PLANNING` is overridden.
+        """
         views = super()._run([slot for slot in slots if not _is_muons(slot)])
         muons = [slot for slot in slots if _is_muons(slot)]
         return views + take_muon_steps(muons, {slot for slot in muons if self._is_observed(slot)})

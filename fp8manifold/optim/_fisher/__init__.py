@@ -209,6 +209,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         fields = super()._fields(slot)
+        # `_precondition` has put it there; `_prepare` adds ordinary ones after this
         has_natural_gradient = "gradient" in slot.tensors
         if not has_natural_gradient:
             return fields

@@ -229,6 +229,7 @@ def _damped_inverses(layer: Layer, factors: Sides, damping: float) -> Sides:
         mean_outputs,
     )
     matrix = _matrix("kfac", layer.stretch, {_LAYER: factors})
+    # nngeometry shares regul by the means: it adds root times its own to each factor
     return Sides(*matrix.inverse(regul=damping * mean_inputs * mean_outputs).data[_LAYER])
 
 

@@ -329,7 +329,7 @@ class InBackward:
     def _on_gradient(self, parameter: Tensor) -> None:
         """Use the gradient of a parameter, which autograd has just computed."""
         if self._optimizer() is None:
-            # a loop without step() would never notice
+            # deleted before its first step: a loop without step() would never notice
             if not self._has_stepped:
                 raise RuntimeError(_DELETED)
             return

@@ -74,6 +74,8 @@ class StandIn(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    # subclasses define these, which are called when
+
     #: A gradient is added to it in place.
     on_add: Callable[[Tensor], None]
     #: It is multiplied in place.
@@ -333,7 +335,8 @@ class Clipping:
         self.measuring = False
         # by the index of a group, and that of a parameter there
         self.norms: dict[tuple[int, int], Tensor] = {}
-        # the pass under way steps nothing: it only measures, or its norm is not finite
+        # the pass under way was to step, and steps nothing: it has no norm to clip by,
+        # or one that is not finite
         self.is_left_out = False
         # with ``exact``: the norm that a pass under `measure` has taken
         self._measured: Tensor | None = None
@@ -486,6 +489,8 @@ class Clipping:
             return clip_factor(self._measured, self.max_norm)
         previous_norm = groups[0].get("previous_norm")
         if previous_norm is not None:
+            # Beyond it the norm so far clips further: the product of both factors is
+            # max_norm over that norm.
             self._limit = max(previous_norm * (1 + _CLOSE), self.max_norm)
             return clip_factor(torch.tensor(previous_norm, dtype=torch.float32), self.max_norm)
         if self.first == "refuse":
