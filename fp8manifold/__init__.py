@@ -1,5 +1,7 @@
 """8-bit float formats as Riemannian manifolds, with optimizers for weights on their grids."""
 
+# _geoopt_import comes first. _shards registers the operators of sharded weights, and
+# nothing else imports it.
 from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model

@@ -88,7 +88,7 @@ class Replicas(Ranks):
     """Processes that each have all of a model, and the model's parameters by name.
 
     A parameter is found by its layer: a weak reference to a tensor would keep
-    ``Module.to`` from swapping it.
+    ``Module.to`` from swapping it. An instance enters itself in :data:`replicas`.
     """
 
     def __init__(self, group: Any, model: nn.Module) -> None:

@@ -68,8 +68,8 @@ class FP8Shard(FP8Tensor):
         """Return the tensors to send, and what the other end needs beside them.
 
         Codes are sent, and the scales of rows as bytes, which those of blocks are
-        already. Where the last processes have fewer rows, FSDP takes codes only: their
-        scales are gathered here. A single process has all of them.
+        already. Where the last processes have fewer rows, FSDP takes codes only: the
+        scales of all rows are gathered here. A single process has all of them.
         """
         ranks = Ranks(mesh.get_group())
         whole_rows = outer_size[0]
@@ -228,8 +228,9 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return rows of zeros like those of the tensor, at a scale of 1.
 
-    FSDP2 makes them of a parameter, and only an optimizer writes into them. Of another
-    shape or dtype the result is a plain tensor.
+    FSDP2 makes them of a parameter and copies its rows into them. After that only an
+    optimizer or ``load_state_dict`` writes into them. Of another shape or dtype the
+    result is a plain tensor.
     """
     x, size = args[:2]
     if not isinstance(x, FP8Tensor):

@@ -198,7 +198,7 @@ def _changed_config(transformers: Any, source: Path, changes: dict[str, Any]) ->
                 f"{name!r} is no option of load_fp8 or from_pretrained, and no setting of "
                 f"{type(config).__name__}"
             )
-    # The layout takes its place.
+    # The layout takes the place of the files' quantization_config.
     for part in (config, config.get_text_config(decoder=True)):
         vars(part).pop("quantization_config", None)
     return config
@@ -486,6 +486,8 @@ class _CodeReader:
     def begin(self, model: Any) -> None:
         """Read every weight in codes for a model without values, one at a time."""
         layout = self._layout
+        # In this order: tensors are looked for in turned experts, `left` is what was
+        # not found, and `copied` what is left and not kept in the settings.
         self._turn_experts(model)
         layout.find(model)
         self._keep_small_tensors()

@@ -258,9 +258,9 @@ class _Comparison:
     """A forward hook that compares, once, which parameters the processes train.
 
     Their dtypes and shapes are compared too. It does so in the first pass in which they
-    reduce gradients together, or where DDP takes the model. Without it the bytes of
-    that reduction would be of other numbers in one process, which ends in gloo without
-    a line.
+    reduce gradients together, or where DDP takes the model. Without it that reduction
+    would add up bytes of different parameters, and gloo would end the process without a
+    message.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -428,6 +428,7 @@ def _entry_sum(name: str, value: Any, ranks: Ranks) -> Tensor:
     What every process has is counted in the first one only.
     """
     is_first = ranks.rank == 0
+    # a tensor of codes is refused below: a state dict has its parts, plain tensors
     if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
             raise TypeError(

@@ -227,7 +227,8 @@ def export_model(
             "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
         )
         tensors, metadata = support.flatten_tensor_state_dict(tensors)
-    # What save_pretrained asks a quantiser for: here, the tensors to write.
+    # What save_pretrained asks a quantiser for: here, the tensors to write. The base
+    # class is known only once transformers is imported.
     methods = {
         "__init__": lambda self: None,
         "is_serializable": lambda self, *_: True,

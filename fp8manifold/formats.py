@@ -24,6 +24,7 @@ from typing import Final
 
 __all__ = ["LAYOUTS", "NAMED_FORMATS", "FloatFormat", "FormatLike", "as_format"]
 
+# Saved states have a layout by its index here: append, and never reorder.
 LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
 """The meanings of the top codes.
 
@@ -111,7 +112,7 @@ class FloatFormat:
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "layout", layout)
         self._check_range()
-        # Each pass of a layer reads it.
+        # Made here, as each pass of a layer reads the name.
         object.__setattr__(self, "_name", _shortest_name(self))
 
     def _check_range(self) -> None:
@@ -378,7 +379,7 @@ def _nearest_name(text: str) -> str:
 def _unreadable(name: str, text: str, reason: str) -> str:
     """Return the message for a name that can't be read."""
     if "at most 8 bits" in reason:
-        # "x + y <= 7" says it as well.
+        # The error of __init__ about the width: "x + y <= 7" below says it as well.
         reason = ""
     return (
         f"unknown float format {name!r}; did you mean {_nearest_name(text)}? allowed: ExMy with "

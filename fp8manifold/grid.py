@@ -209,6 +209,7 @@ def encode(
     fmt = as_format(fmt)
     check_choice("rounding", rounding, ROUNDINGS)
     check_choice("overflow", overflow, OVERFLOWS)
+    # Stochastic rounding without a seed takes bits, or is refused in round_to_grid.
     has_key = rounding == "nearest" or seed is not None
     if has_key and bits is None and _is_native_mode(fmt, rounding, overflow):
         key = None
@@ -272,6 +273,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     """
     fmt = as_format(fmt)
     check_codes(codes)
+    # refuses other dtypes
     working_dtype(torch.empty(0, dtype=dtype), "dtype")
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel():

@@ -439,7 +439,10 @@ class _Quantizer:
 
     @property
     def is_trainable(self) -> bool:
-        """True; every trainer asks when it is made, before TRL's reads a reference."""
+        """True; every trainer asks when it is made.
+
+        TRL's trainers read a reference model after that, so reading is guarded here.
+        """
         _guard_references()
         return True
 
@@ -536,6 +539,7 @@ class _Quantizer:
     def _put_layers(self, model: nn.Module) -> None:
         """Make the quantised layers and parameters of a saved model, without values."""
         config = self.quantization_config
+        # _group_here maps the names that a group has seeds for; these have none: 0
         turned = dict.fromkeys(getattr(config, "published", {}).get("turned", ()), 0)
         parameters = dict(model.named_parameters())
         turn(model, list(_group_here(model, {"seeds": turned}, parameters)["seeds"]))
@@ -594,7 +598,8 @@ class _Quantizer:
             for name in others:
                 for suffix in PARTS:
                     state.pop(name + suffix, None)
-        # What a class leaves out it computes anew, to other values than those in codes.
+        # A class may leave out what it can compute. In codes it is saved: what is
+        # computed has other values.
         model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ())} - in_codes
         return state, {}
 
@@ -649,8 +654,9 @@ def _group_here(model: Any, group: Mapping[str, Any], names: Collection[str]) ->
     for name, seed in seeds.items():
         candidates = (name, name.removeprefix(prefix), prefix + name)
         name_here = next((candidate for candidate in candidates if candidate in names), name)
-        # A name that is nowhere is passed on, so that it is refused, unless the group
-        # is of a model with more than this one.
+        # A name that is nowhere is passed on, to be refused. It is left out if this
+        # model is the base of the saved one, or if it is beside that one's base, as
+        # another output layer is.
         is_of_this_model = not is_base and (name.startswith(prefix) or not is_whole)
         if name_here in names or is_of_this_model:
             seeds_here[name_here] = seed
@@ -732,7 +738,8 @@ class _Gather:
         # without values
         parameter = getattr(layer, entry)
         if missing_keys is not None:
-            # Of the names of the model's state one alone stands for all parts.
+            # transformers counts only the weight's own name as read: its parts are not
+            # missing.
             missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS[1:]})
         gather_parts(parts, "weight", parameter)
         value = parts["weight"]

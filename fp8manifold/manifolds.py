@@ -81,6 +81,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
     2020) for the interface.
     """
 
+    # how geoopt's Scaled rescales each method: every class of manifolds has a copy
     __scaling__ = geoopt.Manifold.__scaling__.copy()
     name = "Stiffness"
     ndim = 0
@@ -338,6 +339,7 @@ class FP8Manifold(StiffnessManifold):
     library's.
     """
 
+    # how geoopt's Scaled rescales each method: every class of manifolds has a copy
     __scaling__ = geoopt.Manifold.__scaling__.copy()
     name = "FP8"
     reversible = False

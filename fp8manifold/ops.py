@@ -25,9 +25,9 @@ __all__ = ["fp8_mm"]
 
 ProductGranularity = Literal["tensor", "channel"]
 _GRANULARITIES: Final = ("tensor", "channel")
-#: Dtypes of the formats that the units multiply.
+#: Dtypes of the formats that the hardware multiplies.
 _HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-#: Dtypes that the units write.
+#: Dtypes that the hardware writes.
 _OUT: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -125,6 +125,7 @@ class _Options(NamedTuple):
 
 
 def _check_matrix(name: str, x: Tensor) -> None:
+    # refuses other dtypes
     working_dtype(x, name)
     if x.dim() != 2:
         raise ValueError(

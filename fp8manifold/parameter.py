@@ -44,7 +44,8 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
 
     @staticmethod
     def __new__(cls: type[Self], w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
-        # torch remakes a parameter from its attributes, codes among them
+        # accelerate and PEFT remake a parameter as type(p)(p, **vars(p)): the options
+        # are then its own attributes, codes among them
         shares_codes = "codes" in options or not options.keys() - {"requires_grad"}
         if isinstance(w, FP8Tensor) and fmt is None and shares_codes:
             requires_grad = bool(options.get("requires_grad", True))

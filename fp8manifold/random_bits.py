@@ -173,7 +173,7 @@ def word_range(
 ) -> Tensor:
     """Return random words at positions ``offset .. offset + numel``, flat.
 
-    Each is the upper ``bits`` (24 or 32) of a word plus ``phase``.
+    Each is the upper ``bits`` (24 or 32) of a sum modulo 2^32, of a word and ``phase``.
     """
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:

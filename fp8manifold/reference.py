@@ -63,7 +63,7 @@ def sign_bit(fmt: Fields) -> int:
         fmt: the format.
 
     Raises:
-        AttributeError: no format.
+        AttributeError: ``fmt`` has no fields of a format, as a name has none.
 
     Example:
         >>> sign_bit(as_format("E4M3"))
@@ -81,7 +81,7 @@ def inf_code(fmt: Fields) -> int | None:
         fmt: the format.
 
     Raises:
-        AttributeError: no format.
+        AttributeError: ``fmt`` has no fields of a format, as a name has none.
 
     Example:
         >>> inf_code(as_format("E5M2")), inf_code(as_format("E4M3"))
@@ -105,7 +105,7 @@ def nan_codes(fmt: Fields) -> tuple[int, ...]:
         fmt: the format.
 
     Raises:
-        AttributeError: no format.
+        AttributeError: ``fmt`` has no fields of a format, as a name has none.
 
     Example:
         >>> nan_codes(as_format("E4M3")), nan_codes(as_format("E4M3FNUZ"))
@@ -131,7 +131,7 @@ def max_code(fmt: Fields) -> int:
         fmt: the format.
 
     Raises:
-        AttributeError: no format.
+        AttributeError: ``fmt`` has no fields of a format, as a name has none.
 
     Example:
         >>> max_code(as_format("E4M3"))
@@ -153,7 +153,7 @@ def magnitude(code: int, fmt: Fields) -> Fraction:
         fmt: the format.
 
     Raises:
-        AttributeError: no format.
+        AttributeError: ``fmt`` has no fields of a format, as a name has none.
 
     Example:
         >>> magnitude(1, as_format("E4M3")), magnitude(126, as_format("E4M3"))

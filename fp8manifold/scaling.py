@@ -8,7 +8,13 @@ Everywhere, value = scale * grid point::
                   0                   amax        max
 
 The scale of stored weights is kept as long as amax stays in the middle of its range. It is
-replaced when a weight reaches the end, or when it could be 16 times smaller.
+replaced when a weight reaches the end, or when it could be 16 times smaller::
+
+    storage_scale     from the weights alone
+    widened_scale     the present one; a new one for either reason
+    narrowed_scale    the present one; a new one if it could be 16 times smaller
+    refitted_scale    for weights that are all replaced: the present one; a new one also
+                      if it is no positive normal number
 """
 
 import math
@@ -120,6 +126,7 @@ def amax_scale(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); OCP Microscaling
     Formats 1.0 for blocks.
     """
+    # refuses other dtypes
     working_dtype(x, "x")
     check_choice("granularity", granularity, GRANULARITIES)
     amax = amax_of(x, granularity, axis)
@@ -266,6 +273,7 @@ def storage_scale(
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
         True
     """
+    # refuses other dtypes
     working_dtype(w, "w")
     fmt = as_format(fmt)
     target = _target_of_amax(fmt, headroom)
@@ -286,6 +294,7 @@ def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float =
     valid = (scale >= torch.finfo(scale.dtype).tiny) & scale.isfinite()
     target = _target_of_amax(fmt, usual_headroom(fmt, least))
     fresh = _placing_scale(amax, target, torch.where(valid, scale, 1.0))
+    # Below half a step beyond max, the nearest value is max.
     saturates = amax >= scale * (fmt.max + fmt.ulp_max / 2)
     return torch.where(saturates | _is_too_wide(amax, scale, fresh) | ~valid, fresh, scale)
 
@@ -338,6 +347,7 @@ def widened_scale(
         >>> widened_scale(torch.tensor([224.0, 28.0, 0.25]), scale, "E4M3", headroom=8.0).tolist()
         [4.0, 0.5, 0.0078125]
     """
+    # refuse other dtypes
     working_dtype(amax, "amax")
     working_dtype(scale, "scale")
     fmt = as_format(fmt)

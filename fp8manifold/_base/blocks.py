@@ -1,7 +1,8 @@
 """Cut a large tensor into pieces.
 
 A chain of ten operations on a large tensor reads and writes memory ten times. On a
-block that fits in a core's cache, it reads memory once and writes it once.
+block that fits in a core's cache, it reads memory once and writes it once. These blocks
+are not those of weights that share a scale (``scaling.BLOCK_SIZE``).
 """
 
 from collections.abc import Callable

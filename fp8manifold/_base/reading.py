@@ -99,7 +99,7 @@ def refuse_on_gpu(condition: Tensor, message: str) -> None:
 
 
 def advance(x: Tensor, number: int) -> None:
-    """Add one to a counter on the device whose ``number`` the host knows."""
+    """Add one to a counter on a device, whose present ``number`` the host knows."""
     x.add_(1)
     remember_value(x, number + 1)
 
@@ -159,5 +159,6 @@ class PendingMaximum:
             arrived = float(self._pending.values)
             self._largest = None
         self._largest = number if self._largest is None else torch.maximum(self._largest, number)
+        # A copy that has not arrived may go: the new maximum is over its numbers too.
         self._pending = PendingValues(self._largest)
         return arrived

@@ -27,7 +27,7 @@ class _Replacement:
     #: its name in the model
     name: str
     parameter: Tensor
-    #: True if the model has the replaced one elsewhere: a copy took one place of it
+    #: True if the replaced one stays in other places of the model: a copy took this one
     stays: bool
 
 
@@ -106,6 +106,7 @@ def _is_lost(parameter: Tensor, parameter_ids: set[int]) -> bool:
     successors = list(_successors(parameter))
     if any(id(successor.parameter) in parameter_ids for successor in successors):
         return False
+    # A gradient is of another model, unless the parameter stays in this one too.
     return successors[0].stays or parameter.grad is None
 
 

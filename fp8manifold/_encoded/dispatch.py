@@ -81,12 +81,14 @@ def overloads_of(*names: str) -> Iterator[Any]:
             yield getattr(packet, overload)
 
 
+# One more whenever what operators are traced to changes.
 TRACED_AS: Final = 6
 """The version of what operators are traced to.
 
 With another version, code that a compiler has on disk is not used.
 """
 
+# States have a dtype by its index here: append, and never reorder.
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """The dtypes that an encoded tensor may appear as."""
 
@@ -306,6 +308,7 @@ _OPERATORS_OF_ROWS: Final = (
 
 def takes_rows(replay: Replay) -> bool:
     """Return True if a view takes all entries of some indices of dimension 0."""
+    # among the arguments after the tensor, where split has its size first
     place = 1 if replay.func is _aten.split.Tensor else 0
     is_positional = len(replay.args) > place
     dimension = replay.args[place] if is_positional else replay.kwargs.get("dim", 0)
@@ -317,7 +320,8 @@ class View(EncodedTensor):
 
     base: Any
     replay: Replay
-    #: True for transposed matrices, whose values are decoded into contiguous memory.
+    #: True for matrices that a ``Turned`` module (``nn/_carried.py``) transposes. Their
+    #: values are decoded into contiguous memory.
     is_turned = False
 
     @staticmethod
@@ -635,6 +639,7 @@ class NoStorage:
     nbytes = size
 
     def __getattr__(self, name: str) -> Any:
+        # compilers ask for private names; `_share_*` hand memory to other processes
         if not name.startswith("_") or name.startswith("_share"):
             refuse_memory("storage")
         return getattr(self._storage, name)

@@ -55,6 +55,7 @@ _FILLS: Final = frozenset(
 
 
 def _is_whole(x: Any) -> bool:
+    # as against a view: rows of a sharded tensor are whole in this sense
     return isinstance(x, dispatch.EncodedTensor) and not isinstance(x, dispatch.View)
 
 
@@ -116,6 +117,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_whole(x) and _is_whole(source):
         x.adopt(source)
         return x
+    # FSDP2 copies one part of a split weight, a view, into memory for rows
     if _is_whole(x) and x.is_share and isinstance(source, dispatch.View):
         x.adopt(source)
         return x

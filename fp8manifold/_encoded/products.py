@@ -1,8 +1,8 @@
-"""Operands of products on units of eight bits.
+"""Operands of products on hardware for FP8 and INT8.
 
 An activation or gradient becomes rows of codes, each at a power-of-two scale of its own
 (``round_rows``, ``round_columns``, ``int8_rows``). The bytes of a weight in codes are
-copied into the layout and the units that the product wants (``transpose_bytes``,
+copied into the layout and dtype that the product wants (``transpose_bytes``,
 ``codes_to_int8``).
 
 These are the definitions, in torch's operators: a CPU runs them, a compiler fuses them,
@@ -33,6 +33,8 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     fraction, exponent = math.frexp(largest)
     # what takes a mantissa above that of ``largest`` over to the next exponent
     carry = 2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)
+    # the field of amax, plus 1 where its mantissa is above that of ``largest``, minus
+    # the exponent of ``largest``
     biased = ((amax.view(torch.int32) + carry) >> _MANTISSA).sub(exponent - 1).clamp(min=1)
     biased = torch.where(amax == 0, 127, biased)
     scale = (biased << _MANTISSA).view(torch.float32)
@@ -63,7 +65,7 @@ def _in_units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tupl
 def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes (M, K) of ``x * fold``, and a scale (M, 1) per row.
 
-    ``fold`` is None, K powers of two, or one.
+    ``fold`` has scales that ``x`` takes in first: None, K powers of two, or one scale.
     """
     if _has_kernels(x):
         return rows_on_gpu(x, fold)
@@ -119,7 +121,8 @@ _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """Return the transpose (K, N) of codes (N, K), contiguous.
 
-    A graph makes it only once ``after`` is there, so as not to save it until then.
+    A compiled graph makes it only once ``after``, a gradient, is there: made earlier,
+    it would be saved until then.
     """
     transposed: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
     return transposed

@@ -27,6 +27,8 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
 Rounding = Literal["nearest", "stochastic"]
+# States have ROUNDINGS by index, and DRAWS by that of a pair (`_STEPS` in
+# `nn/_parts.py`): never reorder them.
 ROUNDINGS: Final = ("nearest", "stochastic")
 DRAWS: Final = get_args(Draws)
 _CHANGES_OF_AN_AVERAGE: Final = 4
@@ -91,7 +93,7 @@ def may_lend(x: Any) -> bool:
     # torch tells the depth of autocast contexts only as it is changed
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    # A module that is cast has no gradients, and keeps what it gets
+    # Module.to casts without gradients and keeps what it gets, so it needs a copy
     return depth > 0 and torch.is_grad_enabled()
 
 
@@ -163,7 +165,7 @@ class ScaledTensor(EncodedTensor):
     lent_from: tuple[LentPart, ...] | None
     #: The optimizer whose state has something in units of the scale.
     stepped_by: "weakref.ref[Any] | None" = None
-    #: What arithmetic has done to a copy of a weight; None for a tensor that is none.
+    #: What arithmetic has done to a copy of a weight; None for one that is no copy.
     arithmetic: Arithmetic | None = None
     is_detached = False  #: True for what ``detach``, ``clone`` and ``to`` return.
     #: True if it came from a state dict: a tensor that copies it takes over its count

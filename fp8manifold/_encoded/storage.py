@@ -73,7 +73,8 @@ def run_length(columns: int) -> int:
 def runs_of(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the scales of squares, one for each run of :func:`run_length` weights.
 
-    They are contiguous.
+    They are contiguous. For 256 x 320 weights, scales of squares are (2, 3). Spread to
+    rows they are (256, 3), and then for runs of 64 weights (256, 5).
     """
     return runs_of_rows(spread_rows(scale, shape[-2]), shape[-1])
 
@@ -101,8 +102,8 @@ def spread_rows(scale: Tensor, rows: int) -> Tensor:
 def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
     """Repeat the scales of squares along a dimension of ``size`` weights."""
     if size % SQUARE_SIZE and (is_traced(scale) or torch.compiler.is_compiling()):
-        # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins
-        # loops: avoid // altogether
+        # inductor wrongly takes (i % size) // 128 for (i // 128) % (size // 128) where
+        # it joins loops: avoid // altogether
         squares = (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long()
         return scale.index_select(dim, squares)
     return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)

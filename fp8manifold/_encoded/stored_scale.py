@@ -246,6 +246,7 @@ def refit_scale_(tensor: Any, values: Tensor, *, fresh: bool) -> None:
     if not bool(amax.isfinite().all()):
         return
     old = tensor.scale
+    # refitted_scale replaces 0, which is no valid scale
     present = torch.where(amax > 0, 0.0, old) if fresh else old
     new = scaling.refitted_scale(amax, present, tensor.format)
     if torch.equal(new, old):
@@ -292,6 +293,7 @@ def largest_with_residual(tensor: Any, residual: Tensor | None) -> Tensor:
     is_finite = (tensor.codes & (tensor.format.sign_bit - 1)) <= tensor.format.max_code
     sums = _units_with_residual(tensor, residual) * tensor.expanded_scale()
     amax = scaling.amax_of(torch.where(is_finite, sums, 0.0), tensor.granularity)
+    # without what a residual would add to the largest value
     return amax.minimum(tensor.scale * tensor.format.max)
 
 

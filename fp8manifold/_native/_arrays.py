@@ -103,7 +103,8 @@ def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
 def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
     """Return ``sum(bits_i r_i) mod 2^64`` over float32 elements.
 
-    ``r`` are the random words drawn by position.
+    ``r`` are the random words drawn by position. Optimizers make words of it for their
+    random streams.
     """
     kernels = library()
     high, low = divmod(offset, 2**32)

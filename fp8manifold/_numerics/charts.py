@@ -42,6 +42,7 @@ class Chart:
 
     def stiffness(self, x: Tensor) -> Tensor:
         """Return the length in value of a step at ``x``: the derivative of the inverse."""
+        # NaN stays NaN
         return x * 0 + 1
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,7 +130,8 @@ class UlpChart(Chart):
     def _codes_below(self, power: Tensor) -> Tensor:
         """Return ``(e - lowest) 2^M``.
 
-        Up to the binade there are ``2^M`` steps more, which ``|x| / S`` counts too.
+        The ``2^M`` steps from 0 to ``2^lowest`` are not among them: in every binade
+        ``|x| / S`` counts from ``2^M`` up.
         """
         fields = float_bits(power.dtype)
         index = (power.view(fields.integer) >> fields.mantissa_bits) - (fields.bias + self.lowest)

@@ -162,8 +162,8 @@ def encode_magnitude(
         steps, below = encoding_steps(x, fmt, extra_bits)
         whole = torch.round(steps).to(torch.int32)
         if mantissa_bits == 0:
-            # One value per binade: 1.5 steps were rounded to the even number of steps,
-            # 2. The even code may be the lower one, after an odd number below.
+            # One value per binade: torch rounds 1.5 steps to 2. The lower code,
+            # 1 + below, is the even one where the number of codes below is odd.
             whole = whole - (steps == 1.5).to(torch.int32) * (below & 1)
     elif _fits_fixed_point(fmt, mantissa_bits):
         parts, below = encoding_steps(x, fmt, extra_bits, RANDOM_BITS)
@@ -208,7 +208,8 @@ def encoding_steps(
     inverse_ulp = ((field << _MANTISSA_BITS) - power).view(torch.float32)
     steps = magnitude.view(torch.float32) * inverse_ulp
     if fmt.ulp_min > 1:
-        # The quotient of the smallest floats underflows, but is not 0 to a draw of 0.
+        # The quotient of the smallest floats underflows to 0. A draw of 0 has to move
+        # these too, for which any small positive number will do.
         steps = torch.maximum(steps, magnitude.view(torch.float32).clamp(max=2.0**-100))
     below = (power >> (_MANTISSA_BITS - mantissa_bits)) - ((_BIAS + fmt.emin) << mantissa_bits)
     return steps, below
@@ -260,9 +261,10 @@ def split_codes(
 
 
 def keep_nan_codes(codes: Tensor, old_codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """Return codes (int32) as bytes, with the old code wherever that was NaN or Inf.
+    """Return codes (int32) as bytes, with the old code wherever that was NaN.
 
-    Steps of an optimizer are for finite weights.
+    In a format of several NaN codes, Inf keeps its code too. Steps of an optimizer are
+    for finite weights.
     """
     if not fmt.nan_codes:
         return codes.to(torch.uint8)
@@ -313,6 +315,7 @@ def _round_unbounded(
     )
     # Brings -0 back, and leaves every other value as it is.
     y.view(fields.integer).bitwise_or_(signs)
+    # -0 + 0 is +0
     return y if fmt.has_negative_zero else y.add_(0.0)
 
 
@@ -328,7 +331,8 @@ def _round_to_nearest(y: Tensor, fmt: FloatFormat) -> Tensor:
     if fmt.mantissa_bits == 0:
         # One value per binade: the even code is that of an even exponent field, not an
         # even multiple of the ulp. An odd multiple of the power of two in the constant
-        # turns the tie the other way.
+        # turns the tie the other way. The format's field has the parity of the float's
+        # where the biases differ by an even number, and else the other.
         odd = (power.view(fields.integer) >> fields.mantissa_bits).bitwise_and_(1)
         magic = power.mul_(constant + (1 ^ ((fields.bias - fmt.bias) & 1)))
         magic.view(fields.integer).bitwise_xor_(odd)

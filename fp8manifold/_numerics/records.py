@@ -24,8 +24,10 @@ FORMAT: Final = np.dtype(
         ("bits", np.int32),
         ("sign_bit", np.int32),
         ("max_code", np.int32),
+        # the float32 bits of ``largest``
         ("top", np.int32),
         ("signed_zero", np.int32),
+        # whether the smallest ulp exceeds 1
         ("coarse", np.int32),
         ("one_nan", np.int32),
         ("many_nans", np.int32),

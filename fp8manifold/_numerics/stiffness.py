@@ -108,7 +108,8 @@ def bounded_ratio_power(
     Args:
         stiffness: the field ``S``, positive.
         scale: a tensor whose entries have the mantissas of ``stiffness``: its logarithms
-            are taken in place of those of the larger field.
+            are taken in place of those of the larger field. It is the scale where the
+            stiffness is that times a power of two, and else the stiffness itself.
         mode: ``linear``, ``sqrt``, ``square``, or ``power`` for any other ``k``.
         numbers: scalar tensors: ``inverse_reference``, ``low`` and ``high``; or, for
             ``power``, ``log_reference``, ``log_low``, ``log_high`` and ``power``.
@@ -171,7 +172,8 @@ def power_of_ratio(
 ) -> Tensor | float:
     """Return ``clamp(S / S_ref, damping, clip)^k`` of a whole field.
 
-    It serves optimizers that scale gradients and leave the step to others.
+    It is :func:`bounded_ratio_power` with numbers in place of tensors. It serves
+    optimizers that scale gradients and leave the step to others.
     """
     if exponent == 0:
         return 1.0

@@ -356,6 +356,7 @@ def _with_activation_scales(
         match = _ACTIVATION_SCALE.fullmatch(entry)
         if match is None:
             continue
+        # without an owner, as input_scale, it is looked for at the layer's weight
         scaled_entry = (match["owner"] or "weight_").removesuffix("_")
         module = f"{owner}.{scaled_entry}".lstrip(".")
         while module and module not in first_weight_in:

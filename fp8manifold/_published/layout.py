@@ -86,6 +86,10 @@ class Layout:
         extras: names of scales of activations.
         floats: names of all other tensors.
         places: where each weight and float is in a model; filled by :meth:`find`.
+
+    Tensors that are ``left`` have no place in the model. The description keeps the
+    values of some; the others are ``copied`` from the folder. Those that are ``lost``
+    had a place once.
     """
 
     def __init__(self, published: dict[str, Any]) -> None:
@@ -226,13 +230,15 @@ def _tensors_by_entry(
     renamings = [x for x in conversions if isinstance(x, loading.WeightRenaming)]
     converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
     for conversion in conversions:
-        # That of a model inside this one has the name of its module.
+        # That of a model inside this one has the name of its module, with the names of
+        # wrappers.
         if getattr(conversion, "scope_prefix", None):
             conversion.scope_prefix = plain_name(conversion.scope_prefix)
     prefix = model.base_model_prefix
     groups: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(shapes, key=loading.dot_natural_key):
         entry, pattern = loading.rename_source_key(name, renamings, converters, prefix, entries)
+        # the model has the name of the files, and not what the rules make of it
         if entry not in entries and name in entries:
             entry, pattern = loading.rename_source_key(name, [], [], prefix, entries)
         if entry in entries:

@@ -120,6 +120,7 @@ def _joined_scales(
                 scale = scale.expand(present.shape)
             else:
                 scale = scale.view_as(present)
+            # NaN, where no scale is yet, does not equal itself
             is_shared = bool((present == present).any())
             if is_shared and not torch.equal(present, scale):
                 are_alike = False
@@ -152,6 +153,7 @@ def scales_at(
         numbers = tuple(entry for entry in index if isinstance(entry, int))
         if by_row:
             return ScalePlace((*index[:-1], slice(0, 1)), (*shape[:-1], 1))
+        # () for all of a parameter, or (experts, 1, 1) for a stack
         ones = [1] * (len(index) - len(numbers)) if numbers else []
         return ScalePlace(numbers, (*shape[: len(numbers)], *ones))
     sharing_counts = iter(_sharing_counts(stored))

@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-#: A buffer is computed over each of them: one that keeps a filling was not computed.
+#: Before a computation buffers are filled with one of these. If it runs over both and
+#: the results differ, it did not compute all buffers.
 _FILLINGS: Final = (0, 1)
 
 

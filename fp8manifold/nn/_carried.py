@@ -3,7 +3,8 @@
 What other code has added to the old one goes along: hooks, attributes, and registered
 parameters, buffers and modules. `check_layers` refuses what has no place on the new one
 before anything changes. `Turned` modules, of which transformers has some, hold their
-parameters transposed until they compute.
+parameters transposed until they compute. In the functions that carry weights,
+*transposed* is said of the weight of a ``Conv1D`` only.
 """
 
 import inspect
@@ -267,6 +268,7 @@ def _carry_over(old: Any, new: Any) -> None:
         del hooks[key]
     if isinstance(new, QuantizedLinear):
         forbid_fused_operators(new)
+    # hooks that are given their module get the new layer from now on
     for hook in new._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(new)

@@ -154,12 +154,14 @@ def check_kept(layer: Any) -> None:
     if isinstance(weight, geoopt.ManifoldParameter):
         return
     if weight is None:
+        # pruned or parametrised: computed from a parameter that has the storage
         is_computed = "parametrizations" in layer._modules or any(
             isinstance(parameter, geoopt.ManifoldParameter)
             for parameter in layer._parameters.values()
         )
         keeps_storage = is_computed
     else:
+        # a plain tensor is that of a functional call
         keeps_storage = not isinstance(weight, nn.Parameter)
     if not keeps_storage:
         raise RuntimeError(
@@ -193,9 +195,9 @@ def warn_off_grid(layer: Any) -> None:
 
 
 def keep_on_manifold(layer: Any) -> None:
-    """Give a weight that torch has replaced its manifold back.
+    """Make what torch has put in the weight's place a parameter on the manifold again.
 
-    The object stays the same.
+    Its class is changed, and the object stays.
     """
     if layer.manifold is not None and not isinstance(layer.weight, geoopt.ManifoldParameter):
         layer.weight.__class__ = GridParameter

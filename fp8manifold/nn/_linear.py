@@ -131,7 +131,10 @@ class QuantizedLinear(nn.Linear):
     (quantisation-aware training).
     """
 
+    # the attribute `TAKES_PARTS` of `_parts`: this class saves and loads parts itself
     _fp8_takes_parts = True
+    # The count of passes in training that drew bits. It is there if an operand is
+    # rounded stochastically. The option `draws` is another thing, of stored weights.
     draws: Tensor
     weight_scaler: Scaler | None
     activation_scaler: Scaler | None
@@ -211,7 +214,7 @@ class QuantizedLinear(nn.Linear):
         if input.is_nested:
             return over_nested(self.forward, input)
         if self._units is not None:
-            # Other releases hold products in a graph, where each question is a guard.
+            # Other releases hold products in a graph, which a question adds a guard to.
             if _IS_OLD_TORCH:
                 self._break_graph()
             units = units_on(self._units, self.spec, input.device)
@@ -498,7 +501,7 @@ class QuantizedLinear(nn.Linear):
             advance(self.draws, draw)
         return draw, is_repeated
 
-    # a graph would do the same whether or not it is run again
+    # a graph would have one answer, whether or not it is run again
     @eager_only
     def _refuse_repetition(self) -> None:
         if is_backward() and torch.is_grad_enabled():

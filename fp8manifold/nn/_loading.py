@@ -401,6 +401,7 @@ class Reader:
         for entry in planned.layers:
             known.update(entry.parameters)
         unknown = sorted(codes.keys() - known)
+        # weights of layers when loading began, and of no layer now
         tied_later = [name for name in unknown if self._wanted[name].spec is not None]
         if tied_later:
             layer = self._wanted[tied_later[0]].name

@@ -49,7 +49,9 @@ TAKES_PARTS: Final = "_fp8_takes_parts"
 #: An attribute of modules whose parameters in codes load floats at a fresh scale.
 AT_OWN_SCALE: Final = "_fp8_at_own_scale"
 _REGISTERED: Final = "_fp8_in_states"
-#: Draws and retraction, which share one number, so that states keep their shapes.
+#: Draws and retraction, which share one number, so that states keep their shapes. It is
+#: the index of a pair, so new pairs must come last. Those of a new retraction do; those
+#: of new draws would come between the pairs that are there.
 _STEPS: Final = tuple((draws, retraction) for retraction, draws in product(RETRACTIONS, DRAWS))
 
 
@@ -108,6 +110,7 @@ def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         key = prefix + name
         if parameter is None or not is_in_codes(parameter):
             continue
+        # not written, or as the parameter itself under keep_vars
         if state.get(key, parameter) is parameter:
             continue
         parts = parts_of(key, parameter)
@@ -142,8 +145,8 @@ def _read_parts(
             continue
         key = prefix + name
         if key not in state:
-            # a tied weight, which safetensors wrote by another name, but for its new
-            # tensor of traits
+            # a tied weight: safetensors wrote its parts by its other name only. Traits
+            # are a new tensor each time, so they are here too
             state.pop(key + "_traits", None)
             parts = parts_of(key, parameter)
             missing_keys += [part for part in parts if part not in (key, key + "_traits")]
@@ -330,7 +333,7 @@ def _assembled(parts: _Parts, options: Mapping[str, Any], weight: Tensor) -> FP8
     kind = type(local_of(weight)) if is_sharded else FP8Parameter
     counter = 0 if parts.counter is None else parts.counter
     assembled: FP8Tensor = kind.from_codes(as_codes(codes), scale, counter=counter, **options)
-    # no process decides on exponents by its own rows
+    # float32 stays: no process decides on exponents by its own rows
     if assembled.block_size and scale.dtype is torch.float32:
         assembled.kept_scale = scale
     remainder = None if parts.remainder is None else _local_rows(parts.remainder, weight)

@@ -105,7 +105,10 @@ class Plan:
 
     @property
     def encoded(self) -> dict[str, Entry]:
-        """Parameters of which only codes are needed, by their first names."""
+        """Weights that need not stay as floats, by their first names.
+
+        They are those of layers, and those that become codes in place.
+        """
         copied = {entry.parameters for entry in self.entries if entry.is_copied}
         encoded = {}
         for entry in self.entries:

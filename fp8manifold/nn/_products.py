@@ -111,7 +111,7 @@ def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
         is_small = dtype is torch.bfloat16 and is_on_card(codes) and codes.numel() <= _SMALL
         float8 = FLOAT8.get(fmt) if is_small else None
         if float8 is not None:
-            # multiplied in float32, which a scale of no dimensions would not do
+            # torch multiplies in float32 only if the scale has a dimension
             line_scale = scale if scale.dim() else scale.view(1)
             return codes.view(float8).bfloat16().mul_(line_scale)
         values = decoded(codes, fmt, dtype, scale)
@@ -121,6 +121,7 @@ def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_on_card(x: Tensor) -> bool:
+    # a function, so that tests can pretend that a tensor is there
     return x.is_cuda
 
 
@@ -409,10 +410,10 @@ def linear_from_codes(
     .. math:: y = p \, (X C^T) \, w^T + b, \qquad dx = q \, (G C), \qquad dW = g^T x
 
     C and w are the codes and scales of the weight. X and p are those of the rows of x,
-    rounded to E4M3 or INT8. G and q are those of ``g w``. With
-    ``gradient_products="fp8"`` dW is ``r (H X)``, where H and r are those of the
-    columns of ``g p``. Autocast casts the input and the result, and leaves the sums
-    alone.
+    rounded to E4M3 or INT8. G and q are those of ``g w``, where g is the output's
+    gradient. With ``gradient_products="fp8"`` dW is ``r (H X)``, where H and r are
+    those of the columns of ``g p``. Autocast casts the input and the result, and leaves
+    the sums alone.
     """
     if not isinstance(weight, FP8Tensor):
         raise RuntimeError(
@@ -497,7 +498,8 @@ class _FromCodes(torch.autograd.Function):
         for_x = None
         for_weight = None
         for_bias = None
-        # added to the gradients: NaN throughout where the gradient holds one
+        # 0, or NaN if the gradient holds one: as a term or factor of each sum, it makes
+        # all of it NaN
         zero_or_nan = None
         if ctx.needs_input_grad[0]:
             g_codes, g_scales = _rounded_rows(g, ctx.units, weight.scale.view(1, -1))

@@ -50,7 +50,8 @@ class Operand(NamedTuple):
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
         """Return the largest of each element over the processes.
 
-        NaN becomes Inf, as it has no order.
+        NaN becomes Inf, as it has no order. ``member`` tells the tensors of one
+        :class:`SharedAmax` apart.
         """
         if self.ranks.size == 1:
             return amax

@@ -238,7 +238,10 @@ def _matches(pattern: str, runs: Collection[str]) -> bool:
 
 
 def literal(pattern: str) -> str:
-    """Return the characters of a pattern that stand for themselves."""
+    """Return the characters of a pattern that stand for themselves.
+
+    Brackets, and what is in them, count as such.
+    """
     return pattern.replace("*", "").replace("?", "")
 
 

@@ -183,7 +183,7 @@ Units = Literal["fp8", "int8"]
 _UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
 #: The units take matrices whose sizes this divides.
 ALIGNMENT: Final = 16
-#: Products of INT8 whose sum is an int32, whatever they are.
+#: The sum of so many products of two INT8 numbers (to ±127) always fits an int32.
 _LONGEST_SUM: Final = (2**31 - 1) // 127**2
 GradientLike = OperandLike | Mapping[str, OperandLike]
 
@@ -339,6 +339,7 @@ class LayerSpec:
                 f"gradient_products='fp8' belongs to products='fp8', not to "
                 f"products={self.products!r} of weight={_name_of(self.weight)}"
             )
+        # refuses products that no size could have
         units_of(self, ALIGNMENT, ALIGNMENT)
 
     @property

@@ -234,7 +234,11 @@ def made_layers(requests: Iterable[LayerRequest]) -> dict[str, nn.Module]:
 def parameters_of(
     model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
 ) -> list[FP8Parameter]:
-    """Return the new parameters; what is in codes already gets no more than a seed."""
+    """Return the new parameters.
+
+    Those of ``codes`` get their seed. A parameter that the model has in codes already
+    stays as it is.
+    """
     parameters = []
     for entry in planned.in_place:
         parameter: Any = codes.get(entry.name, model.get_parameter(entry.name))
@@ -306,8 +310,8 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     """Put ordinary layers back (``nn.Linear``, ``Conv1D``).
 
     The weights' quantised values become float parameters, and so do other parameters in
-    codes. Hooks and attributes are transferred as in :func:`quantize_model`. A model of
-    transformers is no quantised one to it any more.
+    codes. Hooks and attributes are transferred as in :func:`quantize_model`. Afterwards
+    transformers takes its model for one of floats.
 
     Args:
         model: changed in place.

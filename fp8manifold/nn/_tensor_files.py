@@ -81,6 +81,8 @@ class MappedFiles:
             lines = _MAPPINGS.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return
+        # 7f00-7f80 r--p 00000000 08:01 42   /folder/model.safetensors
+        # Anonymous:             0 kB
         place = None
         for line in lines:
             words = line.split(maxsplit=5)
@@ -292,7 +294,7 @@ def check_floats(model: nn.Module, source: Source) -> None:
     start = f"{getattr(model, 'base_model_prefix', '')}."
     are_floats: dict[str, bool] = {}
     for name, value in model.state_dict().items():
-        # a file may be that of the base, or of a model that has it as one
+        # files may name tensors as the model inside this one does, or as one around it
         for file_name in (name.removeprefix(start), start + name, name):
             are_floats[file_name] = value.is_floating_point()
     for path in files_of(source):
