@@ -91,6 +91,7 @@ def pretend_a_card(until: ExitStack) -> None:
 def step_cases(until: ExitStack) -> Iterator[StepCase]:
     """Yield the cases of a CPU, then pretend that there is a GPU and yield those of one."""
     yield from _cases_of(CPU_PATH)
+    # From here on: the cases above have been measured by now.
     pretend_a_card(until)
     yield from _cases_of(CARD_PATH)
 

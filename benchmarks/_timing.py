@@ -108,8 +108,8 @@ def live_bytes(*roots: object) -> int:
     """Return the bytes of the storages that the roots hold, each counted once.
 
     It follows containers and attributes, and takes a tensor subclass for its inner
-    tensors. So it needs no list of what an optimizer keeps or where. Gradients are left
-    out.
+    tensors. So it needs no list of what an optimizer keeps or where. A gradient in
+    ``grad`` is left out, and one that an object holds in another place is not.
     """
     storages: dict[int, int] = {}
     # Objects stay referenced, so that no other gets the id of one that was freed.

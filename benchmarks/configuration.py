@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# `run` has imported this when it begins.
+# The bench's `run` is a function of this module: importing it is not counted.
 import nanogpt_bench.loop.train
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.text import prepare_text

@@ -6,11 +6,12 @@
 
 One thread, float32. Forward and backward, with gradients of the input, the weight and
 the bias: weight and input in E4M3, the output's gradient in E5M2, all at scales
-measured in each pass, one for each tensor or one for each row. The two layers are timed
-in turn (process CPU time) and the ratio is the median over the pairs, with the smallest
-and the largest. The last figures are the ratio to a plain ``nn.Linear``, and the
-difference between the results of this layer and torchao's. With scales of rows torchao
-quantises all operands again for the backward pass, where this layer reuses its own.
+measured in each pass, one for each tensor (``tensor``) or one for each row
+(``channel``). The two layers are timed in turn (process CPU time) and the ratio is the
+median over the pairs, with the smallest and the largest. The last figures are the ratio
+to a plain ``nn.Linear``, and the difference between the results of this layer and
+torchao's. With scales of rows torchao quantises all operands again for the backward
+pass, where this layer reuses its own.
 """
 
 import argparse

@@ -54,8 +54,8 @@ class Part(NamedTuple):
         return self.measure.__name__
 
 
-#: by worth: the first call is full before ``eight_billion``, and ``gpt2`` runs where it
-#: is named
+#: by worth: the parts before ``eight_billion`` fill the time of a first call, and
+#: ``gpt2`` runs only where it is named
 PARTS: Final = (
     Part(exact_steps, 30),
     Part(exact_arrays, 10),

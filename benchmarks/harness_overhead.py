@@ -21,10 +21,11 @@ ratio of speeds, in tokens/s:
                                   the first, one validation batch among them;
                                   goal >= 0.95
 
-The two loops take their steps in turn in one process, so that whatever else the machine
-does slows both; process CPU time. The ratio is that of the sums over all steps but the
-first. Next to it is the median over the pairs, which the few monitored steps do not
-affect.
+A look is a measurement by the monitors. The two loops take their steps in turn in one
+process, so that whatever else the machine does slows both; process CPU time. The ratio
+is that of the sums over all steps but the first 20 and the last, which validates; for
+compare's looks only the first is left out. Next to it is the median over the pairs,
+which the few monitored steps do not affect.
 """
 
 import argparse
@@ -56,7 +57,7 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings, shipped
 
 Step = Callable[[], object]
-#: steps left out: first allocations
+#: steps left out, but for compare's looks: first allocations
 WARM_UP: Final = 20
 LOOP: Final = "bench / plain loop"
 MONITORS: Final = "with monitors / checked step"

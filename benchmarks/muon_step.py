@@ -5,9 +5,9 @@
 
 One thread. torch's Muon steps the same matrices in float32. They are those of the
 hidden layers of a GPT: 4 blocks of width 128, or 6 of width 384. Each contender runs in
-fresh processes, its steps taken in turn with torch's. The ratio is the median over the
-pairs, of process CPU time, and the table shows the median of the processes with the
-smallest and the largest. Our steps include the check that every gradient is finite.
+fresh processes, its steps taken in turn with torch's. A process has one ratio, the
+median over its pairs of process CPU time. The table shows the median of the processes,
+the smallest and the largest. Our steps include the check that every gradient is finite.
 Bytes are those of weights and state after the steps.
 
 torch's products are always in bfloat16. Ours are only if the machine has it, and

@@ -5,13 +5,13 @@
                                         [--markdown | --json] [--record]
 
 One thread. Each contender runs in fresh processes of its own, its steps taken in turn
-with fused AdamW's over the same weights and gradients; the ratio is the median over the
-pairs, on the CPU of process CPU time, and the table shows the median of the processes
-with the smallest and the largest. Our steps include the check that every gradient is
-finite. Bytes are those of the live tensors after the steps and ``zero_grad``:
-parameters, state and whatever else the optimizer holds, gradients that it does not free
-included. The first step includes work that is done once: every weight's spacing, and
-the words that key its random bits.
+with fused AdamW's over the same weights and gradients. A process has one ratio, the
+median over its pairs (on the CPU of process CPU time). The table shows the median of
+the processes, the smallest and the largest. Our steps include the check that every
+gradient is finite. Bytes are those of the live tensors after the steps and
+``zero_grad``: parameters, state and whatever else the optimizer holds, such as
+gradients that it keeps itself. The first step includes work that is done once: every
+weight's spacing, and the words that key its random bits.
 
 A peer that is not installed is left out with a note; any other failure is printed, and
 the exit code is 1.

@@ -144,6 +144,7 @@ def layer_cases(on_card: ExitStack) -> Iterator[Case]:
     steps = layers.steps(autocast=False)
     yield Case("a layer, a CPU's path, float32", "E4M3", *steps, 1, goal=1.5)
 
+    # From here on: the case above has been measured by now.
     pretend_a_card(on_card)
     layers = one_layer("E4M3", TINY)
     weight = layers.coded.weight
@@ -156,7 +157,10 @@ def layer_cases(on_card: ExitStack) -> Iterator[Case]:
 
 
 def compiled_cases(on_card: ExitStack) -> Iterator[Case]:
-    """Yield the cases of a compiled stack of layers."""
+    """Yield the cases of a compiled stack of layers.
+
+    None of them pretends that there is a GPU.
+    """
     for name, autocast in (("layers, compiled", False), ("layers, compiled, autocast", True)):
         steps = compiled_stack("E4M3", TINY, DEPTH).steps(autocast=autocast)
         yield Case(name, "E4M3", *steps, DEPTH, goal=1.3)

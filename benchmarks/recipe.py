@@ -138,7 +138,8 @@ def write_floats(model: Path, out: Path) -> None:
     The model's folder may have a ``.gguf`` file.
     """
     causal = load_causal(str(model))
-    # The folder's settings get the name of the class, which has to be transformers'.
+    # The folder's settings get the name of the class, which has to be transformers'. In
+    # `__mro__` the bench's class and its mixin come before it.
     causal.__class__ = type(causal).__mro__[2]
     causal.save_pretrained(out)
 

@@ -161,6 +161,7 @@ def known_losses(search: Search, rule: str) -> dict[int, float]:
         results = {power: search.loss(rule, power) for power in powers}
         ended = {power: loss for power, loss in results.items() if loss is not None}
         losses |= ended
+        # Nothing new has ended, or some of these have not: the grid grows no further.
         if not ended or len(ended) < len(powers):
             return losses
 

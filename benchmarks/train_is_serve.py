@@ -133,7 +133,7 @@ class Policy:
 
     model: Any
     optimizer: torch.optim.Optimizer
-    #: returns the server's weights, as a state for the model before training
+    #: returns the server's weights, a state that a copy of the first model loads
     served: Callable[[], dict[str, Tensor]]
 
 
@@ -224,7 +224,8 @@ def from_master(
 ) -> Policy:
     """Return the policy of float weights, of which a copy is rounded for the server.
 
-    They are trained as they are, or rounded in the forward pass.
+    They are trained as they are, or rounded in the forward pass. The copy is rounded
+    from the dtype ``copied_in``, by default the one of training.
     """
     model = copy_in(base, dtype)
     layers = linear_layers(model)
@@ -280,7 +281,7 @@ class Rollout(NamedTuple):
     tokens: Tensor
     #: log-probabilities of the written tokens under the server's weights
     log_probabilities: Tensor
-    #: to the trained policy
+    #: between the trained policy and the server's
     mismatch: dict[str, float]
 
 

@@ -10,10 +10,10 @@ second has gradients and a state. Activations of blocks are recomputed in the ba
 pass. A recipe that steps in the backward pass frees each gradient there, clipped by the
 norm of the pass before. The others clip all gradients at once.
 
-Shown is the largest resident set of that process (``VmHWM`` of Linux, reset first)
-minus that before. The one before is taken after such steps of one layer of the model,
-so that all compilation is done. Muon's iterations, which all take the same memory, may
-be fewer than the usual 5 to save time.
+Shown is the largest resident set of that process (``VmHWM`` of Linux, reset before it
+reads) minus the one at the reset. By then the process has taken such steps of a model
+of one layer, so that all compilation is done. Muon's iterations, which all take the
+same memory, may be fewer than the usual 5 to save time.
 """
 
 from __future__ import annotations

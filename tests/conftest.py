@@ -201,6 +201,7 @@ def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Iterator[list[int]]:
+    """Yield a list for the bytes by which memory grew, an entry for each attack."""
     grown: list[int] = []
     yield grown
     most = max(grown, default=0) / 2**20

@@ -23,8 +23,8 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
 
     Its output goes to output.txt.
 
-    In a group of its own Ctrl-C raises KeyboardInterrupt, which tests that run in the
-    background ignore.
+    In a group of its own Ctrl-C raises KeyboardInterrupt in it, also where the tests
+    run in the background and ignore Ctrl-C.
     """
     folder.mkdir(exist_ok=True)
     pid = os.fork()

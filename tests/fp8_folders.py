@@ -271,6 +271,15 @@ def compressed(
     """Write ``ModelCompressor`` of compressed-tensors, with llm-compressor's recipe.
 
     Scales come from each group's range.
+
+    Args:
+        folder: where it is written.
+        model: a float model.
+        shards: the largest size of a file.
+        scheme: the name of a preset of compressed-tensors.
+        wide: whether scales are found in float32.
+        head: whether the head is quantised too.
+        changes: parts of the preset, and what is changed in each; None removes it.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -405,9 +414,9 @@ def torchao(folder: Path, model: Any, shards: str) -> None:
 
 
 def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
-    """Write ``compressed`` with scales of rows in one dimension, or in none.
+    """Write ``compressed``, with scales of rows in one dimension.
 
-    Scalars have none.
+    The one scale of a tensor has no dimension.
     """
     compressed(folder, model, shards, **options)
     rewritten(folder, lambda k, v: {k: v.squeeze() if k.endswith("weight_scale") else v}, None)

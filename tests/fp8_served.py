@@ -64,6 +64,7 @@ def decoded(folder: Path) -> dict[str, Tensor]:
     for name in files:
         if name.endswith(".weight_scale"):
             codes = name.removesuffix("_scale")
+            # `decompress` takes no scales of rows in one dimension.
             scale = (
                 files[name].reshape(-1, 1)
                 if group["weights"]["strategy"] == "channel"
@@ -72,6 +73,6 @@ def decoded(folder: Path) -> dict[str, Tensor]:
             parts = {
                 "weight": files[codes],
                 "weight_scale": scale,
-            }  # it takes no scales of rows in one dimension
+            }
             weights[codes] = decompress(parts, QuantizationScheme.model_validate(group))["weight"]
     return weights

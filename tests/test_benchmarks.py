@@ -389,7 +389,8 @@ def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_p
     monkeypatch.setattr(script.time, "process_time", lambda: float(next(clock)))
 
     def three_steps(config: object, folder: Path, on_progress):
-        for number in range(script.WARM_UP + 4):  # the first and the last are not timed
+        # Two are counted: after the warm-up, and before the last.
+        for number in range(script.WARM_UP + 4):
             next(clock)  # a unit of work of the run's own
             on_progress(Progress(number, script.WARM_UP + 3, None, None, None, None, 0.0, 0.0, 0.0))
 
@@ -563,9 +564,9 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules):
         code, exact = script.replayed(start, updates, way, "independent", **KEY)
         for error in (code - exact, (code - exact) * start.sign()):
             assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
-        if (
-            way.pow2
-        ):  # where a weight is, and so which grid it is rounded to, depends on its dithered draws
+        # Where a weight is, and so which grid it is rounded to, depends on its dithered
+        # draws.
+        if way.pow2:
             keys = [KEY | {"seed": seed} for seed in range(8)]  # the bias by one seed is noise
             biases = [script.error_of(start, updates, way, "dither", **key).bias for key in keys]
             assert abs(sum(biases) / len(biases)) < 0.003

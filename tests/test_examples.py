@@ -16,8 +16,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NUMBER = re.compile(r"\d+\.\d+")
 
 
-# what has to be so on every machine, of the decimal figures in the order they are
-# printed
+#: what has to be so on every machine; n are the decimal figures in the order they are
+#: printed, row by row
 CLAIMS = {
     "geoopt_drop_in": lambda n: n[3] < 2 and n[1] > 2 * n[3],
     "stiffness_adamw": lambda n: n[0] < n[2] < 0.02 and n[1] > 2 * n[2],

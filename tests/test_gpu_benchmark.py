@@ -132,6 +132,7 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
         return torch.cat([rounded(x[:-1], *args), rounded(x[-1:], *args) / 2])
 
     def one_code_off(layer):
+        # The first copy stays as it is, the second has another code.
         layer[0].weight.codes[3, 5] ^= 8 * len(copied)
         copied.append(layer)
         return layer

@@ -160,6 +160,7 @@ def test_the_ten_lines_train(lines, request):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(p.grad is None for p in model.parameters())
     steps = {float(state["step"]) for state in names["optimizer"].state.values()}
+    # The first of README's 40 passes only measures the norm.
     assert steps == {39.0 if lines == "ran" else 40.0}
 
 

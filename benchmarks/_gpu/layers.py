@@ -124,7 +124,10 @@ def kernels(session: Session) -> dict[str, Any]:
 
 
 def kernels_of_width(session: Session, d: int) -> Iterator[Kernel]:
-    """Yield the kernels over activations of a width, and over a square weight."""
+    """Yield the kernels over activations of a width, and over a square weight.
+
+    A code is one byte, a bfloat16 two. Columns are read twice.
+    """
     x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16)
     weight = fm.FP8Parameter(session.normal(d, d, dtype=torch.bfloat16), "E4M3")
     size = f"{len(x)} x {d}"

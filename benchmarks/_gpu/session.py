@@ -18,7 +18,8 @@ from fp8manifold.optim import _backends, _steady
 
 __all__ = ["PRODUCTS", "Session", "bits", "on_card", "one_byte", "seeded"]
 
-#: the ways in which this version's one-byte layers multiply
+#: the ways in which one-byte layers multiply: one in a version whose `quantize_model`
+#: has no argument `products`
 PRODUCTS: tuple[str, ...] = ("decoded",)
 if "products" in inspect.signature(fm.quantize_model).parameters:
     PRODUCTS = ("decoded", "fp8")

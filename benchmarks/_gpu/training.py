@@ -227,7 +227,7 @@ def last_loss(session: Session, kind: str) -> dict[str, float]:
 def source_batches(rows: int, length: int, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and targets of the standard library's modules, in the order of names.
 
-    A token is a byte, and each byte occurs once.
+    A token is a byte, and no byte is in two batches.
     """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     sources = bytearray(b"".join(path.read_bytes() for path in paths))

@@ -8,9 +8,11 @@
                              row, or for each column of a matrix that is read by rows
     copy                     codes, transposed or not
 
-Programs take R x W elements (R rows) or R x C. A scale of an operand is the least power
-of two that takes the largest magnitude of its row or column into the range of the
-codes.
+A program of ``amax``, ``columns`` or ``copy`` takes R x C elements, one of ``finite``
+takes W, and any other takes W elements of each of R rows at a time. A scale of an
+operand is the least power of two that takes the largest magnitude of its row or column
+into the range of the codes. An operand may have factors, called ``fold``: it is
+multiplied by them before its scales are found.
 
 ``FORMAT``, in kernels ``F`` for short, is a ``Format`` of ``kinds.py``. bfloat16 is
 passed as uint16 bits. Arguments in capitals are constants that a kernel is compiled
@@ -201,8 +203,8 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
 def _scales_of(amax, LARGEST: tl.constexpr):
     """Return the least powers of two that take magnitudes to at most LARGEST.
 
-    Both are float32 bits. Return (scales, reciprocals): 1 for zero, at least 2^-126,
-    and NaN, whose reciprocal is 0, for what is not finite.
+    Both are float32 bits. Return (scales, reciprocals). A scale is at least 2^-126. It
+    is 1 for zero, and NaN, with the reciprocal 0, for what is not finite.
     """
     exceeds_mantissa = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     field = (amax >> 23) - ((LARGEST >> 23) - 127) + exceeds_mantissa

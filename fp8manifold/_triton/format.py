@@ -108,7 +108,7 @@ def code_value(code, FORMAT: tl.constexpr):
     """Return the value of a finite code; a shift carries its sign along."""
     EXPONENT_BITS: tl.constexpr = FORMAT.BITS - 1 - FORMAT.MANTISSA_BITS
     # The sign, and as many bits below it as code and mantissa have: the copies of the
-    # sign between them go.
+    # sign between them go. -2147483648 is the sign bit of an int32.
     MASK: tl.constexpr = ((1 << (23 + EXPONENT_BITS)) - 1) - 2147483648
     fields = ((code << (32 - FORMAT.BITS)) >> (8 - EXPONENT_BITS)) & MASK
     return _unbiased(float_of(fields), FORMAT.BIAS)
@@ -351,6 +351,8 @@ def random_half(x, draw, FLOAT16: tl.constexpr):
     if FLOAT16:
         rounded = _drawn_float16(magnitude, draw)
     else:
+        # The sum carries into the upper half where the lower one exceeds the 16 upper
+        # bits of the draw.
         rounded = tl.minimum((magnitude + ((draw >> 8) ^ 0xFFFF)) & -65536, 0x7F7F0000)
     # NaN and Inf stay.
     return float_of(tl.where(magnitude < 0x7F800000, rounded, magnitude) | (bits & -2147483648))
@@ -423,10 +425,11 @@ def chart_shift(x, steps, lowest, highest, FORMAT: tl.constexpr):
 
 @triton.jit
 def exp2_exact(x):
-    """Return ``2^x`` within 4 ulp."""
+    """Return ``2^x`` within 4 ulp, and exactly for a whole ``x`` from -126 to 127."""
     small = tl.abs(x) < 4194304.0
     whole = tl.where(small, (x + TO_WHOLE) - TO_WHOLE, x)
     fraction = x - whole
+    # A tensor of the first coefficient, in the shape of x.
     value = x * 0.0 + 1.5252733804059838e-05
     value = value * fraction + 0.00015403530393381606
     value = value * fraction + 0.0013333558146428441
@@ -444,6 +447,7 @@ def log2_of_mantissa(x):
     f = float_of((bits_of(x) & 0x7FFFFF) | 0x3F800000)
     t = tl.math.div_rn(f - 1.0, f + 1.0)
     square = t * t
+    # A tensor of the first coefficient, in the shape of x.
     value = square * 0.0 + 0.19235933878519512
     value = value * square + 0.22195308321368667
     value = value * square + 0.2623081892525388
@@ -461,7 +465,8 @@ def field_factor(stiffness, scale, numbers, MODE: tl.constexpr, EXPONENTS: tl.co
 
     Args:
         stiffness: its mantissa is that of the scale.
-        scale: its logarithm is taken in place of the larger tensor's.
+        scale: the logarithm of its mantissa is taken in place of the stiffness's, which
+            may be a larger tensor.
         numbers: points to ``1 / S_ref``, ``log2 S_ref``, the two bounds of the ratio,
             those of its logarithm, and ``k``.
         MODE: ``linear``, ``sqrt``, ``square``, or ``power`` for any other ``k``.

@@ -158,7 +158,10 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Widening:
-    """The facts of a doubling of scales that its kernel is compiled for."""
+    """The facts of a doubling of scales that its kernel is compiled for.
+
+    To widen a scale is to double it.
+    """
 
     format: Format
     residual_bits: int
@@ -204,8 +207,8 @@ class Tile:
 
     rows: int
     width: int
-    #: The length of a row; 0 if it is read from the record: for a single row, cut into
-    #: tiles, and for long ones.
+    #: The length of a row; 0 if it is read from the record: where a tile is a part of a
+    #: row, of a single one or of long ones.
     length: int
     #: ``one`` in all, one per ``row``, one per ``run`` of elements, or one per
     #: ``element``.

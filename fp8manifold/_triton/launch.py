@@ -6,8 +6,9 @@ parameter), uploaded without a wait, and chunks that say which program takes wha
     launches_of    records and kinds -> [Launch(records, [Call(kernel, chunks, facts)])]
                    first steps, then the doubling of scales
     launch         upload each table, compile all kernels, run the calls
-    report         words that the kernels write, a row for all and one per parameter.
-                   The first word, if set, makes all later kernels return.
+
+Kernels write words into the ``report``: a row for all parameters, then one for each.
+Its first word, if set, makes all later kernels return.
 
 Chunks and compiled kernels are cached: they are the same in every step.
 """
@@ -205,6 +206,7 @@ def _tile_of_rows(widening: Widening) -> Tile:
 
 
 def _on(device: torch.device) -> torch.cuda.device:
+    # -1 leaves the current device as it is.
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 

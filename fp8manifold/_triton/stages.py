@@ -183,6 +183,7 @@ def inverse_scale(scale, SPEC: tl.constexpr):
     if SPEC.storage == "codes" and SPEC.exponents:
         inverse = floats.reciprocal(scale)
     elif SPEC.storage != "plain":
+        # The dividend is 1, in the shape of the scale.
         inverse = tl.math.div_rn(scale * 0.0 + 1.0, scale)
     return inverse
 
@@ -225,6 +226,7 @@ def load_weights(record, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.cons
         value, ulp = decoded(stored, residual, SPEC)
     else:
         stored = load_float(record, WEIGHT, SPEC.weight, offsets, mask, TILE.aligned)
+        # Plain weights have no ulp: theirs is any value.
         value, ulp = stored, stored
         if SPEC.storage != "plain":
             value = tl.math.div_rn(stored, scale)
@@ -308,6 +310,7 @@ def advance_bounds(record, largest_bits, row, row_mask, SPEC: tl.constexpr):
     Return (scale, 1 / new scale) of the first moment, and the same of the second.
     """
     largest = floats.float_of(largest_bits)
+    # A scale of 1 for each row, for a moment that there is not.
     one = largest * 0.0 + 1.0
     first, new_first_inverse, second, new_second_inverse = one, one, one, one
     if SPEC.first:

@@ -88,6 +88,7 @@ def _report_codes(record, code, mask, SPEC: tl.constexpr, TILE: tl.constexpr):
     magnitude = code & (SPEC.format.SIGN_BIT - 1)
     is_last = ((magnitude == SPEC.format.MAX_CODE) & mask).to(tl.int32)
     places = stages.pointer(record, stages.REPORT, tl.int32, False)
+    # The same address for each row: the masks of the stores have that shape.
     places = places + tl.zeros((TILE.rows,), tl.int32)
     tl.store(places + REACHED, 1, mask=tl.max(is_last, axis=1) > 0)
     largest = tl.max(tl.where(mask, magnitude, 0), axis=1)
@@ -311,6 +312,7 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             length = stages.load_size(record, stages.LENGTH)
             tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
             largest = tl.zeros((T.rows,), tl.int32)
+            # ``row >= 0`` is always true: a program takes one long row, which exists.
             if S.fitted:
                 scales = stages.fitted_scales(record, row, row >= 0, S)
                 for tile in range(tiles):

@@ -242,5 +242,6 @@ def _options(warps: int) -> dict[str, bool | int]:
 def _launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], warps: int = 4) -> None:
     """Launch a kernel on the device of its first argument."""
     first = arguments[0]
+    # -1 leaves the current device as it is.
     with torch.cuda.device(first.device if first.is_cuda else -1):
         _kernel(name)[grid](*arguments, **_options(warps))

@@ -41,6 +41,7 @@ def same(ours, expected):
 
 def matrix(width, dtype, seed=1):
     x = normal(23, width, seed=seed) * torch.exp2(normal(23, 1, seed=seed + 1).mul(6).round())
+    # At and beyond the ends of E4M3 and of int8, a large number, tiny ones, both zeros.
     ends = (448.0, 449.0, -480.0, 464.0, 127.0, -127.5, 2.0**15, 1e-38, 1e-41, 6e-8, 0.0, -0.0)
     for row, end in enumerate(ends):
         x[row, width // 2 :] = end

@@ -71,6 +71,8 @@ def with_factors(x, factors=True):
     for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
         if isinstance(p, fm.FP8Tensor) and p.scale.numel():
             factor = 1 + torch.rand(p.scale.numel(), generator=torch.Generator().manual_seed(5))
+            # The second has the largest mantissa; the first of several stays a power of
+            # two.
             factor[1:2] = 2.0 - 2.0**-23
             factor[: int(p.scale.numel() > 1)] = 1.0
             p.set_scale_(p.scale * factor.view(p.scale.shape))

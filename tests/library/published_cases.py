@@ -110,5 +110,6 @@ SHAPES = {
 }
 
 
+#: codes with a scale for each row, and a scale alone
 W, S = codes((4, 64)), scales((4, 1), torch.float32)
 ONE = torch.tensor(0.5)

@@ -18,8 +18,9 @@ def model(
     factors=False,
     **options,
 ):
-    """Three linear layers with norms; 2 and 3 divide the rows of none of them where
-    ``rows`` is 22 or 7 alone.
+    """Return three linear layers, with ``rows``, 64 and 5 rows, and a norm.
+
+    Of 2 and 3 only 2 divides 22 and 64, and neither divides 7 and 5.
     """
     net = nn.Sequential(
         nn.Linear(64, rows),

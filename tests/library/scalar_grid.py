@@ -12,6 +12,7 @@ import numpy as np
 import fp8manifold as fm
 from fp8manifold import reference
 
+# One makes numbers, the other names their type.
 f32 = np.float32
 F32 = np.float32
 

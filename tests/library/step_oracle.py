@@ -197,6 +197,10 @@ class Slow:
         return largest
 
     def _fresh_scale(self, largest, headroom, scale):
+        """Return a scale with the mantissa of the old one and room above the largest.
+
+        The room is that of `fm.storage_scale`, of which ``headroom`` is the least.
+        """
         room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
         top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
         factor = math.frexp(scale)[0] * 2
@@ -210,6 +214,7 @@ class Slow:
         """
         if self.storage != "codes" or self.riemannian:
             return self.scales
+        # 0x80 is -0, or NaN in a format without -0: both count as 0.
         held = self._under_each_scale(
             [self.fmt.decode_code(c) if c != 0x80 else 0.0 for c in self.stored]
         )

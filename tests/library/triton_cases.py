@@ -56,6 +56,11 @@ WAYS = tuple(
 
 
 def gradient(shape, kind, seed):
+    """Return ordinary gradients, or others of a kind.
+
+    1 has many binades, 2 has many zeros, which are -0, 3 is subnormal, and 4 has
+    squares of about 1e-36.
+    """
     x = normal(*shape, seed=seed)
     if kind == 1:
         return x * torch.exp2(normal(*shape, seed=seed + 1).mul(40).clamp(-140, 30).round())
@@ -430,7 +435,11 @@ def _tensors(values):
 
 
 class Tape(TorchDispatchMode):
-    """The launches of a function, in their order; when it ends none has happened."""
+    """The operators and launches of a function, in their order.
+
+    At its end all that operators wrote to is as it was: nothing has happened until a
+    replay.
+    """
 
     def __init__(self):
         super().__init__()
@@ -443,10 +452,12 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = {id(x): x for x in _tensors((args, kwargs))}
+        # What this operator writes to, as it was.
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._before += [(x, x.clone()) for x in _tensors(value)]
         result = func(*args, **kwargs)
+        # Results in memory of their own, into which a replay copies its results.
         places = {x.untyped_storage().data_ptr() for x in given.values() if type(x) is Tensor}
         made = [
             (i, x)

@@ -403,6 +403,8 @@ def test_an_optimizer_holds_its_parameters_and_their_state_alone(name, writeback
     assert [gradient() for gradient in gradients] == [None, None]
     sizes, known = memory(optimizer, {}), memory([parameters, dict(optimizer.state)], {})
     extra = sum(size for address, size in sizes.items() if address not in known)
+    # 24 bytes for each of 16 rows and 256 more, and 16 for each element of the two
+    # factors of a layer.
     layer = parameters[0].shape[0] ** 2 + parameters[0].shape[1] ** 2
     assert extra <= 16 * 24 + 256 + (16 * layer if name == "FisherNaturalGradient" else 0)
 

@@ -111,6 +111,7 @@ def test_fitted_scales_are_those_of_the_definition(kind, writeback, scale, facto
 @scaled
 def test_narrowed_scales_are_those_of_the_definition(kind, writeback, factor):
     p = stored("E4M3", scale=SCALES * factor)
+    # Sign and mantissa: subnormals and zeros, far below the scale.
     p.codes[2] = p.codes[2] & 0x87
     before = p.scale.clone()
     options = OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "refresh_every": 2}

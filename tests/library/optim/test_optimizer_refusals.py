@@ -18,6 +18,7 @@ from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
 KINDS = {kind.__name__: kind for kind in cases.CLASSES}
 #: Options that all of them refuse, that those with `betas` do, and those with `momentum`.
+#: Errors are written as `check_refused` reads them.
 EVERY = {
     **named(
         "ValueError",

@@ -104,6 +104,7 @@ def resume(label, begin, every=EVERY):
         resumed = begin(100)
         resumed.load(files[t])
         assert resumed.bits() == trajectory[t], f"{label}: loaded after step {t}"
+        # More from one of the files of each nine steps.
         steps = AHEAD if t % 9 >= 9 - every else 1
         for later in range(t + 1, t + 1 + steps):
             resumed.step(later)

@@ -111,6 +111,7 @@ def test_a_step_in_the_chart_is_the_one_written_out(k):
     )
     views = cases.record(optimizer)
     step_from(optimizer, weight, gradient)
+    # Nesterov: 1 - 0.95 of the gradient, and 0.95 of the first momentum.
     u = gradient.double() * (0.05 + 0.95 * 0.05)
     direction = factor * orthogonal_factor(factor * u, COEFFICIENTS, 5, 1e-7, torch.float64)
     expected = w * (1 - 0.01 * 0.5) - adjusted_rate(0.01, None, 8, 12) * direction

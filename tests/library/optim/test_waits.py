@@ -190,7 +190,7 @@ def test_whatever_autocast_casts_shares_the_codes(kind, granularity, inner):
     y.float().sum().backward()
     assert inner
     assert not [name for name in COPIES if inner[f"{name} of codes"]], inner
-    # Of exponents, which are decoded, and of no counter.
+    # These are of exponents, which are decoded, and of no counter.
     clones = inner["clone"] + inner["_to_copy"]
     assert clones <= (4 if granularity == "block" else 0), inner
     with torch.autocast("cpu", torch.bfloat16):
