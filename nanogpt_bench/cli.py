@@ -28,8 +28,10 @@ from nanogpt_bench.system.ranks import as_rank, is_lost, is_worker, joined
 
 #: exit code after a wrong command line or setting
 USAGE_ERROR = 2
-#: exit code, plus a signal's number, where it ends a command that can't be resumed
+#: added to a signal's number: the exit code of a command that the signal ended and that
+#: can't be resumed
 INTERRUPTED = 128
+#: exit code after a failed run, or an error of the disk
 FAILED = 1
 COMMANDS = {
     "prepare": "turn a text into train.bin, val.bin and meta.json",
@@ -153,9 +155,9 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """End the command, unless it ends because it has lost a process.
+    """End the command, unless it is already handling the loss of another process.
 
-    torchrun then signals the others too.
+    When one process ends with an error, torchrun sends SIGTERM to the others, too.
     """
     if not is_lost(sys.exc_info()[1]):
         raise KeyboardInterrupt(number)

@@ -5,9 +5,9 @@ is used. It is one file of a run, `checkpoints/step-N.safetensors`, with all ten
 everything else is in its header. Its SHA-256 is in `step-N.safetensors.sha256` in the
 same folder.
 
-To be whole after any interruption, a checkpoint is written as `.step-N....part` and
-synced, then its digest is written, then it is renamed. A digest without a checkpoint
-and a part are litter, which the next start removes.
+To be whole after any interruption, a checkpoint is written as
+`.step-N.safetensors.part` and synced, then its digest is written, then it is renamed. A
+digest without a checkpoint and a part are litter, which the next start removes.
 """
 
 import hashlib
@@ -102,6 +102,7 @@ def read_sum(path: Path) -> str:
 def _read_contents(file: BufferedReader, path: Path) -> Contents:
     file.seek(0)
     contents = read_head(file)
+    # A file under another name, such as a copy, may hold any step.
     if step_of(path.name) not in (None, contents.step):
         raise ValueError(f"holds step {contents.step}, not the step of its name")
     return contents

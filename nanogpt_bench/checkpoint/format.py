@@ -123,7 +123,7 @@ class Contents:
     step: int
     #: part -> name -> plain, contiguous CPU tensor that shares no memory with others
     tensors: dict[str, dict[str, Tensor]]
-    #: part -> texts that belong to its tensors
+    #: part -> texts that belong to its tensors; `texts` in the header
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
     #: everything else, without NaN and Inf; `best` is true if the validation loss at
     #: that step was the lowest so far
@@ -202,6 +202,7 @@ def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
         start = end
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
+    # What can't be read again must not be written.
     _parse_header(data)
     return struct.pack("<Q", len(data)) + data, ordered_tensors
 

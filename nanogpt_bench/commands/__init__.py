@@ -80,6 +80,7 @@ def number(
     def parse(text: str) -> Any:
         with suppress(ValueError):
             value = kind(text)
+            # 1e-400 would be taken as 0, without a word.
             if is_allowed(value) and not is_beyond_floats(text):
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give {allowed}")

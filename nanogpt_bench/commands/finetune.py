@@ -199,6 +199,7 @@ def check_layout(config: Resolved, layout: Layout) -> None:
             f"--layout {layout} takes quantised weights, not the run's floats; give --layout "
             f"{FLOAT}"
         )
+    # A trial without weights: what can't be quantised or exported raises here.
     model = skeleton(config.model.pretrained or "")
     with _layout_errors(layout):
         model = fm.quantize_model(model, {"*": "none", **specs}, "fp8", tied="untie")
@@ -231,12 +232,14 @@ def save_model(
         model: Any = trained_model(config, open_corpus(config), device)
     source = f"checkpoint {str(checkpoint.path)!r}"
     fill(model, checkpoint.tensors, checkpoint.metadata, source)
+    # `reading` yields transformers, silenced.
     with reading(name) as transformers, _writing_errors(out):
         if layout == PUBLISHED:
             fm.save_fp8(model, out)
             return
         model = fm.dequantize_model(model) if layout == FLOAT else model
         head = model.get_output_embeddings()
+        # The settings are written, too, and describe the model as it now is.
         settings = model.config = copy.deepcopy(model.config)
         without_codes(model)
         settings.use_cache = True

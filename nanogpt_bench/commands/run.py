@@ -127,6 +127,7 @@ def trained(
         if ranks.first:
             prepare_default(config.data.dir)
     warnings = _warmup_warnings(config)
+    # A second signal ends the command, but is ignored in a process of torchrun.
     with (
         _folder(path.stem, folder, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,

@@ -198,7 +198,7 @@ def _generated_tokens(
     )
     try:
         while True:
-            # The precision is left before the caller goes on.
+            # Not around the `yield`: the caller must not run in this precision.
             with trainer.precision():
                 token = next(tokens, None)
             if token is None:

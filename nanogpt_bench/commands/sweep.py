@@ -82,6 +82,7 @@ def main(args: argparse.Namespace) -> int:
         mode = SweepMode(sweep.search)
     folder = f"{mode}-smoke" if args.smoke else mode
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / folder
+    # `MODES` has only the modes that are no grid.
     if sweep.rows and mode in MODES:
         raise BenchError(
             f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and "

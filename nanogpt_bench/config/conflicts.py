@@ -85,6 +85,7 @@ def refuse_new_meanings(
 def refuse_disagreement(config: Config, rule: Rule) -> None:
     """Refuse a setting that contradicts the rule: the run would have the wrong name."""
     rule_settings = meaning(rule)
+    # The first one is enough for a message.
     for key, value in contradicting(lambda key: get(config, key), rule_settings).items():
         wanted = rule_settings | {key: value}
         names = [name for name, candidate in RULES.items() if meaning(candidate) == wanted]
@@ -291,6 +292,7 @@ def _watching(config: Config) -> Iterator[Conflict]:
     missing = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
     for reason in ("divergence", "plateau"):
         if reason in config.train.stop_on and not is_followed:
+            # Not a `Conflict`: the message names one word of the list, not the list.
             raise BenchError(f"train.stop_on: {reason!r} {missing}")
     yield Conflict("alerts.baseline", not is_followed, missing)
 
@@ -299,6 +301,7 @@ def _pretrained(config: Config) -> Iterator[Conflict]:
     """Settings that need the GPT's own modules, or a model of transformers."""
     is_pretrained = config.model.pretrained is not None
     for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
+        # A dropout of 0.0 is off, too, which `_refuse` would take for a value.
         is_set = get(config, key) != 0
         yield Conflict(key, is_pretrained and is_set, "can't be used with model.pretrained")
     yield Conflict(

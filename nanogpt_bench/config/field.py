@@ -21,7 +21,8 @@ from nanogpt_bench.system.errors import BenchError, not_known
 FACTS: dict[str, Any] = {
     #: a run resumed with another value gets other numbers
     "changes_numbers": True,
-    #: part of what a rule means: a reference under another rule does not take it over
+    #: belongs to a run's rule: the reference of a sweep, which has its own rule, does
+    #: not take it over (`config.rules.reference_settings`)
     "of_rule": False,
     #: means nothing where all weights are floats
     "of_formats": False,
@@ -33,7 +34,8 @@ FACTS: dict[str, Any] = {
     "of_task": False,
     #: a learning rate, in the optimizer's own unit; every rule has its own
     "is_rate": False,
-    #: the option of compare that sets it differently in each row
+    #: the option of `compare` to give in place of this setting, in which its rows
+    #: differ; None: `compare` takes the setting
     "rows_by": None,
     #: a mapping whose entries are words, even those that look like numbers
     "words": False,

@@ -45,6 +45,7 @@ class Setting:
             str: "a word",
             list: "a list of words",
         }
+        # Only used for a mapping, whose help begins with what it maps to what.
         mapped = self.facts["maps"] or self.help.partition(",")[0].replace(" ->", " to")
         kind = words.get(self.kind, f"a mapping of {mapped}")
         null = " or null" if self.optional else ""

@@ -69,7 +69,7 @@ class Metric:
 
     @property
     def figure(self) -> str:
-        """The second part of the name."""
+        """The second part of the name; only for names of two or more parts."""
         return self.name.split("/")[1]
 
     @property

@@ -365,9 +365,9 @@ def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
 def stall_counts(storage: str | None, writeback: str | None) -> bool:
     """Return whether a stall is a failure.
 
-    Under an unbiased write-back weights that stall still move on average, so that it is
-    none. With a master copy it is the share of codes that stayed, and counts. It counts
-    also where the write-back is not known.
+    Under an unbiased write-back weights that stall at a step still move on average: the
+    stall is no failure. With a master copy the stall is the share of codes that stayed,
+    and is one. It also is one where the write-back is not known.
 
     >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic")
     (True, False)

@@ -44,7 +44,8 @@ WITHOUT_FORMATS = ("float32", "peer")
 PEER_WEIGHTS = {
     "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
 }
-#: storages whose points are a format's values: a step is rounded as it is written back
+#: storages in which a weight is always a value of its format: a step is rounded as it
+#: is written back
 ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step. Continuous storage is
 #: not rounded

@@ -134,7 +134,8 @@ def _gone_settings() -> dict[str, Any]:
 
 
 GONE = _gone_settings()
-#: other values that those versions filled in for null, and that mean what is done today
+#: further values of settings of `GONE` that a file may give: earlier versions filled
+#: them in for null, and they mean what is done today
 FILLED: dict[str, tuple[Any, ...]] = {
     "model.constrained": (["attn.qkv", "attn.proj"],),
     "model.pooling": ("mean",),

@@ -167,6 +167,7 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
     try:
         also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
     except BenchError as error:
+        # `load_corpus` names the usual setting.
         raise BenchError(str(error).replace("data.dir", "eval.also")) from None
     for key in ("tokenizer", "vocab_size", "characters", "pairs"):
         if also.meta.get(key) != corpus.meta.get(key):

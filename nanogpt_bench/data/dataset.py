@@ -116,6 +116,7 @@ class LabelledTexts(Texts):
 
 def label_names_in(stream: Stream) -> list[str] | None:
     """Return the names of a stream's labels; None where it only has numbers."""
+    # In `datasets` a column of lists of ClassLabel has the names in its `feature`.
     column = (getattr(stream, "features", None) or {}).get(LABELS_COLUMN)
     names = getattr(getattr(column, "feature", None), "names", None)
     return list(map(str, names)) if names else None

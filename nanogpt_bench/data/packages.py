@@ -98,6 +98,7 @@ class Sentences:
         ... )
         'A third sentence, of which no text had a word.'
         """
+        # A short sentence at the beginning is new if the whole text is.
         is_new = _add_new(" ".join(text.split()), self._texts)
         new_sentences = []
         for sentence in sentences(text):

@@ -37,10 +37,9 @@ from nanogpt_bench.system.hub import within
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
 TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
-# Beginnings of names.
-#: of learned byte pairs
+#: beginning of the names of learned byte pairs
 PAIRS = "bpe-"
-#: of a model's tokens
+#: beginning of the names of a model's tokens
 MODEL = "model-"
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
@@ -309,7 +308,7 @@ MOST_LEARNED = 2**25
 #: the most characters of a word; longer ones are cut, since merging takes time in the
 #: square of the length
 LONGEST_WORD = 2**10
-#: characters between which no word begins or ends, or more
+#: white space, or what is between: a word, without the space before it, is inside one
 _RUN = re.compile(r"\S+|\s+")
 
 

@@ -87,6 +87,7 @@ def write_corpus(
             counts[split] = writers[split].write(folder / f"{split}.bin", documents)
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
+        # A split has labels if every document in it has some.
         if any(None not in writer.labels for writer in writers.values()):
             meta["labels"] = _write_labels(folder, writers, counts, labels)
         write_text(folder / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False))
@@ -209,6 +210,7 @@ def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
     """
     start = 0
     while len(text) - start > size:
+        # + 2: a space behind the piece, and the character that has to follow it
         near_end = CUT.finditer(text, max(start, start + size - REACH), start + size + 2)
         cuts = [match.start() for match in near_end]
         end = cuts[-1] if cuts and cuts[-1] > start else start + size

@@ -260,6 +260,7 @@ class Measurement:
             with rounded(self.model, formats, **options) as size:
                 yield size
             return
+        # Without formats the model is measured as it is.
         if formats:
             # Frees the model before the next is read.
             self.model = nn.Identity()

@@ -94,12 +94,11 @@ SETTINGS = (
     "runtime.threads",
     "runtime.device",
 )
-# Defaults for a pretrained model.
-#: tokens of a window
+#: tokens of a window, by default for a pretrained model
 BLOCK = 256
-#: number of windows
+#: number of windows, by default for a pretrained model
 WINDOWS = 24
-#: windows at a time
+#: windows at a time, by default for a pretrained model
 BATCH = 4
 #: settings that a report on a run does not take, and why
 _SET_OTHERWISE = {
@@ -164,6 +163,8 @@ def _pretrained_measurement(
     device: torch.device,
 ) -> Measurement:
     """Return the measurement of a pretrained model, to which it has the only reference.
+
+    So it can free the model before it reads it again.
 
     The model is read in one of three ways. One that was published in codes is measured
     in these, unless an option needs its floats. A float model is read again for each
@@ -423,6 +424,7 @@ def _measure(
         for plan in plans:
             rows.append(measurement.row(*plan))
             tick(f"{plan.title}: {rows[-1].val_loss:.4f}")
+            # The first row has formats only if the files have codes.
             if len(rows) == 2 or measurement.stored:
                 say(f"not quantised: {'; '.join(measurement.unquantised) or 'nothing'}")
         if not groups:

@@ -154,12 +154,17 @@ class RunWeights:
     def trainers(
         self, names: Sequence[str], corpus: Corpus, device: torch.device, *, floats: bool = False
     ) -> Iterator[tuple[str, Trainer]]:
-        """Yield (row's name, trainer): the weights as trained, then in each format.
+        """Yield (row's name, trainer) of the weights as trained, then in each format.
 
-        The name `none` stands for floats. With `floats`, floats come second if they
-        differ from the weights as trained. If there also are no `names`, the formats
-        that were given as settings come last. Settings of formats are refused where no
-        row has one.
+        The rows are, in this order:
+
+        1. the weights as trained
+        2. with `floats`, floats, if they can differ from the weights as trained, or are
+           among `names`
+        3. the others of `names`; `none` stands for floats
+        4. with `floats` and without `names`, the formats that were given as settings
+
+        Settings of formats are refused where no row has one.
         """
         given_formats = {}
         if floats and not names:
@@ -221,6 +226,7 @@ class RunWeights:
             model.headroom = None
         if not model.tie_weights:
             model.tied = None
+        # What the user gave counts also where the run's own was dropped.
         model.granularity = self.overrides.get("model.granularity", model.granularity)
         model.headroom = self.overrides.get("model.headroom", model.headroom)
         model.tied = self.overrides.get("model.tied", model.tied)

@@ -322,6 +322,7 @@ def _rest(evidence: Evidence) -> Series:
     # bands are allowed.
     last_quarter = losses[-max(len(losses) // 4, 1) :]
     if statistics.fmean(last_quarter) > level + 2 * band:
+        # not at rest
         share = 1.0
     elif at(evidence.run.summary, "stop.kind") == "plateau":
         # A run that `train.stop_on` ended on a plateau would have stayed there: it
@@ -446,7 +447,7 @@ class Event:
 
 
 def holds(row: Limit, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
-    """Return whether, and since when, a criterion of the table holds in a series.
+    """Return a criterion as judged on a series: whether, and since when, it holds.
 
     The series has at least one value. If it is shorter than the criterion's patience,
     it has to be beyond its bound throughout. In a run that is still `running` the
@@ -456,6 +457,7 @@ def holds(row: Limit, series: Series, *, died: bool = False, running: bool = Fal
     first = values[0]
     beyond = [row.beyond(value, first) for value in values]
     needed = row.patience if row.filled or running else min(row.patience, len(values))
+    # Only a run that died can break off in the middle of a failure.
     start = _first_run(beyond, needed, broken_off=died and row.broken_off, lasting=row.lasting)
     if start is not None and row.filled:
         start += row.patience - 1

@@ -216,6 +216,7 @@ KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
 ENDINGS: Final = {
     "nan": Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, bound=1.0, patience=3, filled=True),
     "divergence": next(row for row in CLASSES if row.figure == metrics.EXCESS.name),
+    # not a thousandth below its lowest
     "plateau": Limit("plateau", FLATNESS, ABOVE, bound=-0.001, patience=5, filled=True),
 }
 

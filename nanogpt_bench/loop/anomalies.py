@@ -199,7 +199,8 @@ def _last_bad_gradient(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradients[name] = parameter.grad
-    # The backward pass goes through the model from its end.
+    # The backward pass goes through the model from its end, and so reached the last bad
+    # gradient first.
     return _first_bad("gradient of ", dict(reversed(gradients.items())), ranks)
 
 

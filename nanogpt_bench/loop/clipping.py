@@ -53,6 +53,7 @@ def build_clipping(model: nn.Module, optimizer: torch.optim.Optimizer, config: C
         fm.optim.step_in_backward(optimizer, accumulate="bfloat16")
         return Clipping(parameters, bound)
     fm.optim.step_in_backward(optimizer, accumulate=None)
+    # It uses neither parameters nor a bound.
     return Unclipped([], 0.0)
 
 
@@ -94,7 +95,10 @@ class Clipping:
         """
 
     def passed(self) -> None:
-        """Called after a backward pass that stepped, before its step ends."""
+        """Called after a backward pass in which parameters stepped.
+
+        The step has not ended yet.
+        """
 
     def after_backward(self) -> float:
         """Called after every micro-batch's backward pass.

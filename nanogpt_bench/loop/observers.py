@@ -301,6 +301,7 @@ class Standstill:
         self._finite_steps = 0
 
     def state(self) -> dict[str, Any]:
+        # Keys stay as earlier checkpoints have them.
         last = None if self._last is None else asdict(self._last)
         return {"last": last, "due": self._finite_steps}
 
@@ -444,6 +445,7 @@ class TrendObserver(Observer):
         val_loss = step.record[metrics.VAL_LOSS.name]
         if val_loss is None or not math.isfinite(val_loss):
             val_loss = math.inf
+        # The validation before the first step has nothing to be compared with.
         if step.number:
             is_finite = val_loss != math.inf
             flatness = share_above(val_loss, self._best_val_loss) if is_finite else math.inf

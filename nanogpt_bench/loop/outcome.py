@@ -46,6 +46,7 @@ class Progress:
 class Outcome:
     """A run's results beside its weights, and how it ended."""
 
+    #: finished until the run fails, or is stopped early
     status: str = "finished"
     failure: dict[str, Any] | None = None
     #: why a run that did not fail ended before its last step
@@ -103,9 +104,9 @@ class Outcome:
             self.steps -= 1
 
     def go_on(self, stop_on: Collection[str]) -> None:
-        """Drop the record of an end that is none for a resumed run.
+        """Forget why the earlier start stopped, if that does not stop a resumed run.
 
-        Such an end came from outside, or is a plateau that `stop_on` does not name.
+        That is what came from outside, or a plateau that `stop_on` does not name.
         """
         if self.stop is not None and self.stop["kind"] not in stop_on:
             self.status = "finished"

@@ -258,6 +258,8 @@ class WandbTracker:
                 config, run_id, allow_val_change=bool(earlier_facts), options=options
             )
 
+        # A resumed run of its own is rewound. Otherwise, or where that fails, online
+        # the run of the id goes on; without an id a run begins.
         self._run: Any = None
         if resumed_step is not None and run_id and tracking.wandb_id is None:
             try:
@@ -269,7 +271,7 @@ class WandbTracker:
                     resumed_step,
                     one_line(error),
                 )
-                # Otherwise its process keeps the id.
+                # Otherwise wandb's process keeps the id.
                 self._wandb.teardown()
         if self._run:
             return

@@ -189,6 +189,7 @@ class Loop:
         try:
             if self.last_step is None:
                 self._validate_first()
+            # A run counts as finished until something ends it early.
             while self.outcome.status == "finished":
                 number = (self.last_step or 0) + 1
                 if number > self.config.train.max_steps:
@@ -391,7 +392,7 @@ class Loop:
             return summary
         summary["config_history"] = config_history(self.environment)
         with refusals:
-            # Until all is written, since it has no sum of the summary.
+            # It has no sum of the summary, and is written again once all others are.
             (self.run_dir / SUMS).unlink(missing_ok=True)
             write_json(self.run_dir / "summary.json", summary)
             # Judged from the folder's files, summary included, so that the result can
@@ -489,7 +490,10 @@ def run(
 
 
 def _start_model(config: Resolved) -> GPT | None:
-    """Return a model of the shape that the run began with, if it is known."""
+    """Return a model of the shape that the run began with, if it is known.
+
+    Its weights do not matter: those of the run's checkpoint replace them.
+    """
     return build_model(config.initial_shape, 0) if config.initial_shape else None
 
 

@@ -189,9 +189,10 @@ class Trainer:
         return loss
 
     def _seed_dropout(self, step: Step) -> None:
-        """Seed this process' generator by the step, so that its state is not saved.
+        """Seed this process' generator by the step, if there are several processes.
 
-        A single process draws on, and saves the state.
+        Then no state has to be saved. A single process draws from one sequence, whose
+        state is in the checkpoint.
         """
         if self.ranks.size > 1:
             sequence = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
@@ -274,7 +275,10 @@ class Trainer:
         self.gradient_peak.finish()
 
     def _end_steps(self) -> None:
-        """End the steps of a backward pass, and free their gradients' placeholders."""
+        """End the steps that parameters took in a backward pass.
+
+        Until then a used gradient is a placeholder in `grad`, without memory.
+        """
         try:
             self.optimizer.step()
         except RuntimeError as error:

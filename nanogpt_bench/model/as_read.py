@@ -39,7 +39,7 @@ def check_size(settings: Any, name: str) -> None:
     It is refused before a model is made.
     """
     files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
-    # an embedding, and a norm per block
+    # An embedding, and a norm per block. Every weight is taken to need a byte or more.
     rows = settings.vocab_size + settings.num_hidden_layers
     fewest_weights = settings.hidden_size * rows
     size = sum(file.stat().st_size for file in files)
@@ -139,10 +139,10 @@ def _unlisted_tensors(model: Any, reader: Any) -> list[str]:
     try:
         from transformers import modeling_gguf_pytorch_utils as gguf_utils
     except ImportError:
-        # A release that lists the unexpected tensors of all architectures.
+        # Releases without this module list the unexpected tensors of all architectures.
         return []
     kind = gguf_utils.read_field(reader, "general.architecture")[0]
-    # An ImportError: a release that lists the unexpected tensors of no architecture.
+    # Releases without this function list the unexpected tensors of no architecture.
     with suppress(ImportError):
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
 

@@ -265,9 +265,9 @@ def stored_of(name: str) -> Mapping[str, Any]:
 
 
 def _has_separate_head(settings: Any, name: str) -> bool:
-    """Return whether a folder's files have a separate head against its settings.
+    """Return whether a folder's files have a separate head that its settings tie.
 
-    The settings tie the head to the embedding.
+    Its values then differ from the embedding's.
     """
     if not Path(name).is_dir():
         return False
@@ -283,6 +283,7 @@ def _has_separate_head(settings: Any, name: str) -> bool:
     for file in sorted(Path(name).glob("model*.safetensors")):
         with reading(str(file)), safe_open(file, framework="pt") as opened:
             for key in sorted(opened.keys()):
+                # A file may leave out a prefix: wte.weight for transformer.wte.weight.
                 if any(f".{shared_name}".endswith(f".{key}") for shared_name in shared_names):
                     values.append(opened.get_tensor(key))
     if len(values) < 2:
@@ -383,6 +384,7 @@ def load_causal(
         check_head(model, skeleton(name), name)
     model.config.use_cache = False
     check_finite(model, name)
+    # The model gets a method `loss`, and keeps the name of its class.
     model_class = type(model)
     model.__class__ = type(
         model_class.__name__, (_WithLoss, model_class), {"__module__": model_class.__module__}
@@ -560,9 +562,9 @@ def computes_in_float32(model: nn.Module) -> bool:
 
     Linear layers and embeddings keep their weights and convert them when they run.
     Everything else becomes float32. As every float of 16 bits is a float32, the model
-    then computes what one with float32 weights does, to the bit. The result is False if
-    it could differ: a buffer that the model itself computed in 16 bits could differ
-    from float32's.
+    then computes what one with float32 weights does, to the bit. The result is False,
+    and the model is left as it is, if it could differ: a buffer that the model itself
+    computed in 16 bits could differ from float32's.
     """
     for module in model.modules():
         for name in module._non_persistent_buffers_set:

@@ -106,7 +106,7 @@ class Attention(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         if extend is not None:
             key, value = extend(key, value)
-        # a single new token attends to all before it
+        # New tokens come all at first, then one at a time: that one attends to all.
         causal = extend is None or time == key.shape[2]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, dropout_p=self.dropout if self.training else 0.0

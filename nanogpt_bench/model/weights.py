@@ -233,6 +233,7 @@ def is_rounded(layer: fm.QuantizedLinear) -> bool:
 
     With continuous storage it does not.
     """
+    # An FP8Manifold is a StiffnessManifold whose points are rounded.
     on_stiffness = isinstance(layer.manifold, fm.StiffnessManifold)
     is_continuous = on_stiffness and not isinstance(layer.manifold, fm.FP8Manifold)
     return layer.weight_format is not None and not is_continuous
@@ -354,6 +355,7 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
         value = weights[source.name]
         if source.is_transposed:
             value = value.T
+        # A model of a shorter context takes the first positions.
         parameter.copy_(value[: len(parameter)])
 
 

@@ -107,6 +107,7 @@ class AttentionEntropy(Monitor):
             handles.append(module.qkv.register_forward_hook(hook))
         try:
             with restored_buffers(model), suppress(_LastBlockMeasured):
+                # on one sequence in so many, as on one layer in so many
                 self._look(self._turns.count)
         finally:
             for handle in handles:

@@ -298,6 +298,8 @@ class UpdateObserver(Observer):
         if not step.due(self._turns.interval):
             return
         if self._is_rounded:
+            # The library's optimizers call `observer` with a view of every quantised
+            # parameter for which `observes` is true.
             optimizer: Any = step.optimizer
             optimizer.observer = partial(self._take_view, step)
             optimizer.observes = partial(self._observes, step)

@@ -2,7 +2,8 @@
 
 At an equilibrium stochastic rounding costs ``1/4 sum |m| S`` (law 1 of docs/laws.md),
 with the averaged gradient ``m`` and the spacing ``S`` at each weight, both in value. A
-run in floats has all of it but the grid, so that one such run says it for every format.
+run in floats has the gradients and the weights, and lacks only the grid: one such run
+gives the floor of every format.
 
 `m` is averaged here, with the decay that the optimizer has, from the gradients by which
 it steps. `S` is that of the weights as they are, under the scales that they would get in
@@ -83,8 +84,8 @@ class FloorObserver(Observer):
         self._formats = formats
         self._decay = decay
         self._first = steps - max(1, steps // 4)
-        #: the averaged gradient of each layer's weight, without the factor that an
-        #: average from zero lacks
+        #: the averaged gradient of each layer's weight, begun at zero and not yet
+        #: divided by `_weight`, which corrects that
         self._averages: dict[str, Tensor] = {}
         #: the sum of the weights of gradients in the averages, 1 after many steps
         self._weight = 0.0

@@ -59,8 +59,8 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
         near = inside(units, fmt)
         # NaN for NaN and Inf
         ulps = fm.ulp(near, fmt).add_(units * 0)
-        # Compared in value and in the weights' dtype: dividing by the scale need not
-        # undo a multiplication.
+        # Compared in value and in the weights' dtype: a grid point times the scale,
+        # divided by the scale again, need not be the grid point.
         nearest = near.div_(ulps).round_().mul_(ulps).mul_(scales).to(w.dtype)
         spacings = (ulps * scales).sum().double()
         off_grid = (nearest.to(part.dtype) != part).sum().double()
@@ -120,7 +120,8 @@ class Geometry(Monitor):
         assert fmt is not None
         weight = forward_weight(layer)
         figures = geometry_figures(weight, fmt, layer.weight_scale().detach())
-        # With a scale that is no power of two no grid is exact.
+        # A master copy's scale may be no power of two, with which no grid is exact.
+        # Continuous weights need not be on the grid.
         if layer.storage == "master" or not is_rounded(layer):
             del figures[OFF_GRID]
         for metric, value in figures.items():

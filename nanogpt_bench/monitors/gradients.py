@@ -161,6 +161,7 @@ class DeadRuns:
             small = part.abs().lt_(DEAD_BELOW).to(runs.dtype)
             if steps > 1:
                 runs.add_(steps - 1)
+            # runs = runs + steps where an element is small, and 0 elsewhere
             torch.addcmul(small, runs, small, out=runs)
 
     @property

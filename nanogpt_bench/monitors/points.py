@@ -133,7 +133,11 @@ class Observer:
         """
 
     def written(self, step: Step) -> None:
-        """Called once per step with the finished record, validation included."""
+        """Called once per step, last, after a validation if there is one.
+
+        Observers are called in their order. The first ones still add figures to the
+        record, then one writes it, and the last ones only read it.
+        """
 
     def close(self) -> None:
         """Called once, however the run ends."""
@@ -207,6 +211,7 @@ class Turns(Observer):
     def state(self) -> dict[str, Any]:
         if self.count == 1:
             return {}
+        # A list, as in earlier versions; all that counts is whether it is empty.
         return {"count": self.count, "begun": [self.interval] if self._has_measured_all else []}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -180,6 +180,7 @@ def _shares_out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[M
     for _, units in unit_blocks(scale, x):
         magnitude = units.abs_()
         overflow = _next_below(tie, magnitude.dtype) if tie_overflows else tie
+        # overflow, clamped, not zero, not rounded to zero
         limits = (overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2)
         scratch = torch.empty_like(magnitude)
         dtype = torch.float64 if magnitude.numel() > _EXACT else None

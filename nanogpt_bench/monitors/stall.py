@@ -3,8 +3,8 @@
 On grid and fp8 storage the optimizer hands over each parameter before the step, as
 requested and after the write-back. With master weights a step loses nothing, and the
 share of updated weights whose *code* did not change is measured. Under an unbiased
-write-back neither is a failure, and the share of the requested movement that was made
-counts.
+write-back neither is a failure: there the share of the requested movement that was made
+is what to look at.
 """
 
 from __future__ import annotations
@@ -250,6 +250,7 @@ class Stall(UpdateMonitor):
 
     def finish(self, step: Step) -> None:
         is_due = any(self.takes(step, name) for name in self._names)
+        # With layers to measure, but without any update, `arrived` says nothing.
         self._last_had_none = is_due and not self._has_update
         self._has_update = False
         # Asked before `write`, which empties the figures.
@@ -262,6 +263,7 @@ class Stall(UpdateMonitor):
             total = sum(self._arrivals.values(), Arrival(0.0, 0.0))
             step.record[ARRIVED.name] = total.share
             self._mean_arrived.add(total.share)
+        # With turns the latest sums of the other layers stay for the next measurement.
         if self._turns.count == 1:
             self._arrivals.clear()
         if has_stall:

@@ -23,7 +23,7 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
         all_runs += row.runs
     rows = group_rows(all_runs)
     places = _places_of_runs(rows)
-    # A row of a file may have got another label among the others.
+    # Among others a file's row may have got another label. Its own leads to it, too.
     labels = {row.label: place for place, row in enumerate(rows)}
     for row in file_rows:
         if row.runs:

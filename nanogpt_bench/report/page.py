@@ -166,7 +166,7 @@ def _on_page(chart: Chart) -> Spec:
 
 
 def _with_zoom(layers: Sequence[Spec], axes: str) -> list[Spec]:
-    """Return layers of which the first with the chart's data follows a drag."""
+    """Return layers, with the zoom of a drag in the first with the chart's data."""
     select = {
         "type": "interval",
         "encodings": list(axes),

@@ -80,16 +80,15 @@ CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, EL
 #: keys of environment.json that are not exported, since the numbers do not depend on
 #: them
 PASSING = ("command", "started", "resumed")
-# prefixes of an entry's keys
-#: settings
+#: prefix of an entry's keys: settings
 CONFIG = "config."
-#: facts of the machine
+#: prefix of an entry's keys: facts of the machine
 ENVIRONMENT = "environment."
-#: series over the validations
+#: prefix of an entry's keys: series over the validations
 CURVE = "curve."
-#: measurements of the monitors
+#: prefix of an entry's keys: measurements of the monitors
 LOOK = "look."
-#: series over the trials of a search
+#: prefix of an entry's keys: series over the trials of a search
 TRIAL = "trial."
 #: keys of a search that are exported as they are in tuning.json
 SEARCH_FACTS = ("label", "rule", "format", "rows", "over")

@@ -237,7 +237,8 @@ def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
 
     It is `reference` itself. For a row with another corpus, length or size it is the
     row most like `reference` with that corpus, length and size, of the reference's rule
-    and format.
+    and format. A row that is so found for itself alone stays with `reference`, to which
+    it has no gap.
     """
     if reference is None:
         return {}

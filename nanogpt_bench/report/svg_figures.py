@@ -25,7 +25,7 @@ from nanogpt_bench.report.vega_spec import (
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 
-#: id of the process that started Vega, whose threads do not survive a fork
+#: id of the process that started Vega, if any; its threads do not survive a fork
 _process: list[int] = []
 # The charts in each figure, by name, without the numbers of several of a kind.
 CHARTS_OF_FIGURES: Mapping[str, Sequence[str]] = {
@@ -36,17 +36,16 @@ CHARTS_OF_FIGURES: Mapping[str, Sequence[str]] = {
 }
 #: charts side by side
 ACROSS = 3
-# pixels
-#: width of a chart alone
+#: width of a chart alone, in pixels
 PIXELS = 800
-#: width of one chart of several
+#: width of one chart of several, in pixels
 PANEL_PIXELS = 340
-#: part of a chart's height for axis and title
+#: part of a chart's height for axis and title, in pixels
 FRAME = 60
 LETTER_PIXELS = 7
-#: width of a key of the legend without its name
+#: width of a key of the legend without its name, in pixels
 KEY_PIXELS = 60
-#: width of the line in a key of the legend
+#: width of the line in a key of the legend, in pixels
 SAMPLE_PIXELS = 36
 #: letters of a name in the legend
 LONGEST_LABEL = 36

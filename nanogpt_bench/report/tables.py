@@ -97,6 +97,7 @@ def _informs(column: Column, results: Sequence[Result]) -> bool:
     ]:
         return False
     different = set(cells if column.dash_counts else known)
+    # A single known cell differs from the dashes of the others.
     return bool(known) and (len(different) > 1 or len(known) == 1)
 
 

@@ -424,7 +424,8 @@ def _search(top: Path) -> _Search:
     return search
 
 
-#: settings of a sweep's runs, which need no checkpoint once they have finished
+#: settings of a sweep's runs that do not have them: no checkpoint at the end, since a
+#: run that has finished needs none
 PASSING = {"checkpoint.last": False}
 
 
@@ -435,9 +436,9 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run can be resumed from a checkpoint.
+    """Remove an unfinished run's folder, unless the run can be resumed.
 
-    If it can't, its folder is removed.
+    Return whether it can: whether there is a checkpoint.
     """
     if run_dir.is_symlink():
         raise BenchError(
@@ -449,7 +450,7 @@ def make_ready(run_dir: Path) -> bool:
     from nanogpt_bench.checkpoint.format import steps
 
     if steps(run_dir):
-        # That of the earlier start would be taken for this one's.
+        # The traceback of the earlier start would be taken for this one's.
         (run_dir / "traceback.txt").unlink(missing_ok=True)
         return True
     shutil.rmtree(run_dir)

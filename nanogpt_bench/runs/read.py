@@ -116,7 +116,7 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; in place of one that is too long, no record."""
+    """Yield the lines of a file; one that is too long as `?`, which is no record."""
     line = file.readline(LONGEST_LINE)
     while line:
         is_too_long = _goes_on(line)
@@ -273,6 +273,7 @@ def _read_sums(path: Path) -> dict[str, str]:
         match = _SUM_LINE.fullmatch(line)
         if match is not None:
             digests[match[2]] = match[1]
+    # The file is written at the start, and again at the end.
     is_complete = tuple(digests) == AT_START or AT_END[-1] in digests
     if not text.endswith("\n") or len(digests) < len(lines) or not is_complete:
         raise Refused("it is cut off or changed")

@@ -56,7 +56,8 @@ class Trained:
     val_loss: float | None
     #: the lowest validation loss up to that step
     best_val_loss: float | None
-    #: `tensors_of` the run's model; empty if it was loaded without weights
+    #: the model's tensors, named as by `model.weights.tensors_of`; empty if it was
+    #: loaded without weights
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
@@ -174,7 +175,8 @@ def trained_shape(path: Path) -> GPTShape:
         head = _shape_in(file, HEAD)
     if embedding is None or len(embedding) != 2 or None in sizes.values():
         raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
-    # checked before so much memory is allocated
+    # Checked before so much memory is allocated: linear layers of the blocks, of which
+    # every weight takes a byte or more.
     claimed = 12 * sizes["n_layer"] * sizes["n_embd"] ** 2
     size = path.stat().st_size
     if claimed > size:

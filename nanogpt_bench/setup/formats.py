@@ -146,7 +146,8 @@ def _layer_specs(settings: _LayerSettings) -> dict[str, fm.LayerSpec]:
     try:
         specs = fm.check_formats(formats, layers, shared=shared, **options)
         if settings.products != "decoded" and specs:
-            # Products need sizes that fit. Heads, of any vocabulary, are decoded.
+            # Once more with products, which need sizes that fit. The codes of heads,
+            # whose vocabulary may have any size, are decoded instead.
             options["products"] = settings.products
             formats |= _decoded_heads(specs, formats)
             specs = fm.check_formats(formats, layers, shared=shared, **options)
@@ -179,11 +180,13 @@ def _decoded_heads(
 def _float_module_error(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str | None:
     """Return the error of a pattern that names a module without linear layers.
 
-    An embedding is one. None where no pattern does.
+    Such a module is an embedding, for example. The result is None if no pattern names
+    one.
     """
     parts_of_names: set[str] = set()
     for name in linear:
         parts_of_names.update(name.split("."))
+    # Names inside a block, such as attn.qkv.
     kinds = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
     for pattern in patterns:
         if any(fnmatch(part, pattern) for part in parts_of_names):

@@ -21,9 +21,9 @@ from nanogpt_bench.system.free_memory import check_memory
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of parameters, buffers, and the optimizer's state and groups.
 
-    Gradients are left out, unless the state has some that the model has not. Caches
-    that an optimizer has beside its state are left out, too: they depend on the last
-    step, and a resume makes them again.
+    Gradients of parameters are left out, even where the optimizer's state refers to
+    them. Caches that an optimizer has beside its state are left out, too: they depend
+    on the last step, and a resume makes them again.
 
     >>> model = nn.Linear(8, 4, bias=False)
     >>> held_bytes(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -73,6 +73,7 @@ class GradientPeak:
             # torch does not call hooks of sharded parameters.
             gradients = (parameter.grad for parameter in self._parameters)
             self._peak = memory_of(gradient for gradient in gradients if gradient is not None)
+        # A second call keeps the result. 0 means that no gradient was seen.
         self.bytes = self.bytes or self._peak or None
 
 
@@ -165,6 +166,7 @@ def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = 
     needed = 4 * parameters
     on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     if trained and train.parallel is None and on_cpu:
+        # 8: two floats.
         activations = 0 if train.recompute else 8 * shape.n_layer * shape.n_embd
         states = bytes_each(config) * parameters
         needed = max(needed, states + tokens * (8 * shape.vocab_size + activations))

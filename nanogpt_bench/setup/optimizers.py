@@ -27,8 +27,8 @@ from nanogpt_bench.model.weights import constrained_weights, quantized_layers
 from nanogpt_bench.setup.surgery import rate_of
 from nanogpt_bench.system.errors import BenchError, refusals
 
-#: a function from the number of steps taken to batches (tokens, targets) on which a
-#: Fisher matrix is measured
+#: a function: number of steps so far -> the batches (tokens, targets) on which a Fisher
+#: matrix is measured
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 #: added to the root of the second moment
 EPS = 1e-8
@@ -111,7 +111,7 @@ def remaining_share(descent: Descent, progress: float, step_at: float) -> float:
 
 @dataclass(frozen=True)
 class Course:
-    """A value by the number of steps: `start` at none, `end` at `steps` and after.
+    """A value by the number of steps: `start` at 0, `end` at `steps` and after.
 
     >>> course = Course(Descent.STEP, 1.0, 0.0, steps=4, step_at=0.5)
     >>> [course(step) for step in range(5)]
@@ -235,6 +235,7 @@ def _library_optimizer(name: str, model: nn.Module, config: Config, batches: Bat
         options["betas"] = betas
     if name.startswith("riemannian"):
         groups = _riemannian_groups(model, config)
+    # stiffness_adamw -> StiffnessAdamW
     classes = {public.lower(): member for public, member in vars(fm.optim).items()}
     return classes[name.replace("_", "")](groups, **options)
 

@@ -145,7 +145,8 @@ def _check_text(name: str, corpus: Corpus, text: Corpus, *splits: Any) -> None:
 def _bytes_each(config: Config) -> float:
     """Return the bytes per parameter: weight, gradient and averages.
 
-    While a parameter is read it takes at least a float and a code.
+    While a parameter is read it takes at least a float and a code. This is for models
+    of transformers; `setup.memory.bytes_each` is a lower bound for the GPT.
     """
     averages = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     gradient = 4
@@ -163,6 +164,7 @@ def _bytes_each(config: Config) -> float:
     for layer, (rows, columns) in files.layers.items():
         if layer in arguments["formats"]:
             weights_in_codes += rows * columns
+    # four bytes for a float, one for a code
     return 4 - 3 * weights_in_codes / files.parameters + averages + gradient
 
 

@@ -41,6 +41,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     """
     if isinstance(config, Resolved):
         raise TypeError("a resolved configuration can't be resolved again")
+    # Without validation: `config` was checked when it was made.
     config = Resolved.model_construct(
         **dict(config.model_copy(deep=True)), layers={}, initial_shape=start
     )
@@ -119,7 +120,10 @@ _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "
 
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
-    """Return the shape of the checkpoint to start from; refuse settings of another."""
+    """Return the shape of the checkpoint to start from; refuse settings of another.
+
+    `model.init_from` is set to this checkpoint, and `model.size` is dropped.
+    """
     from nanogpt_bench.setup.start import newest_checkpoint, start_shape
 
     assert model.init_from is not None
@@ -136,7 +140,10 @@ def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
 
 
 def _pretrained_shape(model: ModelConfig) -> GPTShape:
-    """Return the shape of a pretrained model; refuse settings of another shape."""
+    """Return the shape of a pretrained model; refuse settings of another shape.
+
+    A null `model.block_size` is filled in.
+    """
     for name in ("init_from", "size"):
         value = getattr(model, name)
         if value is not None:
@@ -170,7 +177,10 @@ def _check_shape(model: ModelConfig, shape: GPTShape, source: str) -> None:
 
 
 def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
-    """Refuse a `model.size` that is not the checkpoint's; one that is gets dropped."""
+    """Refuse a `model.size` that is not the checkpoint's.
+
+    The setting is then dropped, since the shape says what it said.
+    """
     named = SIZES[model.size] if model.size else shape
     for name in ("n_layer", "n_head", "n_embd"):
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):

@@ -116,6 +116,7 @@ class CompiledLoss:
         try:
             loss = self._compiled(tokens, targets)
         except torch._dynamo.exc.TorchDynamoException as error:
+            # The message ends with torch's traceback and advice.
             reason = one_line(str(error).partition("from user code")[0].partition("Set TORCH")[0])
             raise BenchError(f"runtime.compile: the model can't be compiled: {reason}") from None
         return loss

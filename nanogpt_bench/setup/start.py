@@ -175,7 +175,7 @@ def resumed_settings(
 
 
 def check_start(config: Resolved, checkpoint: object) -> None:
-    """Refuse a run without a checkpoint whose starting weights are gone."""
+    """Refuse to begin a run at step 0 when the weights that it starts from are gone."""
     if checkpoint is None and config.initial_shape is not None:
         raise BenchError(
             f"{KEY}: {config.model.init_from!r} does not exist any more, and there is no whole "

@@ -77,7 +77,7 @@ def _grid_options(config: Config) -> dict[str, Any]:
     rule = fm.optim.WRITEBACKS[config.optimizer.writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
     if config.optimizer.draws is not None:
-        # For optimizers without an option draws.
+        # The weights keep it, too, for optimizers without an option draws.
         options["draws"] = config.optimizer.draws
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:
@@ -93,7 +93,7 @@ def _without_shared_weights(
 ) -> list[fm.ReportedLayer]:
     """Return the layers without those whose parameters an earlier one has, too.
 
-    A tied head is one.
+    A tied head is left out, for example.
     """
     counted_weights: set[int] = set()
     distinct_layers = []

@@ -73,6 +73,7 @@ def _is_list_of_seeds(seeds: Any) -> bool:
     return all(type(seed) is int and seed >= 0 for seed in seeds)
 
 
+# `seeds` and `steps` are declared as in the runs that count.
 class Tune(Confirm):
     """The search for the best values of `keys`, before the runs that count.
 

@@ -186,11 +186,10 @@ def references_of(
 ) -> Iterator[tuple[Mapping[str, Any], Point]]:
     """Yield (settings, point) of the file's reference.
 
-    There is one for every combination of values of `keys` in the points. A file whose
-    reference has no settings has none. There is also one for every combination of
-    values of settings in which compared runs have to agree, such as train.max_steps: a
-    reference trains on the same data, and as long, as the points that are compared with
-    it.
+    There is one for every combination of values of `keys` in the points, and of
+    settings in which compared runs have to agree, such as train.max_steps: a reference
+    trains on the same data, and as long, as the points that are compared with it. There
+    is none if the file has no reference, or one that is the name of a row.
     """
     if not isinstance(sweep.reference, Mapping):
         return

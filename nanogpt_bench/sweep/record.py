@@ -271,6 +271,7 @@ class SweepRecord:
             "steps_planned": run.settings["train.max_steps"],
             **recorded.summary,
             "status": status,
+            # None stays None.
             "failure": failure and {**failure, "step": recorded.last_step},
             "stop": stop and {**stop, "step": recorded.last_step},
         }

@@ -99,7 +99,8 @@ class Bar:
 
     def __init__(self, console: Console) -> None:
         self.entries: list[Entry] = []
-        #: returns the sizes of the runs that will be added, as far as they are known
+        #: returns the sizes of the runs that will be added, as far as they are known;
+        #: `tuple` returns none
         self.to_come: Callable[[], Sequence[float]] = tuple
         self._console = console
         self._next_estimate = FIRST_ESTIMATE
@@ -177,6 +178,7 @@ class Bar:
 
         It underestimates by about one run. It is "" if unknown.
         """
+        # Before the first step nothing is done, and the time is unknown.
         start = self._first_steps or _Start(0.0, self.share())
         share = self.share()
         done = share - start.share
@@ -523,7 +525,7 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, execut
     return close(record, whole=whole, table=gaps_table(measure_gaps(study, record)))
 
 
-#: the functions of modes that are not `sweep_grid`
+#: the functions of the modes that are not trained by `sweep_grid`
 MODES = {
     SweepMode.TUNE: tune_and_confirm,
     SweepMode.SENSITIVITY: measure_sensitivity,

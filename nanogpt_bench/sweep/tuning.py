@@ -131,6 +131,7 @@ class Search:
     def round(self) -> list[PlannedRun]:
         """Return the next trials that follow from the ended ones; [] at the end."""
         places = next_places(self.losses, len(self.first), self.has)
+        # A place whose values are refused has its loss at once: others follow from it.
         while places:
             for place in places:
                 self._try(place)

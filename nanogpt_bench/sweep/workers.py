@@ -120,6 +120,7 @@ def serve(job: Job, numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> 
     finally:
         parent = parent_process()
         if parent is not None and not parent.is_alive():
+            # The parent has ended, and nobody takes the result.
             os._exit(128 + SIGNALS[0])
     # A run ended by a full disk or a signal counts as failed, and is resumed at the
     # next start.
@@ -299,7 +300,7 @@ def _seconds_until(deadline: float | None) -> float | None:
 
 
 class Local:
-    """The executor of this machine, which starts workers."""
+    """An executor, which starts workers; this one has them on this machine."""
 
     def cores(self) -> int:
         return cores()

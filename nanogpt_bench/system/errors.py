@@ -92,6 +92,7 @@ def _one_edit_apart(a: str, b: str) -> bool:
     if len(short) < len(long):
         return short == long[1:]
     is_changed = short[1:] == long[1:]
+    # `short[1::-1]` are the first two letters, swapped.
     is_swapped = short[1::-1] == long[:2] and short[2:] == long[2:]
     return is_changed or is_swapped
 
@@ -210,5 +211,6 @@ def cell(value: object) -> object:
             float(value)
         except ValueError:
             return f"'{value}"
+        # `float` ignores white space around a number.
         return value if value.strip() == value else f"'{value}"
     return "" if value is None else value

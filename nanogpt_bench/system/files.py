@@ -20,7 +20,7 @@ from nanogpt_bench.system.untrusted import read_json
 
 #: flags that open a file only if it is no link
 NO_LINKS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
-#: characters of a file's name with which the name of its part begins
+#: how many characters of a file's name the name of its unfinished copy begins with
 LONGEST_STEM = 100
 _PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 
@@ -78,11 +78,12 @@ def sha256(path: Path) -> str:
 
 
 def check_place(option: str, path: Path) -> None:
-    """Refuse a file or folder to write where nothing can be written.
+    """Refuse the path of an output, file or folder, where nothing can be written.
 
     That is below a file, behind a link to nothing, or where nothing may be written.
     Called before anything is computed that would be lost otherwise.
     """
+    # The nearest part of the path that exists decides.
     for place in (path, *path.parents):
         if not os.path.lexists(place):
             continue

@@ -104,8 +104,8 @@ class Ranks:
     def together(self, kind: type[BenchError] = BenchError) -> Iterator[None]:
         """Make an error in one process an error in all.
 
-        An OSError is the same in all, another one is of `kind` with its line. The block
-        must not wait for other processes.
+        The other processes raise the same OSError, or for a BenchError one of class
+        `kind` with its message. The block must not wait for other processes.
         """
         failure: OSError | BenchError | None = None
         try:
@@ -150,6 +150,7 @@ class Ranks:
 
         The store itself would wait long for a process that has ended.
         """
+        # An exchange of nothing: torch raises if a process is lost.
         self.any(False)
 
     def say_once(self, line: str) -> None:
@@ -246,6 +247,7 @@ def _leave(store: Any, size: int, code: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     deadline = time.monotonic() + PATIENCE_S
     store.add("left", 1)
+    # Adding 0 reads the counter.
     while store.add("left", 0) < size:
         if code and time.monotonic() > deadline:
             return

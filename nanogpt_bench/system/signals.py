@@ -80,7 +80,7 @@ def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[St
 def stop_requests_once(
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,),
 ) -> AbstractContextManager[StopRequest]:
-    """Turn the first SIGTERM into a request and ignore later ones.
+    """Turn the first of these signals into a request and ignore later ones.
 
     Other signals keep their handlers. For a worker: its parent may signal it, and then
     its whole group.

@@ -224,6 +224,7 @@ class _Loader(yaml.SafeLoader):
         count_before = self._count
         node = super().compose_node(parent, index)
         if is_alias:
+            # A node's size is known once the node is complete.
             if id(node) not in self._sizes:
                 raise Refused("an alias stands for a value that contains it")
             self._count += self._sizes[id(node)]
