@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
@@ -85,11 +85,7 @@ def slope(exponents: Sequence[int], shares: Sequence[float]) -> float:
     >>> slope([0, 1, 2], [0.1, 0.2, 0.4])
     1.0
     """
-    middle = fmean(exponents)
-    away = [exponent - middle for exponent in exponents]
-    logs = [math.log2(share) for share in shares]
-    rise = sum(a * log for a, log in zip(away, logs, strict=True))
-    return rise / sum(a * a for a in away)
+    return linear_regression(exponents, [math.log2(share) for share in shares]).slope
 
 
 def binades(units: Tensor, fmt: fm.FloatFormat) -> Binades | None:

@@ -332,6 +332,11 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
         in_backward,
         "can't be used with train.step_in_backward, which takes no step of all weights",
     )
+    yield Conflict(
+        "monitor.floor_formats",
+        in_backward,
+        "can't be used with train.step_in_backward, which leaves no gradients",
+    )
     is_clipped = in_backward and train.accumulation == 1 and optimizer.grad_clip > 0
     has_clip_by = optimizer.clip_by is not None
     yield Conflict(

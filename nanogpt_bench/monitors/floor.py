@@ -133,12 +133,9 @@ class FloorObserver(Observer):
 
 
 def build(watched: Watched) -> FloorObserver | None:
-    """Return the observer of a run; None without formats.
-
-    Steps in the backward pass leave no gradients, so such a run has none either.
-    """
+    """Return the observer of a run; None without formats."""
     config = watched.config
-    if not config.monitor.floor_formats or config.train.step_in_backward:
+    if not config.monitor.floor_formats:
         return None
     layers = {
         name: layer

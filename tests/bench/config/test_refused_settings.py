@@ -58,7 +58,7 @@ REFUSED = {
     f"rule=riemannian {E4M3}": "optimizer.retraction=geodesic optimizer.noise=ulp",
     f"rule=riemannian-float {E4M3}": "optimizer.noise=stiffness",
     f"rule=riemannian-float {E4M3} optimizer.grad_clip=0 train.step_in_backward=true": (
-        "optimizer.noise=ulp"
+        "optimizer.noise=ulp monitor.floor_formats=[E4M3]"
     ),
     f"rule=stochastic-fp8 {E4M3}": "model.storage=grid",
     "optimizer.name=stiffness_muon": "optimizer.stiffness=1",
