@@ -345,6 +345,26 @@ def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card,
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
 
 
+@pytest.mark.parametrize("columns", [8, 100])
+def test_rows_of_zeros_that_share_a_tile_begin_as_on_the_cpu(columns, on_a_card, monkeypatch):
+    """A tile spans several rows whose length 16 does not divide, each with its scale."""
+    w = normal(64, columns, seed=1)
+    w[:3] = 0.0
+    p = fm.FP8Parameter(w, "E2M5", granularity="channel", seed=1)
+    made = on_both([p], lr=1e-3)
+    unheard = []
+    for step in range(6):
+        gradient = normal(64, columns, seed=step)
+        gradient[:3] *= step > 2
+        for optimizer in by_turns(monkeypatch, made):
+            (p,) = everyone(optimizer)
+            step_from(optimizer, p, gradient.to(p.device))
+        unheard.append(len(made[0]._pending_verdicts))
+        assert_the_same(*made)
+    assert unheard == [0, 0, 0, 0, 1, 1]
+    assert made[0].fitted_scales == made[1].fitted_scales == 3
+
+
 def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     on_a_card, monkeypatch, caplog
 ):
