@@ -47,20 +47,20 @@ static void take_tile(const Job *job, const PerScale *per_scale, const BlockScal
 }
 
 /* What is true of some codes after a step: flags that are or-ed. */
-enum { REACHES_THE_LAST_CODE = 1, IS_ALL_ZERO = 2 };
+enum { HAS_LAST_CODE = 1, IS_ALL_ZERO = 2 };
 
 CLONED static int flags_of(const Format *format, const uint8_t *codes, int n)
 {
     const uint8_t magnitude_mask = (uint8_t)(format->sign_bit - 1);
     const uint8_t last_code = (uint8_t)format->max_code;
-    uint8_t is_reached = 0;
+    uint8_t has_last_code = 0;
     uint8_t all_bits = 0;
     for (int i = 0; i < n; i++) {
         const uint8_t code = codes[i] & magnitude_mask;
-        is_reached |= (uint8_t)(code == last_code);
+        has_last_code |= (uint8_t)(code == last_code);
         all_bits |= code;
     }
-    return (is_reached ? REACHES_THE_LAST_CODE : 0) | (all_bits ? 0 : IS_ALL_ZERO);
+    return (has_last_code ? HAS_LAST_CODE : 0) | (all_bits ? 0 : IS_ALL_ZERO);
 }
 
 /* ---------------------------------------------------------- scales of 8-bit moments */
@@ -219,10 +219,10 @@ static void take_run(Run *run, Tile *tile)
         if (codes)
             flags |= flags_of(format, codes + at, tile->n);
     }
-    if (flags & REACHES_THE_LAST_CODE)
-        SET_FLAG(job->reached);
+    if (flags & HAS_LAST_CODE)
+        SET_FLAG(job->flags + IS_SATURATED);
     if (flags & IS_ALL_ZERO)
-        SET_FLAG(job->reached + 1);
+        SET_FLAG(job->flags + HAS_ZERO_TILE);
 }
 
 /* -------------------------------------------------------------------------- threads */

@@ -33,6 +33,10 @@ enum { METRIC_ULP, METRIC_EUCLIDEAN };
 /* How many elements of a parameter share a scale. */
 enum { ONE_SCALE, SCALE_A_ROW, SCALE_AN_ELEMENT };
 
+/* The flags that a step sets: a code is the format's last of either sign; a tile is all
+ * 0. */
+enum { IS_SATURATED, HAS_ZERO_TILE, FLAGS };
+
 /* The numbers of a step: NUMBERS of fp8manifold/optim/_directions.py, in its order. */
 typedef struct {
     float beta1, gain1, beta2, gain2, eps, rate, keep, inverse_reference, log_reference;
@@ -59,9 +63,7 @@ typedef struct {
     /* bounds of each row's 8-bit moments; of a fitted first moment, its largest
      * magnitude */
     float *first_bound, *second_bound;
-    /* two flags: set where a code is the format's last of either sign, and where a tile
-     * is all 0 */
-    int32_t *reached;
+    int32_t *flags; /* FLAGS of them: IS_SATURATED, ... */
     int64_t rows, length;
     int32_t scales;  /* ONE_SCALE, ... */
     int32_t repeats; /* rows that share one scale */

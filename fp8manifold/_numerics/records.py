@@ -55,7 +55,7 @@ SPEC: Final = np.dtype(
 JOB: Final = np.dtype(
     [
         # spec, weight, gradient, scale, residual, first, second, largest, first_bound,
-        # second_bound, reached
+        # second_bound, flags
         ("pointers", np.uint64, 11),
         ("rows", np.int64),
         ("length", np.int64),

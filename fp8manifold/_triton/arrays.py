@@ -174,10 +174,10 @@ def encode_kernel(
 
 
 @triton.jit
-def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
+def finite_kernel(table, chunks, report, KIND: tl.constexpr, W: tl.constexpr):
     """Set two words of the report if a gradient's square is not finite in float32.
 
-    They are the first of all, ``refused``, and the parameter's own. ``table`` and
+    They are the first of all, which refuses the step, and the parameter's own. ``table`` and
     ``chunks`` are those of :mod:`fp8manifold._triton.step`; KIND is the gradient's
     dtype.
     """
@@ -190,9 +190,9 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
     largest = tl.max(floats.bits_of(gradient) & 0x7FFFFFFF, axis=0)
     # The square of the next larger float is Inf.
     if largest > 0x5F7FFFFF:
-        tl.store(refused, 1)
+        tl.store(report, 1)
         # A row of words for all parameters comes first.
-        tl.store(refused + (parameter + 1) * REPORT_WORDS + NOT_FINITE, 1)
+        tl.store(report + (parameter + 1) * REPORT_WORDS + NOT_FINITE, 1)
 
 
 # --------------------------------------------------------------------------------------

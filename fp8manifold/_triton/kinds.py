@@ -28,10 +28,10 @@ REPORT_WORDS: Final = 4
 The first word of all refuses the step.
 """
 # A parameter's words.
-REACHED_WORD: Final = 0  # whether a weight is at the end of its range
+SATURATED_WORD: Final = 0  # whether a weight is at the end of its range
 DOUBLED_WORD: Final = 1  # the number of scales that were doubled
 NOT_FINITE_WORD: Final = 2  # whether its gradient, or the square of it, is not finite
-ALL_ZERO_WORD: Final = 3  # whether all weights of some row are 0
+ZERO_ROW_WORD: Final = 3  # whether all weights of some row are 0
 
 WIDENED: Final = np.dtype(
     [

@@ -13,7 +13,7 @@ largest gradient (or, fitted, from its largest moment), which must be known firs
 :func:`widen_kernel` runs after the step. Where a code of a row has reached the format's
 last, and still moves, it doubles the row's scale and rounds half of each value once.
 
-Nothing runs if the first word of the report (``refused``) is set: some gradient was not
+Nothing runs if the first word of the report is set: some gradient was not
 finite. ``SPEC`` and ``TILE`` are constants of ``kinds.py``; names are those of
 ``stages.py``.
 """
@@ -24,16 +24,16 @@ import triton.language as tl
 from fp8manifold._triton import format as floats
 from fp8manifold._triton import stages
 from fp8manifold._triton.kinds import (
-    ALL_ZERO_WORD,
     DOUBLED_WORD,
-    REACHED_WORD,
+    SATURATED_WORD,
     WIDENED,
+    ZERO_ROW_WORD,
 )
 
 # Entries of the report of one parameter.
-REACHED: tl.constexpr = tl.constexpr(REACHED_WORD)
+SATURATED: tl.constexpr = tl.constexpr(SATURATED_WORD)
 DOUBLED: tl.constexpr = tl.constexpr(DOUBLED_WORD)
-ALL_ZERO: tl.constexpr = tl.constexpr(ALL_ZERO_WORD)
+ZERO_ROW: tl.constexpr = tl.constexpr(ZERO_ROW_WORD)
 
 # A record of a parameter whose scales may double: its offsets in words, and the indices
 # of its pointers.
@@ -90,11 +90,11 @@ def _report_codes(record, code, mask, SPEC: tl.constexpr, TILE: tl.constexpr):
     places = stages.pointer(record, stages.REPORT, tl.int32, False)
     # The same address for each row: the masks of the stores have that shape.
     places = places + tl.zeros((TILE.rows,), tl.int32)
-    tl.store(places + REACHED, 1, mask=tl.max(is_last, axis=1) > 0)
+    tl.store(places + SATURATED, 1, mask=tl.max(is_last, axis=1) > 0)
     largest = tl.max(tl.where(mask, magnitude, 0), axis=1)
     # ``code >= 0`` is always true, and gives the mask the shape of the codes.
     row_exists = tl.max((mask & (code >= 0)).to(tl.int32), axis=1)
-    tl.store(places + ALL_ZERO, 1, mask=(row_exists > 0) & (largest == 0))
+    tl.store(places + ZERO_ROW, 1, mask=(row_exists > 0) & (largest == 0))
 
 
 @triton.jit
@@ -296,43 +296,40 @@ def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
-def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Take the steps of a table's records, unless the first word of ``refused`` is set.
-
-    ``S`` and ``T`` are the ``SPEC`` and the ``TILE``.
-    """
-    if tl.load(refused) == 0:
+def step_kernel(table, chunks, report, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Take the steps of a table's records, unless the report's first word is set."""
+    if tl.load(report) == 0:
         chunk = chunks + 2 * tl.program_id(0)
         record = table + tl.load(chunk).to(tl.int64) * stages.RECORD_WORDS
         start = tl.load(chunk + 1)
-        row = tl.arange(0, T.rows)
+        row = tl.arange(0, TILE.rows)
         no_blocks = (0, 0, 0, 0)
-        if T.long:
+        if TILE.long:
             row = row + start
             length = stages.load_size(record, stages.LENGTH)
-            tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
-            largest = tl.zeros((T.rows,), tl.int32)
+            tiles = ((length + (TILE.width - 1)) // TILE.width).to(tl.int32)
+            largest = tl.zeros((TILE.rows,), tl.int32)
             # ``row >= 0`` is always true: a program takes one long row, which exists.
-            if S.fitted:
-                scales = stages.fitted_scales(record, row, row >= 0, S)
+            if SPEC.fitted:
+                scales = stages.fitted_scales(record, row, row >= 0, SPEC)
                 for tile in range(tiles):
-                    in_tile = _largest_momentum(record, row, tile * T.width, scales, S, T)
+                    in_tile = _largest_momentum(record, row, tile * TILE.width, scales, SPEC, TILE)
                     largest = tl.maximum(largest, in_tile)
-                new_inverse = stages.refit(record, largest, row, row >= 0, S)
+                new_inverse = stages.refit(record, largest, row, row >= 0, SPEC)
                 blocks = (scales, new_inverse, 0, 0)
             else:
                 for tile in range(tiles):
-                    in_tile = _largest_gradient(record, row, tile * T.width, S, T)
+                    in_tile = _largest_gradient(record, row, tile * TILE.width, SPEC, TILE)
                     largest = tl.maximum(largest, in_tile)
-                blocks = stages.advance_bounds(record, largest, row, row >= 0, S)
+                blocks = stages.advance_bounds(record, largest, row, row >= 0, SPEC)
             for tile in range(tiles):
-                _step_tile(record, row, tile * T.width, blocks, S, T)
-        elif T.length:
+                _step_tile(record, row, tile * TILE.width, blocks, SPEC, TILE)
+        elif TILE.length:
             # whole rows, from row ``start`` on
-            _step_tile(record, row + start, 0, no_blocks, S, T)
+            _step_tile(record, row + start, 0, no_blocks, SPEC, TILE)
         else:
             # one row, cut into tiles
-            _step_tile(record, row, start.to(tl.int64) * T.width, no_blocks, S, T)
+            _step_tile(record, row, start.to(tl.int64) * TILE.width, no_blocks, SPEC, TILE)
 
 
 # --------------------------------------------------------------------------------------
@@ -390,32 +387,32 @@ def _is_moving(record, offsets, mask, SPEC: tl.constexpr):
 
 
 @triton.jit
-def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
+def widen_kernel(table, chunks, report, SPEC: tl.constexpr, TILE: tl.constexpr):
     """Double the scales of rows whose largest magnitude is the format's last and moves.
 
-    It does nothing for a parameter whose step has not flagged that. ``S`` is a
-    ``Widening``, ``T`` a ``Tile``.
+    It does nothing for a parameter whose step has not flagged that. ``SPEC`` is a
+    ``Widening``.
     """
     chunk = chunks + 2 * tl.program_id(0)
     record = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
-    report = stages.pointer(record, WIDENED_REPORT, tl.int32, False)
-    if (tl.load(refused) == 0) & (tl.load(report + REACHED) != 0):
+    words = stages.pointer(record, WIDENED_REPORT, tl.int32, False)
+    if (tl.load(report) == 0) & (tl.load(words + SATURATED) != 0):
         sizes = record.to(tl.pointer_type(tl.int64))
         length = tl.load(sizes + WIDENED_LENGTH // 2)
-        row = tl.load(chunk + 1) + tl.arange(0, T.rows)
+        row = tl.load(chunk + 1) + tl.arange(0, TILE.rows)
         row_mask = row < tl.load(sizes + WIDENED_ROWS // 2)
-        tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
-        is_reached = tl.zeros((T.rows,), tl.int32)
+        tiles = ((length + (TILE.width - 1)) // TILE.width).to(tl.int32)
+        is_saturated = tl.zeros((TILE.rows,), tl.int32)
         for tile in range(tiles):
-            offsets, mask = stages.offsets_of(row, row_mask, tile * T.width, length, T)
+            offsets, mask = stages.offsets_of(row, row_mask, tile * TILE.width, length, TILE)
             code = stages.load(record, WIDENED_CODES, tl.uint8, offsets, mask, False).to(tl.int32)
-            is_last = ((code & (S.format.SIGN_BIT - 1)) == S.format.MAX_CODE) & mask
-            is_last = is_last & _is_moving(record, offsets, mask, S)
-            is_reached = tl.maximum(is_reached, tl.max(is_last.to(tl.int32), axis=1))
-        scale = stages.load_scales(record, WIDENED_SCALES, row, row_mask, S)
-        doubles = row_mask & (is_reached > 0) & (scale * 2.0 <= S.widest)
+            is_last = ((code & (SPEC.format.SIGN_BIT - 1)) == SPEC.format.MAX_CODE) & mask
+            is_last = is_last & _is_moving(record, offsets, mask, SPEC)
+            is_saturated = tl.maximum(is_saturated, tl.max(is_last.to(tl.int32), axis=1))
+        scale = stages.load_scales(record, WIDENED_SCALES, row, row_mask, SPEC)
+        doubles = row_mask & (is_saturated > 0) & (scale * 2.0 <= SPEC.widest)
         for tile in range(tiles):
-            offsets, mask = stages.offsets_of(row, doubles, tile * T.width, length, T)
-            _halve_values(record, offsets, mask, S)
-        _double_scales(record, row, doubles, scale, S)
-        tl.atomic_add(report + DOUBLED, tl.sum(doubles.to(tl.int32), axis=0))
+            offsets, mask = stages.offsets_of(row, doubles, tile * TILE.width, length, TILE)
+            _halve_values(record, offsets, mask, SPEC)
+        _double_scales(record, row, doubles, scale, SPEC)
+        tl.atomic_add(words + DOUBLED, tl.sum(doubles.to(tl.int32), axis=0))

@@ -199,10 +199,11 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues
         return None
     _, report = launched
     if not decides and any(slot.spec.storage == "codes" for slot in slots):
-        for slot, (reached, doubled, _, emptied) in zip(slots, report.values[1:], strict=True):
+        rows = report.values[1:]
+        for slot, (is_saturated, doubled, _, has_zero_row) in zip(slots, rows, strict=True):
             if slot.spec.storage == "codes":
-                slot.saturated.append(bool(reached))
-                slot.has_zero_rows.append(bool(emptied))
+                slot.saturated.append(bool(is_saturated))
+                slot.has_zero_rows.append(bool(has_zero_row))
             if doubles_on_card(slot):
                 slot.doubled.append(doubled)
                 _log_doubled(slot.parameter, doubled)
@@ -399,11 +400,12 @@ def count_verdict(optimizer: Any, verdict: PendingVerdict) -> None:
             optimizer._count_skipped_pass(backward_pass, culprits)
     elif backward_pass is None:
         optimizer.skipped_in_row = 0
-    for (parameter, version), (_, doubled, _, emptied) in zip(versions.items(), rows, strict=True):
+    for (parameter, version), row in zip(versions.items(), rows, strict=True):
+        _, doubled, _, has_zero_row = row
         if doubled:
             optimizer.widened_scales += doubled
             _log_doubled(parameter, doubled)
-        if not emptied and isinstance(parameter, FP8Tensor):
+        if not has_zero_row and isinstance(parameter, FP8Tensor):
             # until its codes change, every scale is known to have a weight that is not 0
             parameter.filled = version
 
