@@ -203,6 +203,8 @@ def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
     # What can't be read again must not be written.
+    if len(data) > HEADER:
+        raise ValueError(f"the header has {len(data):,} bytes; allowed: {HEADER:,}")
     _parse_header(data)
     return struct.pack("<Q", len(data)) + data, ordered_tensors
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import nanogpt_bench.checkpoint.format as checkpoint_format
 from nanogpt_bench.checkpoint import (
     BrokenCheckpoint,
     CheckpointNotWritten,
@@ -91,6 +92,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert steps(tmp_path) == [3, 6, 7]
     commit(tmp_path, contents(8, best=True), keep_last=2)
     assert steps(tmp_path) == [7, 8]
+
+
+def test_a_header_too_long_to_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_format, "HEADER", 200)
+    with pytest.raises(ValueError, match=r"the header has [\d,]+ bytes; allowed: 200"):
+        commit(tmp_path, contents(1), keep_last=1)
+    assert os.listdir(tmp_path) == []
 
 
 def test_without_checkpoints_there_is_none(tmp_path):
