@@ -42,8 +42,9 @@ def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     model: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
-    for layer in range(max(1, elements // LAYER)):
-        size = min(elements, LAYER)
+    for layer, start in enumerate(range(0, elements, LAYER)):
+        # The last layer takes what is left.
+        size = min(elements - start, LAYER)
         if weights == "float32":
             model[f"{layer}.weight"] = torch.randn(size, generator=generator)
         else:

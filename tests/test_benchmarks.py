@@ -41,6 +41,7 @@ NAMES = (
     "write_back_noise",
 )
 NAMES += ("moment_formats", "arrived_share", "draws", "walk_of_a_step", "train_is_serve")
+NAMES += ("checkpoint",)
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -248,6 +249,20 @@ def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules):
     holder.extra = [torch.zeros(5, dtype=torch.uint8)]
     assert live_bytes(holder) == 4 * (6 + 2) + 5
     assert live_bytes([fm.FP8Tensor(torch.zeros(8, 4), "E4M3")]) == 32 + 32 + 8
+
+
+@pytest.mark.parametrize("weights", ["E4M3", "float32"])
+@pytest.mark.parametrize("elements", [3, 10, 25])
+def test_a_checkpoint_of_the_benchmark_has_as_many_weights_as_asked_for(
+    modules, monkeypatch, elements, weights
+):
+    checkpoint = modules["checkpoint"]
+    monkeypatch.setattr(checkpoint, "LAYER", 10)
+    tensors = checkpoint.state_of(elements, weights)
+    suffix = "codes" if weights == "E4M3" else "weight"
+    sizes = [x.numel() for name, x in tensors["model"].items() if name.endswith(suffix)]
+    assert sum(sizes) == elements
+    assert sum(x.numel() for x in tensors["optimizer"].values()) == 2 * elements
 
 
 def test_overhead_from_end_to_end():
