@@ -220,9 +220,9 @@ def pretend_a_card(until: ExitStack) -> None:
     until.callback(driver.set_active, None)
     replacements: list[tuple[Any, str, Any]] = [
         (decode_kernel, "_do_compile", compiled),
-        (storage, "decoded", decode),
+        (storage, "decode_by_kernel", decode),
         (torch.cuda, "device", lambda device: nullcontext()),
-        (_products, "decoded", decode),
+        (_products, "decode_by_kernel", decode),
         (_products, "is_on_card", lambda codes: True),
     ]
     for module, name, replacement in replacements:

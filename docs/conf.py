@@ -68,8 +68,8 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(fp8manifold\.[\w.]+\.)?"
-        r"(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
-        r"|Parameters|ScaleLike|Storage|StoredWeight|TrainerOptimizer|BackwardPass)",
+        r"(FormatLike|Formats|Rounding|WriteRounding|Overflow|Metric|Granularity|Policy|STE"
+        r"|Schedule|Parameters|ScaleLike|Storage|StoredWeight|TrainerOptimizer|BackwardPass)",
     ),
 ]
 

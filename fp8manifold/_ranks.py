@@ -259,7 +259,7 @@ def check_share(parameter: Tensor) -> None:
     if tensors is None or not isinstance(parameter, tensors.DTensor):
         return
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
-    if not getattr(local_of(parameter), "is_share", True):
+    if not getattr(local_of(parameter), "is_shard", True):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} in codes became a DTensor without its "
             "scales: only fully_shard gives rows their scales; use that, or "

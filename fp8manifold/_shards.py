@@ -39,7 +39,7 @@ class FP8Shard(FP8Tensor):
     scales are those of the whole.
     """
 
-    is_share = True
+    is_shard = True
 
     def check_writable(self) -> NoReturn:
         raise RuntimeError(
@@ -211,7 +211,7 @@ def _rows_of_view(view: View) -> FP8Tensor:
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return rows of rows, as FSDP2 cuts its padding off."""
     x = args[0]
-    if not x.is_share:
+    if not x.is_shard:
         return NotImplemented
     defaults: tuple[Any, ...] = (0, None, None, 1)
     dim, start, end, step = args[1:] + defaults[len(args) - 1 :]
@@ -256,8 +256,8 @@ def _same_geometry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     x, size, *geometry = args
     if not isinstance(x, FP8Tensor):
         return NotImplemented
-    is_flat_share = x.is_share and tuple(size) == (-1,)
-    if not is_flat_share and not _has_geometry(x, size, geometry):
+    is_flat_shard = x.is_shard and tuple(size) == (-1,)
+    if not is_flat_shard and not _has_geometry(x, size, geometry):
         return NotImplemented
     return alias(_aten.detach.default, (x,), {})
 

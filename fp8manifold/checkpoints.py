@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
-from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._encoded.scaled import WriteRounding
 from fp8manifold._published import StoredWeight, written_parts
 from fp8manifold._published.layout import (
     GENERATION,
@@ -52,7 +52,7 @@ from fp8manifold.random_bits import Draws
 
 __all__ = ["load_fp8", "published_weights", "save_fp8"]
 
-Activations = Literal["float", "as stored"]
+LoadedActivations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
 _CALLER: Final = "load_fp8"
 _INPUT_SCALES: Final = ("input_scale", "activation_scale")
@@ -62,7 +62,7 @@ _TRANSPOSED_SUFFIX: Final = "_blocks"
 """The end of the names of codes of gpt-oss's experts."""
 _DOWNLOADED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 """Files of a repository that are downloaded: weights, settings and a tokenizer's."""
-_DTYPES: Final = {
+_DTYPES_IN_FILES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -79,8 +79,8 @@ def load_fp8(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    activations: Activations = "float",
-    rounding: Rounding = "stochastic",
+    activations: LoadedActivations = "float",
+    rounding: WriteRounding = "stochastic",
     draws: Draws = "independent",
     seed: int = 0,
     **options: Any,
@@ -462,7 +462,7 @@ class _CodeReader:
         layout: Layout,
         options: dict[str, Any],
         seed: int,
-        activations: Activations,
+        activations: LoadedActivations,
     ) -> None:
         self._tensors = tensors
         self._layout = layout
@@ -620,7 +620,7 @@ def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: Layout) ->
             continue
         value = entries[place.target][place.index]
         dtype_in_file = layout.headers[name].dtype
-        dtype = _DTYPES.get(dtype_in_file, value.dtype)
+        dtype = _DTYPES_IN_FILES.get(dtype_in_file, value.dtype)
         if dtype == value.dtype:
             continue
         if dtype.is_floating_point and torch.promote_types(dtype, value.dtype) == value.dtype:
@@ -689,7 +689,7 @@ def _tensors_with(
     in_settings = layout.published["kept"]
     header = layout.headers[name]
     if name in in_settings:
-        return {name: torch.tensor(in_settings[name], dtype=_DTYPES[header.dtype])}
+        return {name: torch.tensor(in_settings[name], dtype=_DTYPES_IN_FILES[header.dtype])}
     stored = layout.weight_of.get(name)
     place = layout.places.get(name if stored is None else stored.name)
     if place is None:
@@ -709,7 +709,9 @@ def _tensors_with(
             f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written "
             "back"
         )
-    in_dtype_of_file = value.to(_DTYPES[header.dtype]) if header.dtype in _DTYPES else value
+    in_dtype_of_file = (
+        value.to(_DTYPES_IN_FILES[header.dtype]) if header.dtype in _DTYPES_IN_FILES else value
+    )
     is_exact = torch.equal(in_dtype_of_file.to(value.dtype), value)
     return {name: in_dtype_of_file if is_exact else value}
 

@@ -25,7 +25,7 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
 
-NAME: Final = "digest"
+DIGEST_KEY: Final = "digest"
 """The key under which a state has its digest."""
 _DTYPES_OF_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # odd numbers of 64 bits, as signed ones: the golden ratio's, and those of SplitMix64
@@ -152,7 +152,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
         name: _Entry(*entry)
         for name, entry in json.loads(_send_text(json.dumps(outline), ranks, device)).items()
     }
-    refusal = _difference(outline, first_outline)
+    refusal = _describe_difference(outline, first_outline)
     if ranks.any_true(refusal is not None, device):
         raise RuntimeError(f"the models differ: {refusal or 'another process says where'}")
     for name, tensor in tensors.items():
@@ -185,7 +185,7 @@ def _outline(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, _Entry]:
     return outline
 
 
-def _difference(local: dict[str, _Entry], first: dict[str, _Entry]) -> str | None:
+def _describe_difference(local: dict[str, _Entry], first: dict[str, _Entry]) -> str | None:
     """Return the first difference from the first process's model, in words, or None."""
     one_sided = sorted(local.keys() ^ first.keys())
     if one_sided:
@@ -349,7 +349,7 @@ def digest(state: Mapping[str, Any]) -> Tensor:
 
     Source: Clarke et al. 2003 (multiset hashes); SplitMix64 (Steele et al. 2014).
     """
-    entries = [(name, value) for name, value in _leaves(state, "") if name != NAME]
+    entries = [(name, value) for name, value in _leaves(state, "") if name != DIGEST_KEY]
     share = _first_share(entries)
     ranks: Ranks = ALONE if share is None else share.ranks
     device: Any = "cpu" if share is None else share.local.device
@@ -375,11 +375,11 @@ def check_digest(state: Mapping[str, Any]) -> None:
         >>> state = {"step": 3}
         >>> check_digest(state | {"digest": digest(state)})
     """
-    if not isinstance(state.get(NAME), Tensor):
+    if not isinstance(state.get(DIGEST_KEY), Tensor):
         raise ValueError(
             "the state has no digest: save state['digest'] = fp8manifold.distributed.digest(state)"
         )
-    differs = int(state[NAME]) != int(digest(state))
+    differs = int(state[DIGEST_KEY]) != int(digest(state))
     share = _first_share(_leaves(state, ""))
     if share is not None:
         differs = share.ranks.any_true(differs, share.local.device)

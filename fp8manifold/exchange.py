@@ -43,8 +43,8 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
 
 ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
-Activations = Literal["float", "E4M3"]
-_FORMATS: Final = {
+ExportedActivations = Literal["float", "E4M3"]
+_FORMATS_BY_LAYOUT: Final = {
     "compressed-tensors": ("E4M3",),
     "fp8": ("E4M3",),
     "torchao": tuple(fmt.name for fmt in FLOAT8),
@@ -82,7 +82,7 @@ def exported_state_dict(
     model: nn.Module,
     layout: ExchangeLayout = "compressed-tensors",
     *,
-    activations: Activations = "float",
+    activations: ExportedActivations = "float",
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     r"""Return a model's state in another library's layout.
 
@@ -143,8 +143,8 @@ def exported_state_dict(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("layout", layout, tuple(_FORMATS))
-    check_choice("activations", activations, get_args(Activations))
+    check_choice("layout", layout, tuple(_FORMATS_BY_LAYOUT))
+    check_choice("activations", activations, get_args(ExportedActivations))
     if activations != "float" and layout != "compressed-tensors":
         raise ValueError(
             f"activations={activations!r} goes with layout='compressed-tensors', not with "
@@ -182,7 +182,7 @@ def export_model(
     folder: str | Path,
     layout: ExchangeLayout = "compressed-tensors",
     *,
-    activations: Activations = "float",
+    activations: ExportedActivations = "float",
 ) -> None:
     """Write a model of transformers to a folder that another library reads.
 
@@ -357,7 +357,7 @@ def _exported_weight(
         raise ValueError(
             f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear only"
         )
-    allowed = _FORMATS[layout]
+    allowed = _FORMATS_BY_LAYOUT[layout]
     if fmt.name not in allowed:
         raise ValueError(
             f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of "

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._native._arrays import rounded_at
+from fp8manifold._native._arrays import round_at_scale
 from fp8manifold._numerics.codec import ROUNDINGS, Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import DrawKey, check_words
@@ -136,7 +136,7 @@ class _FakeQuantize(torch.autograd.Function):
             ctx.save_for_backward(units <= fmt.max * scaling.ROUNDING_OF_SCALES)
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
-        return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
+        return round_at_scale(x, scale, fmt, rounding, key, blocks=blocks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -39,7 +39,7 @@ _LAYOUTS_WITH_INF: Final = ("ieee", "p3109e")
 # by (exponent bits, mantissa bits)
 _DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
 # Exact rounding needs 1.5 * 2^23 times the power of two of any value to be a float32.
-_LARGEST_EXPONENT: Final = 100
+_LARGEST_EXPONENT_OF_VALUES: Final = 100
 # A random draw resolves 2^-24 of the smallest ulp, which must be a float32.
 _SMALLEST_EXPONENT: Final = -102
 # The smallest float32 must still be a nonzero fraction of the smallest ulp.
@@ -119,7 +119,7 @@ class FloatFormat:
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
             raise TypeError(f"bias={self.bias!r} must be an int")
         e, m = self.exponent_bits, self.mantissa_bits
-        lowest = max(2**e - 1 - _LARGEST_EXPONENT, 1 - m - _LARGEST_ULP_EXPONENT)
+        lowest = max(2**e - 1 - _LARGEST_EXPONENT_OF_VALUES, 1 - m - _LARGEST_ULP_EXPONENT)
         highest = 1 - m - _SMALLEST_EXPONENT
         if not lowest <= self.bias <= highest:
             raise ValueError(

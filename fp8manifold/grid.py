@@ -26,7 +26,7 @@ from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import binade, check_holds, working_dtype
 from fp8manifold._base.reading import is_read_at_once, refuse_on_gpu
-from fp8manifold._native._arrays import decoded, encoded, rounded
+from fp8manifold._native._arrays import decode_by_kernel, encode_by_kernel, round_by_kernel
 from fp8manifold._numerics.charts import UlpChart, clamp_to_ends
 from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -146,7 +146,7 @@ def round_to_grid(
             key = _checked_key(draws, seed, step, stream, offset)
         draws_at = _draw_source(x, key, offset, bits)
     if bits is None and _is_native_mode(fmt, rounding, overflow):
-        native = rounded(x, fmt, key, offset)
+        native = round_by_kernel(x, fmt, key, offset)
         if native is not None:
             return native
 
@@ -289,7 +289,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
 
 def decode_checked(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return :func:`decode` of codes that are known to be the format's."""
-    native = decoded(codes, fmt, dtype)
+    native = decode_by_kernel(codes, fmt, dtype)
     if native is not None:
         return native
     table = _decode_table(fmt, dtype, codes.device)
@@ -413,7 +413,7 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: DrawKey | None, offset: int)
         return None
     if fmt.nan_code is None and is_read_at_once(x) and not bool(x.sum().isfinite()):
         return None
-    codes = encoded(x, fmt, key, offset)
+    codes = encode_by_kernel(x, fmt, key, offset)
     if codes is not None and fmt.nan_code is None and not is_read_at_once(x):
         _refuse_nan(x, fmt)
     return codes

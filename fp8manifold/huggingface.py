@@ -76,7 +76,7 @@ _CODES_SUFFIX: Final = "_fp8_codes"
 # a model by its name.
 _TRL_NAMES_MODEL: Final = "get_config_model_id"
 _TRL_LOADS_MODEL: Final = "create_model_from_path"
-_GUARDED: Final = "_fp8_is_guarded"
+_TRL_IS_GUARDED: Final = "_fp8_is_guarded"
 """An attribute of functions of TRL that are replaced."""
 _QUANTIZED: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Models whose names must not be read in float for a reference."""
@@ -249,7 +249,7 @@ def _guard_references(model: Any = None) -> None:
         functions = vars(module) if name.startswith("trl.") else {}
         if not functions.keys() >= {_TRL_NAMES_MODEL, _TRL_LOADS_MODEL}:
             continue
-        if not hasattr(functions[_TRL_LOADS_MODEL], _GUARDED):
+        if not hasattr(functions[_TRL_LOADS_MODEL], _TRL_IS_GUARDED):
             setattr(module, _TRL_NAMES_MODEL, _noting_quantized(functions[_TRL_NAMES_MODEL]))
             setattr(module, _TRL_LOADS_MODEL, _refusing_floats(functions[_TRL_LOADS_MODEL]))
 
@@ -292,7 +292,7 @@ def _refusing_floats(load: Any) -> Any:
             )
         return load(model_id, *args, **options)
 
-    setattr(create_model_from_path, _GUARDED, True)
+    setattr(create_model_from_path, _TRL_IS_GUARDED, True)
     return create_model_from_path
 
 
@@ -539,21 +539,22 @@ class _Quantizer:
     def _put_layers(self, model: nn.Module) -> None:
         """Make the quantised layers and parameters of a saved model, without values."""
         config = self.quantization_config
-        # _group_here maps the names that a group has seeds for; these have none: 0
+        # _group_for_model maps the names that a group has seeds for; these have none: 0
         turned = dict.fromkeys(getattr(config, "published", {}).get("turned", ()), 0)
         parameters = dict(model.named_parameters())
-        turn(model, list(_group_here(model, {"seeds": turned}, parameters)["seeds"]))
+        turn(model, list(_group_for_model(model, {"seeds": turned}, parameters)["seeds"]))
         modules = dict(model.named_modules())
         parameters = dict(model.named_parameters())
         # The default is that of the weights, and not of measured scales.
         dtype = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32)
-            put_layers(model, [_group_here(model, group, modules) for group in config.layers])
+            put_layers(model, [_group_for_model(model, group, modules) for group in config.layers])
         finally:
             torch.set_default_dtype(dtype)
         groups = [
-            _group_here(model, group, parameters) for group in getattr(config, "parameters", ())
+            _group_for_model(model, group, parameters)
+            for group in getattr(config, "parameters", ())
         ]
         put_parameters(model, groups)
         prefix = f"{model.base_model_prefix}."
@@ -639,7 +640,9 @@ def _checked_state(
     return state
 
 
-def _group_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _group_for_model(
+    model: Any, group: Mapping[str, Any], names: Collection[str]
+) -> dict[str, Any]:
     """Return a group of the settings by the names in this model.
 
     The model may be the base of the one that was saved, or have it as its base. What
@@ -647,20 +650,21 @@ def _group_here(model: Any, group: Mapping[str, Any], names: Collection[str]) ->
     leaves out its weights.
     """
     prefix = f"{model.base_model_prefix}."
-    seeds = group.get("seeds", {})
-    is_base = any(name.startswith(prefix) and name.removeprefix(prefix) in names for name in seeds)
-    is_whole = any(name.startswith(prefix) for name in seeds)
-    seeds_here = {}
-    for name, seed in seeds.items():
-        candidates = (name, name.removeprefix(prefix), prefix + name)
-        name_here = next((candidate for candidate in candidates if candidate in names), name)
-        # A name that is nowhere is passed on, to be refused. It is left out if this
-        # model is the base of the saved one, or if it is beside that one's base, as
-        # another output layer is.
-        is_of_this_model = not is_base and (name.startswith(prefix) or not is_whole)
-        if name_here in names or is_of_this_model:
-            seeds_here[name_here] = seed
-    return {**group, "seeds": seeds_here}
+    saved_seeds = group.get("seeds", {})
+    saved_base = [name for name in saved_seeds if name.startswith(prefix)]
+    model_is_saved_base = any(name.removeprefix(prefix) in names for name in saved_base)
+    seeds = {}
+    for saved_name, seed in saved_seeds.items():
+        candidates = (saved_name, saved_name.removeprefix(prefix), prefix + saved_name)
+        name = next((candidate for candidate in candidates if candidate in names), None)
+        # An output layer is beside the base of the model that was saved.
+        is_beside_base = bool(saved_base) and saved_name not in saved_base
+        if name is not None:
+            seeds[name] = seed
+        elif not model_is_saved_base and not is_beside_base:
+            # It should be here: passed on, it is refused.
+            seeds[saved_name] = seed
+    return {**group, "seeds": seeds}
 
 
 def _keep_whole(model: Any) -> None:

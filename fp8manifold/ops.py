@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8manifold._base.autocast import autocast_dtype, outside_autocast
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._native._arrays import encoded_units, rounded_at
+from fp8manifold._native._arrays import encode_on_gpu, round_at_scale
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.nn._spec import ALIGNMENT, NONE, is_none
@@ -92,8 +92,8 @@ def fp8_mm(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
     """
     check_choice("granularity", granularity, _GRANULARITIES)
-    _check_matrix("a", a)
-    _check_matrix("b", b)
+    _check_operand("a", a)
+    _check_operand("b", b)
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a "
@@ -101,11 +101,15 @@ def fp8_mm(
         )
     if not (out_dtype or a.dtype).is_floating_point:
         raise TypeError(f"out_dtype={out_dtype} must be a float dtype")
-    formats = _Formats(_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
+    formats = _Formats(
+        _format_name_or_none(a_format),
+        _format_name_or_none(b_format),
+        _format_name_or_none(gradient_format),
+    )
     left_scale = None if a_scale is None else _given_scale(a, a_scale, granularity, axis=0)
     right_scale = None if b_scale is None else _given_scale(b, b_scale, granularity, axis=1)
     options = _Options(granularity, pow2, out_dtype or autocast_dtype(a) or a.dtype)
-    return _product(a, b, left_scale, right_scale, formats, options)
+    return _scaled_product(a, b, left_scale, right_scale, formats, options)
 
 
 class _Formats(NamedTuple):
@@ -124,7 +128,7 @@ class _Options(NamedTuple):
     out_dtype: torch.dtype
 
 
-def _check_matrix(name: str, x: Tensor) -> None:
+def _check_operand(name: str, x: Tensor) -> None:
     # refuses other dtypes
     working_dtype(x, name)
     if x.dim() != 2:
@@ -133,7 +137,7 @@ def _check_matrix(name: str, x: Tensor) -> None:
         )
 
 
-def _product(
+def _scaled_product(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None,
@@ -154,7 +158,7 @@ def _product(
     return result
 
 
-def _name_of(fmt: FormatLike | None) -> str:
+def _format_name_or_none(fmt: FormatLike | None) -> str:
     return NONE if fmt is None or is_none(fmt) else as_format(fmt).name
 
 
@@ -204,12 +208,12 @@ def _fp8_mm(
     pow2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if _has_units_for(a, b, a_format, b_format):
+    if _has_hardware_for(a, b, a_format, b_format):
         left_codes = _codes_of(a, a_scale, a_format)
         right_codes = _codes_of(b, b_scale, b_format)
         return _hardware_product(left_codes, right_codes, a_scale, b_scale, out_dtype)
-    left = _units(a, a_scale, a_format)
-    right = _units(b, b_scale, b_format)
+    left = _grid_values(a, a_scale, a_format)
+    right = _grid_values(b, b_scale, b_format)
     work = torch.promote_types(left.dtype, right.dtype)
     with outside_autocast(a):
         product = left.to(work) @ right.to(work)
@@ -243,7 +247,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     zero_or_nan = (gradient * 0.0).sum(dtype=torch.float32)
     if ctx.needs_input_grad[0]:
         scale = _measured_scale(gradient, formats.gradient, granularity, 0, pow2) + zero_or_nan
-        for_a = _product(
+        for_a = _scaled_product(
             gradient,
             b.t(),
             scale,
@@ -253,7 +257,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         )
     if ctx.needs_input_grad[1]:
         scale = _measured_scale(gradient, formats.gradient, granularity, 1, pow2) + zero_or_nan
-        for_b = _product(
+        for_b = _scaled_product(
             a.t(),
             gradient,
             a_scale,
@@ -269,49 +273,49 @@ _fp8_mm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _in_memory_order(
-    x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]
+    x: Tensor, scale: Tensor, quantize: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Apply ``rounded`` to a matrix in the order of its memory.
+    """Apply a rounding to a matrix in the order of its memory.
 
     That may be the order of its transpose.
     """
     if x.is_contiguous() or not x.t().is_contiguous():
-        return rounded(x, scale)
+        return quantize(x, scale)
     transposed_scale = scale.t() if scale.dim() == 2 else scale
-    return rounded(x.t(), transposed_scale).t()
+    return quantize(x.t(), transposed_scale).t()
 
 
-def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+def _grid_values(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """Return the rounded values divided by their scale, or the values as they are."""
     if fmt == NONE:
         return x.to(working_dtype(x))
 
-    def rounded(part: Tensor, part_scale: Tensor) -> Tensor:
-        return rounded_at(part, part_scale, as_format(fmt), rescale=False)
+    def quantize(part: Tensor, part_scale: Tensor) -> Tensor:
+        return round_at_scale(part, part_scale, as_format(fmt), rescale=False)
 
-    return _in_memory_order(x, scale, rounded)
+    return _in_memory_order(x, scale, quantize)
 
 
 def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """Return the codes of a matrix, in the dtype that the units multiply."""
 
-    def rounded(part: Tensor, part_scale: Tensor) -> Tensor:
+    def quantize(part: Tensor, part_scale: Tensor) -> Tensor:
         floats = part.float() if part.dtype == torch.float16 else part
-        codes = encoded_units(floats, as_format(fmt), part_scale)
+        codes = encode_on_gpu(floats, as_format(fmt), part_scale)
         if codes is None:
-            units = rounded_at(part, part_scale, as_format(fmt), rescale=False)
+            units = round_at_scale(part, part_scale, as_format(fmt), rescale=False)
             return units.to(_HARDWARE[fmt])
         return codes.view(_HARDWARE[fmt])
 
     if not scale.dim():
-        return _in_memory_order(x, scale, rounded)
+        return _in_memory_order(x, scale, quantize)
     # a kernel has a scale for each row, so it needs rows, whatever the memory's order
     if scale.shape[1] == 1:
-        return rounded(x.contiguous(), scale)
-    return rounded(x.t().contiguous(), scale.t()).t()
+        return quantize(x.contiguous(), scale)
+    return quantize(x.t().contiguous(), scale.t()).t()
 
 
-def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
+def _has_hardware_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
     if a.device.type != "cuda" or torch.version.hip is not None:
         return False
     if a_format not in _HARDWARE or b_format not in _HARDWARE:

@@ -148,7 +148,7 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
     """Return the largest magnitude under each scale, float32; NaN where there is one."""
     amax = wide_amax(x, granularity, axis)
     if amax.dtype is torch.float64:
-        _check_fits(amax)
+        _check_fits_float32(amax)
     return amax.float()
 
 
@@ -195,7 +195,7 @@ def _channel_amax(magnitude: Tensor, axis: int) -> Tensor:
     return magnitude.amax(dim=reduced_axes, keepdim=True) if reduced_axes else magnitude
 
 
-def _check_fits(amax: Tensor) -> None:
+def _check_fits_float32(amax: Tensor) -> None:
     """Raise ValueError for finite float64 magnitudes that are Inf in float32."""
     if not _can_check(amax):
         return

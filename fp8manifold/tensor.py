@@ -30,9 +30,9 @@ from fp8manifold._encoded import storage, stored_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
 from fp8manifold._encoded.scaled import (
     Arithmetic,
-    Rounding,
     ScaledTensor,
     Traits,
+    WriteRounding,
     check_current,
     check_not_lent,
     write_scale,
@@ -47,7 +47,7 @@ __all__ = ["FP8Tensor"]
 _LOG: Final = logging.getLogger("fp8manifold")
 _NAMES_OF_KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
 """The name of that part, and those in files of earlier versions."""
-_BLOCK_SIZES: Final[dict[str, storage.BlockSize]] = {
+_BLOCK_SIZES_BY_GRANULARITY: Final[dict[str, storage.BlockSize]] = {
     "block": scaling.BLOCK_SIZE,
     "square": storage.SQUARE,
 }
@@ -124,7 +124,7 @@ class FP8Tensor(ScaledTensor):
     # The operator of that name stays torch.remainder
     remainder: Tensor | None  # type: ignore[assignment]
     format: FloatFormat
-    rounding: Rounding
+    rounding: WriteRounding
     seed: int
     by_operator: bool
     draws: Draws
@@ -144,7 +144,7 @@ class FP8Tensor(ScaledTensor):
         granularity: scaling.StoredGranularity = "channel",
         headroom: float | None = None,
         scale: float | Tensor | None = None,
-        rounding: Rounding = "stochastic",
+        rounding: WriteRounding = "stochastic",
         seed: int | None = None,
         dtype: torch.dtype | None = None,
         keep_remainder: bool = False,
@@ -164,7 +164,7 @@ class FP8Tensor(ScaledTensor):
             kept_scale = stored_scale.fresh_scale(w, fmt, granularity, headroom)
         else:
             kept_scale = stored_scale.chosen_scale(scale, w, granularity)
-        block_size = _BLOCK_SIZES.get(granularity)
+        block_size = _BLOCK_SIZES_BY_GRANULARITY.get(granularity)
         expanded_scale = storage.expand_scale(
             stored_scale.decoded_scale(kept_scale), block_size, w.shape
         )
@@ -195,7 +195,7 @@ class FP8Tensor(ScaledTensor):
         *,
         block_size: storage.BlockSize | list[int] = None,
         counter: int | Tensor = 0,
-        rounding: Rounding = "stochastic",
+        rounding: WriteRounding = "stochastic",
         seed: int | None = None,
         dtype: torch.dtype = torch.float32,
         by_operator: bool = True,
@@ -496,11 +496,11 @@ class FP8Tensor(ScaledTensor):
                 f"the other tensor has a scale for each {source.granularity}, this one for each "
                 f"{self.granularity}"
             )
-        if has_other_blocks and self.exponents is not None and not self.is_share:
+        if has_other_blocks and self.exponents is not None and not self.is_shard:
             return stored_scale.as_kept(scale, blocks=True)
         return scale
 
-    def _writes(self) -> int:
+    def _write_count(self) -> int:
         return self.codes._version
 
     def _warn_of_rounding(self) -> None:

@@ -1,7 +1,7 @@
 """Dispatch of torch's operators over tensors of codes.
 
 Torch calls ``EncodedTensor.__torch_dispatch__`` for every operator that has an encoded
-argument, and ``_run`` takes the first way that fits:
+argument, and ``_run_operator`` takes the first way that fits:
 
 1. copy_, embedding, detach, ...: a handler that ``implements`` has registered;
 2. a view, as ``w[0]`` or ``w.t()``: a ``View``, which replays the operator when read;
@@ -132,12 +132,12 @@ def _refusing_method(name: str) -> Any:
 class EncodedTensor(torch.Tensor):
     """A tensor whose values are stored in another form.
 
-    Every operator on it goes through :func:`_run`.
+    Every operator on it goes through :func:`_run_operator`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     #: True if it holds one process's rows of a sharded tensor.
-    is_share = False
+    is_shard = False
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -151,7 +151,7 @@ class EncodedTensor(torch.Tensor):
         if "torch._dynamo" in sys.modules:
             EncodedTensor.__torch_dispatch__ = classmethod(_hidden_dispatch)  # type: ignore[assignment]
         check_not_sent(func)
-        return _run(func, args, kwargs or {})
+        return _run_operator(func, args, kwargs or {})
 
     def dequantize(self) -> Tensor:
         """Return the values as a plain tensor."""
@@ -195,7 +195,7 @@ class EncodedTensor(torch.Tensor):
         Assigning to it writes into the codes, and warns where values are rounded.
         """
         twin: Any = self.detach()
-        twin.writes_before = self._writes()
+        twin.writes_before = self._write_count()
         return twin  # type: ignore[no-any-return]
 
     @data.setter
@@ -217,14 +217,14 @@ class EncodedTensor(torch.Tensor):
         if was_rounded or not torch.equal(plain(values), self.dequantize()):
             self._warn_of_rounding()
 
-    def _writes(self) -> int:
+    def _write_count(self) -> int:
         """Return the number of writes into the tensor."""
         return 0
 
     def _has_been_written(self) -> bool:
         """Return True if a detached tensor, or a clone of one, was written to since."""
         writes: int | None = getattr(self, "writes_before", None)
-        return writes is not None and writes != self._writes()
+        return writes is not None and writes != self._write_count()
 
     def _warn_of_rounding(self) -> None:
         """Warn that values assigned to ``data`` were rounded."""
@@ -398,7 +398,7 @@ class View(EncodedTensor):
         return f"View({self.dequantize()!r})"
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator over any mixture of plain and encoded arguments."""
     handler = _HANDLERS.get(func)
     if handler is not None:
@@ -425,7 +425,7 @@ def _hidden_dispatch(
 ) -> Any:
     """Run an operator where a compiler does not see it."""
     check_not_sent(func)
-    return _run(func, args, kwargs or {})
+    return _run_operator(func, args, kwargs or {})
 
 
 def _run_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -565,7 +565,7 @@ def root_of(x: Any) -> Any:
 def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     """Register a handler of operators, called as ``handler(func, args, kwargs)``.
 
-    A handler that returns NotImplemented leaves its arguments to :func:`_run`.
+    A handler that returns NotImplemented leaves its arguments to :func:`_run_operator`.
     """
 
     def register(handler: Handler) -> Handler:

@@ -54,8 +54,8 @@ _FILLS: Final = frozenset(
 """Operators whose result does not depend on the values that they replace."""
 
 
-def _is_whole(x: Any) -> bool:
-    # as against a view: rows of a sharded tensor are whole in this sense
+def _stores_codes(x: Any) -> bool:
+    # A view has none: it reads those of its base.
     return isinstance(x, dispatch.EncodedTensor) and not isinstance(x, dispatch.View)
 
 
@@ -77,13 +77,13 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @dispatch.implements(_aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    if not _is_whole(x):
+    if not _stores_codes(x):
         return NotImplemented
     twin = x.with_parts(Tensor.clone)
     twin.arithmetic = Arithmetic()
     twin.is_detached = True
     if hasattr(x, "writes_before"):
-        twin.writes_before = twin._writes()
+        twin.writes_before = twin._write_count()
     return twin
 
 
@@ -93,9 +93,9 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dtype = args[0], kwargs.get("dtype")
     if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and may_lend(x):
         return lend(x, dtype)
-    if x.is_share and dtype not in (None, *dispatch.DTYPES):
+    if x.is_shard and dtype not in (None, *dispatch.DTYPES):
         raise TypeError(f"the dtype of a sharded FP8Tensor is float32 or bfloat16, not {dtype}")
-    if not _is_whole(x) or dtype not in (None, *dispatch.DTYPES):
+    if not _stores_codes(x) or dtype not in (None, *dispatch.DTYPES):
         return NotImplemented
     options_of_parts = {
         name: value
@@ -114,16 +114,16 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy another FP8Tensor exactly; round anything else, at a scale that suits it."""
     x, source = args[0], args[1]
-    if _is_whole(x) and _is_whole(source):
+    if _stores_codes(x) and _stores_codes(source):
         x.adopt(source)
         return x
     # FSDP2 copies one part of a split weight, a view, into memory for rows
-    if _is_whole(x) and x.is_share and isinstance(source, dispatch.View):
+    if _stores_codes(x) and x.is_shard and isinstance(source, dispatch.View):
         x.adopt(source)
         return x
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     # DDP copies like this, after sync, values that are there already
-    if non_blocking and _is_whole(x) and not is_traced(x.codes) and _has_values_of(x, source):
+    if non_blocking and _stores_codes(x) and not is_traced(x.codes) and _has_values_of(x, source):
         return x
     copied = _replace(func, x, lambda values: values.copy_(dispatch.plain(source)), fresh=False)
     arithmetic = root_arithmetic(x)
@@ -197,7 +197,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # DDP sends a single parameter as a flat view
     if isinstance(x, dispatch.View) and x.numel() == x.base.numel():
         x = x.base
-    if not _is_whole(x):
+    if not _stores_codes(x):
         dispatch.refuse_collective(func)
     for part in (x.kept_scale, x.counter):
         _, work = func([part], *options, **kwargs)
@@ -215,7 +215,7 @@ if torch.distributed.is_available():
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return memory for a meta tensor, as ``Module.to_empty`` asks for it."""
     x = args[0]
-    if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
+    if not _stores_codes(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
         return NotImplemented
     device = kwargs.get("device")
     zeros = x.with_parts(lambda part: torch.zeros_like(part, device=device), kwargs.get("dtype"))
@@ -228,7 +228,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look up rows, decoding only these."""
     x, indices = args[:2]
-    if not _is_whole(x) or is_traced(x.codes):
+    if not _stores_codes(x) or is_traced(x.codes):
         return NotImplemented
     flat_indices = indices.reshape(-1)
     rows = x.decoded_rows(lambda part: part.index_select(0, flat_indices))

@@ -20,7 +20,7 @@ from fp8manifold import _triton
 from fp8manifold._native._arrays import has_memory
 from fp8manifold._triton.whole import columns_on_gpu, copied_on_gpu, int8_rows_on_gpu, rows_on_gpu
 
-LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+LARGEST_CODE_VALUE: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _MANTISSA: Final = 23
 
 
@@ -69,7 +69,7 @@ def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """
     if _has_kernels(x):
         return rows_on_gpu(x, fold)
-    units, scale = _in_units(x, fold, LARGEST[torch.float8_e4m3fn], 1)
+    units, scale = _in_units(x, fold, LARGEST_CODE_VALUE[torch.float8_e4m3fn], 1)
     return units.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
@@ -80,7 +80,7 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
     """
     if _has_kernels(g):
         return columns_on_gpu(g, fold)
-    units, scale = _in_units(g, fold, LARGEST[torch.float8_e4m3fn], 0)
+    units, scale = _in_units(g, fold, LARGEST_CODE_VALUE[torch.float8_e4m3fn], 0)
     return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.view(-1, 1)
 
 
@@ -91,7 +91,7 @@ def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """
     if _has_kernels(x):
         return int8_rows_on_gpu(x, fold)
-    units, scale = _in_units(x, fold, LARGEST[torch.int8], 1)
+    units, scale = _in_units(x, fold, LARGEST_CODE_VALUE[torch.int8], 1)
     return units.round().to(torch.int8), scale
 
 
@@ -100,7 +100,7 @@ _LIBRARY.define("transpose_bytes(Tensor codes, Tensor? after) -> Tensor")
 _LIBRARY.define("codes_to_int8(Tensor codes, bool transposed, Tensor? after) -> Tensor")
 
 
-def _transposed(codes: Tensor, after: Tensor | None) -> Tensor:
+def _transpose_bytes(codes: Tensor, after: Tensor | None) -> Tensor:
     if _has_kernels(codes):
         return copied_on_gpu(codes, integers=False, transposed=True)
     return codes.t().contiguous()
@@ -114,7 +114,7 @@ def _as_int8(codes: Tensor, transposed: bool, after: Tensor | None) -> Tensor:
     return signed.t().contiguous() if transposed else signed
 
 
-_LIBRARY.impl("transpose_bytes", _transposed, "CompositeExplicitAutograd")
+_LIBRARY.impl("transpose_bytes", _transpose_bytes, "CompositeExplicitAutograd")
 _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 
 

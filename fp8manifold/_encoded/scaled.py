@@ -26,10 +26,10 @@ from fp8manifold._numerics.charts import RETRACTIONS, Retraction
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
-Rounding = Literal["nearest", "stochastic"]
-# States have ROUNDINGS by index, and DRAWS by that of a pair (`_STEPS` in
-# `nn/_parts.py`): never reorder them.
-ROUNDINGS: Final = ("nearest", "stochastic")
+WriteRounding = Literal["nearest", "stochastic"]
+# States have WRITE_ROUNDINGS by index, and DRAWS by that of a pair
+# (`_DRAWS_AND_RETRACTIONS` in `nn/_parts.py`): never reorder them.
+WRITE_ROUNDINGS: Final = ("nearest", "stochastic")
 DRAWS: Final = get_args(Draws)
 _CHANGES_OF_AN_AVERAGE: Final = 4
 """Changes of a copy by arithmetic that are a running average.
@@ -42,7 +42,7 @@ class Traits(NamedTuple):
     """What a tensor of codes is, beside its numbers."""
 
     format: FloatFormat
-    rounding: Rounding
+    rounding: WriteRounding
     seed: int
     dtype: torch.dtype
     block_size: BlockSize
@@ -63,7 +63,7 @@ class Traits(NamedTuple):
         return (self.format.name, *self[1:])
 
     def check(self) -> None:
-        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("rounding", self.rounding, WRITE_ROUNDINGS)
         check_choice("draws", self.draws, DRAWS)
         check_choice("retraction", self.retraction, RETRACTIONS)
         check_int("seed", self.seed, 0, 2**63 - 1)
@@ -88,7 +88,7 @@ def may_lend(x: Any) -> bool:
     It may in a forward pass under autocast, of a tensor neither sharded nor traced.
     """
     root = root_of(x)
-    if root.is_share or is_traced(root.codes) or root.codes.is_inference():
+    if root.is_shard or is_traced(root.codes) or root.codes.is_inference():
         return False
     # torch tells the depth of autocast contexts only as it is changed
     depth = torch.autocast_increment_nesting() - 1
@@ -232,7 +232,7 @@ class ScaledTensor(EncodedTensor):
         """
         check_not_lent(self)
         new = replacement_scale(self, scale, blocks=self.exponents is not None)
-        if self.is_share and new.dtype is not self.kept_scale.dtype:
+        if self.is_shard and new.dtype is not self.kept_scale.dtype:
             raise RuntimeError(
                 "a sharded FP8Tensor has powers of two for scales: set other scales before "
                 "fully_shard"

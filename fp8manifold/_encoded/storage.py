@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fp8manifold._base.blocks import BLOCK, in_pieces, pieces
 from fp8manifold._base.reading import has_values
-from fp8manifold._native._arrays import decoded
-from fp8manifold._numerics.codec import decode_bits, encode_bits
+from fp8manifold._native._arrays import decode_by_kernel
+from fp8manifold._numerics.codec import decode_with_specials, encode_with_nan
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, decode_checked, encode, to_chart
 from fp8manifold.random_bits import named_word
@@ -31,12 +31,12 @@ BlockSize = int | tuple[int, int] | None
 """The weights that share a scale: 32, ``(128, 128)``, or None if its shape says so."""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
 _SHORTEST_RUN: Final = 32
-_BLOCK_SIZES: Final[dict[int, BlockSize]] = {
+_BLOCK_SIZES_BY_NUMBER: Final[dict[int, BlockSize]] = {
     0: None,
     BLOCK_SIZE: BLOCK_SIZE,
     SQUARE_SIZE**2: SQUARE,
 }
-_NUMBERS: Final = {block_size: number for number, block_size in _BLOCK_SIZES.items()}
+_NUMBERS: Final = {block_size: number for number, block_size in _BLOCK_SIZES_BY_NUMBER.items()}
 REMAINDER_STEPS: Final = 256
 """Parts of a chart step in which a remainder is counted."""
 
@@ -51,11 +51,10 @@ def number_of(block_size: BlockSize) -> int:
 
 def block_size_of(number: int) -> BlockSize:
     """Return the block size of a number: the inverse of :func:`number_of`."""
-    if number not in _BLOCK_SIZES:
-        raise ValueError(
-            f"blocks of {number} weights are unknown: one of {', '.join(map(str, _BLOCK_SIZES))}"
-        )
-    return _BLOCK_SIZES[number]
+    if number not in _BLOCK_SIZES_BY_NUMBER:
+        known_numbers = ", ".join(map(str, _BLOCK_SIZES_BY_NUMBER))
+        raise ValueError(f"blocks of {number} weights are unknown: one of {known_numbers}")
+    return _BLOCK_SIZES_BY_NUMBER[number]
 
 
 def run_length(columns: int) -> int:
@@ -138,7 +137,9 @@ def dequantize_codes(
     per square of the last two.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
-        return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
+        return (decode_with_specials(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(
+            dtype
+        )
     if isinstance(block_size, tuple):
         scale = runs_of(scale, codes.shape)
     return decode_runs(codes, scale, fmt, dtype)
@@ -146,7 +147,7 @@ def dequantize_codes(
 
 def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
     """Return ``scale * decode(codes)``, with a scale for each of equal runs."""
-    native = decoded(codes, fmt, dtype, scale)
+    native = decode_by_kernel(codes, fmt, dtype, scale)
     if native is not None:
         return native
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -183,7 +184,7 @@ def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
             "draws are counted outside the graph: write in eager mode, take rounding='nearest', or "
             "step it with fp8manifold.optim"
         )
-    return encode_bits(units.float(), fmt)
+    return encode_with_nan(units.float(), fmt)
 
 
 def divided(w: Tensor, scale: Tensor) -> Tensor:

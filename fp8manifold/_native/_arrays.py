@@ -2,7 +2,7 @@
 
 ::
 
-    decoded, spacings, rounded, encoded    is the dtype one that a kernel takes?
+    decode_by_kernel, round_by_kernel, ... is the dtype one that a kernel takes?
       -> _run_kernel                       is there memory that may be read?
            -> _run_in_c                    an array of the CPU, if native code was built
            -> array_on_gpu                 an array of a GPU, if Triton is there
@@ -49,7 +49,7 @@ class _Draws(NamedTuple):
     start: int
 
 
-def decoded(
+def decode_by_kernel(
     codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32, scale: Tensor | None = None
 ) -> Tensor | None:
     """Return ``scale * decode(codes)``."""
@@ -58,12 +58,12 @@ def decoded(
     return _run_kernel("decode", codes, fmt, dtype, scale)
 
 
-def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
+def spacings_by_kernel(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
     """Return ``scale * ulp(decode(codes))``, float32."""
     return _run_kernel("decode", codes, fmt, torch.float32, scale, spacing=True)
 
 
-def rounded(
+def round_by_kernel(
     x: Tensor,
     fmt: FloatFormat,
     key: DrawKey | None = None,
@@ -81,7 +81,7 @@ def rounded(
     return _run_kernel("round", x, fmt, torch.float32, scale, key, offset, rescale=rescale)
 
 
-def encoded(
+def encode_by_kernel(
     x: Tensor, fmt: FloatFormat, key: DrawKey | None = None, offset: int = 0
 ) -> Tensor | None:
     """Return the codes of ``x``, saturating.
@@ -93,7 +93,7 @@ def encoded(
     return _run_kernel("encode", x, fmt, torch.uint8, None, key, offset)
 
 
-def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
+def encode_on_gpu(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
     """Return the codes of ``x / scale``, to nearest and saturating, on a GPU only."""
     if x.dtype not in _VALUE_DTYPES or x.is_cpu:
         return None
@@ -231,7 +231,7 @@ def has_memory(*tensors: Tensor) -> bool:
     return True
 
 
-def rounded_at(
+def round_at_scale(
     x: Tensor,
     scale: Tensor,
     fmt: FloatFormat,
@@ -266,7 +266,7 @@ def rounded_at(
     is_for_kernel = work_dtype is torch.float32 and rounding in ("nearest", "stochastic")
     if is_for_kernel and has_memory(x) and _is_of_rows(scale, x):
         draw_key = key if rounding == "stochastic" else None
-        values = rounded(x.float(), fmt, draw_key, scale=scale, rescale=rescale)
+        values = round_by_kernel(x.float(), fmt, draw_key, scale=scale, rescale=rescale)
         if values is not None:
             return _in_dtype(values.view(shape), out_dtype)
 

@@ -111,7 +111,7 @@ def decode_magnitude(
     return steps.to(torch.float32) * ulp, ulp
 
 
-def decode_bits(codes: Tensor, fmt: FloatFormat) -> Tensor:
+def decode_with_specials(codes: Tensor, fmt: FloatFormat) -> Tensor:
     """Return the values of any codes, NaN and Inf included, in float32."""
     value, _ = decode_with_ulp(codes, fmt)
     magnitude_mask = fmt.sign_bit - 1
@@ -215,7 +215,7 @@ def encoding_steps(
     return steps, below
 
 
-def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Tensor:
+def encode_with_nan(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Tensor:
     """Return the uint8 codes of ``x``, float32 in units of the scale.
 
     NaN gives the format's code for it; a format without one must not be given NaN.

@@ -115,7 +115,7 @@ def bounded_ratio_power(
             ``power``, ``log_reference``, ``log_low``, ``log_high`` and ``power``.
     """
     if mode == "power":
-        logarithm = _exponent(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
+        logarithm = _floor_log2(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
         bounded = logarithm.clamp(numbers["log_low"], numbers["log_high"])
         return exp2_exact(bounded * numbers["power"])
     # Positive floats are ordered like their bits. Clamping integers costs a third of
@@ -182,7 +182,7 @@ def power_of_ratio(
         if exponent == 1:
             return ratio
         return ratio.square_() if exponent == 2 else sqrt_exact(ratio)
-    logarithm = _exponent(stiffness) - (math.log2(reference) - log2_of_mantissa(stiffness))
+    logarithm = _floor_log2(stiffness) - (math.log2(reference) - log2_of_mantissa(stiffness))
     bounded = logarithm.clamp_(log2_bounded(damping), log2_bounded(clip))
     return exp2_exact(bounded * exponent)
 
@@ -194,7 +194,7 @@ def log2_bounded(x: float) -> float:
     return 1e4 if math.isinf(x) else math.log2(x)
 
 
-def _exponent(x: Tensor) -> Tensor:
+def _floor_log2(x: Tensor) -> Tensor:
     """Return ``floor(log2(x))`` of positive normal numbers."""
     fields = float_bits(x.dtype)
     exponent_field = x.view(fields.integer) >> fields.mantissa_bits

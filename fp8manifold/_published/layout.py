@@ -205,7 +205,7 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
             converter = converter_of[next(iter(names_by_pattern))]
             target_places = _places_of_parts(target, names_by_pattern, converter, shapes)
         for name, place in target_places.items():
-            _check_fits(name, shapes[name], place, shape)
+            _check_place_fits(name, shapes[name], place, shape)
         if sum(prod(shapes[name]) for name in target_places) != prod(shape):
             raise ValueError(
                 f"{target!r} has shape {shape} in the model; {_first_of(target_places)} in the "
@@ -298,7 +298,7 @@ def _index(
     return tuple(slices) if number is None else (number, *slices)
 
 
-def _check_fits(
+def _check_place_fits(
     name: str, shape: tuple[int, ...], place: Place, target_shape: tuple[int, ...]
 ) -> None:
     if place.index:

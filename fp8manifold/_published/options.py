@@ -29,9 +29,9 @@ _ONE_DEVICE: Final = "a model is read to one device: give device="
 _FITTING: Final = "a tensor that is missing, unknown or of another shape is refused"
 _CLASSES: Final = "the class is the one of transformers that config.json names"
 _SETTINGS: Final = "settings are those of the folder: give those that differ by their names"
-_FORMATS: Final = "formats are those of the files: use from_pretrained for a float model"
-_NAMES: Final = "names are those that transformers knows for the class"
-_MODULES: Final = "the modules are those of the files"
+_FORMATS_ARE_FIXED: Final = "formats are those of the files: use from_pretrained for a float model"
+_NAMES_ARE_FIXED: Final = "names are those that transformers knows for the class"
+_MODULES_ARE_FIXED: Final = "the modules are those of the files"
 _REFUSED: Final = {
     "config": _SETTINGS,
     "name_or_path": _SETTINGS,
@@ -45,9 +45,9 @@ _REFUSED: Final = {
     "disable_mmap": "files are mapped, and given back once they were read",
     "output_loading_info": _FITTING,
     "ignore_mismatched_sizes": _FITTING,
-    "quantization_config": _FORMATS,
-    "key_mapping": _NAMES,
-    "fusion_config": _MODULES,
+    "quantization_config": _FORMATS_ARE_FIXED,
+    "key_mapping": _NAMES_ARE_FIXED,
+    "fusion_config": _MODULES_ARE_FIXED,
     "trust_remote_code": _CLASSES,
     "code_revision": _CLASSES,
     "max_memory": _ONE_DEVICE,

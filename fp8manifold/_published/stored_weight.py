@@ -43,7 +43,7 @@ EXPONENTS: Final = ("F8_E8M0", "U8")
 SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)
 """Dtypes that scales are read from."""
 _CODES_A_BYTE: Final = 2
-_DTYPES: Final = {
+_DTYPES_OF_CODES_AND_SCALES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
@@ -160,7 +160,7 @@ def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return safetensors' name of a dtype of codes or scales; torch's of any other."""
-    for name, known_dtype in _DTYPES.items():
+    for name, known_dtype in _DTYPES_OF_CODES_AND_SCALES.items():
         if known_dtype is dtype:
             return name
     return str(dtype)
@@ -221,7 +221,7 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
     """
     _check_is_stored_alike(stored, weight)
     codes, scale = weight.codes, weight.scale
-    dtype = _DTYPES[stored.scale_dtype]
+    dtype = _DTYPES_OF_CODES_AND_SCALES[stored.scale_dtype]
     are_exponents = stored.scale_dtype in EXPONENTS
     is_stand_in = scale == _STAND_IN_FOR_0[are_exponents]
     if bool(is_stand_in.any()):
@@ -238,7 +238,7 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
         pairs = codes.unflatten(-1, (-1, 2))
         codes = (pairs[..., 0] | pairs[..., 1] << 4).view(stored.code_shape)
     return {
-        stored.codes: codes.view(_DTYPES[stored.code_dtype]),
+        stored.codes: codes.view(_DTYPES_OF_CODES_AND_SCALES[stored.code_dtype]),
         stored.scale: stored_scale.view(dtype).reshape(stored.scale_shape),
     }
 

@@ -14,9 +14,8 @@ operand is the least power of two that takes the largest magnitude of its row or
 into the range of the codes. An operand may have factors, called ``fold``: it is
 multiplied by them before its scales are found.
 
-``FORMAT``, in kernels ``F`` for short, is a ``Format`` of ``kinds.py``. bfloat16 is
-passed as uint16 bits. Arguments in capitals are constants that a kernel is compiled
-for.
+``FORMAT`` is a ``Format`` of ``kinds.py``. bfloat16 is passed as uint16 bits. Arguments
+in capitals are constants that a kernel is compiled for.
 """
 
 import triton
@@ -92,7 +91,7 @@ def decode_kernel(
     rows,
     length,
     in_row,
-    F: tl.constexpr,
+    FORMAT: tl.constexpr,
     SPACING: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
@@ -102,11 +101,11 @@ def decode_kernel(
     With SPACING store ``scale * ulp``.
     """
     offsets, mask, row_scale = _scaled_offsets(scale, rows, length, in_row, R, W)
-    code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * F.SIGN_BIT - 1)
+    code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * FORMAT.SIGN_BIT - 1)
     if SPACING:
-        value = floats.magnitude_ulp(code & (F.SIGN_BIT - 1), F, 0) * row_scale
+        value = floats.magnitude_ulp(code & (FORMAT.SIGN_BIT - 1), FORMAT, 0) * row_scale
     else:
-        value = floats.any_value(code, F) * row_scale
+        value = floats.any_value(code, FORMAT) * row_scale
     if out.dtype.element_ty == tl.uint16:
         value = floats.nearest_bfloat16(value)
     tl.store(out + offsets, value, mask=mask)
@@ -121,7 +120,7 @@ def round_kernel(
     rows,
     length,
     in_row,
-    F: tl.constexpr,
+    FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     SCALED: tl.constexpr,
     RESCALE: tl.constexpr,
@@ -135,7 +134,7 @@ def round_kernel(
     offsets, mask, row_scale, value, draw = _load_units(
         x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
     )
-    value = floats.round_value(value, draw, F, STOCHASTIC)
+    value = floats.round_value(value, draw, FORMAT, STOCHASTIC)
     if SCALED and RESCALE:
         value = value * row_scale
     tl.store(out + offsets, value, mask=mask)
@@ -150,7 +149,7 @@ def encode_kernel(
     rows,
     length,
     in_row,
-    F: tl.constexpr,
+    FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     FIXED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -164,8 +163,8 @@ def encode_kernel(
     offsets, mask, _, value, draw = _load_units(
         x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
     )
-    code = floats.encode_finite(value, draw, F, STOCHASTIC, FIXED)
-    code = tl.where(value != value, F.NAN_CODE, code).to(tl.uint8)
+    code = floats.encode_finite(value, draw, FORMAT, STOCHASTIC, FIXED)
+    code = tl.where(value != value, FORMAT.NAN_CODE, code).to(tl.uint8)
     tl.store(out + offsets, code, mask=mask)
 
 
@@ -280,7 +279,7 @@ def rows_kernel(
     width,
     stride,
     LARGEST: tl.constexpr,
-    F: tl.constexpr,
+    FORMAT: tl.constexpr,
     FOLDS: tl.constexpr,
     LONG: tl.constexpr,
     R: tl.constexpr,
@@ -302,12 +301,12 @@ def rows_kernel(
         for start in range(0, width, W):
             value, mask = _load_rows(x, fold, row, start + column, height, width, stride, FOLDS)
             offsets = row[:, None] * width + (start + column)[None, :]
-            tl.store(codes + offsets, _code(value, reciprocal[:, None], LARGEST, F), mask=mask)
+            tl.store(codes + offsets, _code(value, reciprocal[:, None], LARGEST, FORMAT), mask=mask)
     else:
         value, mask = _load_rows(x, fold, row, column, height, width, stride, FOLDS)
         scale, reciprocal = _scales_of(_largest_bits(value, 1), LARGEST)
         offsets = row[:, None] * width + column[None, :]
-        tl.store(codes + offsets, _code(value, reciprocal[:, None], LARGEST, F), mask=mask)
+        tl.store(codes + offsets, _code(value, reciprocal[:, None], LARGEST, FORMAT), mask=mask)
     tl.store(scales + row, scale, mask=row < height)
 
 
@@ -359,7 +358,7 @@ def columns_kernel(
     width,
     stride,
     LARGEST: tl.constexpr,
-    F: tl.constexpr,
+    FORMAT: tl.constexpr,
     FOLDS: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
@@ -370,7 +369,7 @@ def columns_kernel(
     """
     value, row, column = _load_tile(x, fold, height, width, stride, FOLDS, R, C)
     scale, reciprocal = _scales_of(tl.load(amax + column, mask=column < width, other=0), LARGEST)
-    code = _code(value, reciprocal[None, :], LARGEST, F)
+    code = _code(value, reciprocal[None, :], LARGEST, FORMAT)
     _store_transposed(codes, code, row, column, height, width)
     if tl.program_id(0) == 0:
         tl.store(scales + column, scale, mask=column < width)

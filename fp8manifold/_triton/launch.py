@@ -97,7 +97,7 @@ def launch(launches: Launches, report: Tensor) -> None:
         tables = [_uploaded(records.view(np.int32), report.device) for records, _ in launches]
         for table, (_, calls) in zip(tables, launches, strict=True):
             _compile(table, calls, report)
-        _run(tables, launches, report)
+        _run_calls(tables, launches, report)
 
 
 class Tables:
@@ -122,7 +122,7 @@ class Tables:
     def launch(self) -> None:
         """Clear the report and take the steps."""
         with _on(self.report.device):
-            _run(self._tables, self._launches, self.report.zero_())
+            _run_calls(self._tables, self._launches, self.report.zero_())
 
 
 # --------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _compile(table: Tensor, calls: Sequence[Call], report: Tensor) -> None:
         _compiled.add(key)
 
 
-def _run(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
+def _run_calls(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
     for table, (_, calls) in zip(tables, launches, strict=True):
         for kernel, chunks, facts in calls:
             kernel[(len(chunks),)](table, chunks, report, *map(as_constants, facts), **options())

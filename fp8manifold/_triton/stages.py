@@ -202,7 +202,7 @@ def _joined_code(code, residual, SPEC: tl.constexpr):
 
 
 @triton.jit
-def decoded(code, residual, SPEC: tl.constexpr):
+def decode_with_ulp(code, residual, SPEC: tl.constexpr):
     """Return the values of codes with their residuals, and the format's ulps."""
     if SPEC.residual_bits:
         signed_code = _joined_code(code, residual, SPEC)
@@ -223,7 +223,7 @@ def load_weights(record, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.cons
         residual = load(record, RESIDUAL, tl.int8, offsets, mask, TILE.aligned).to(tl.int32)
     if SPEC.storage == "codes":
         stored = load(record, WEIGHT, tl.uint8, offsets, mask, TILE.aligned).to(tl.int32)
-        value, ulp = decoded(stored, residual, SPEC)
+        value, ulp = decode_with_ulp(stored, residual, SPEC)
     else:
         stored = load_float(record, WEIGHT, SPEC.weight, offsets, mask, TILE.aligned)
         # Plain weights have no ulp: theirs is any value.
@@ -234,7 +234,7 @@ def load_weights(record, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.cons
                 value = floats.round_value(value, 0, SPEC.format, False)
             if SPEC.residual_bits:
                 code = floats.encode_finite(value, 0, SPEC.format, False, False)
-                value, ulp = decoded(code, residual, SPEC)
+                value, ulp = decode_with_ulp(code, residual, SPEC)
             else:
                 highest = tl.full((), SPEC.format.EMAX, tl.int32)
                 ulp = floats.chart_stiffness(value, SPEC.format.EMIN, highest, SPEC.format)

@@ -172,7 +172,7 @@ def _offsets_in_rows(record, row, start, TILE: tl.constexpr):
 
 
 @triton.jit
-def _largest_bits(x):
+def _largest_bits_of_rows(x):
     """Return the float32 bits of each row's largest magnitude."""
     return tl.max(floats.bits_of(x) & 0x7FFFFFFF, axis=1)
 
@@ -189,7 +189,7 @@ def _largest_gradient(record, row, start, SPEC: tl.constexpr, TILE: tl.constexpr
     gradient = stages.load_gradient(
         record, offsets, mask, value, scale, lowest, highest, SPEC, TILE
     )
-    return _largest_bits(gradient)
+    return _largest_bits_of_rows(gradient)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def _largest_momentum(record, row, start, scales, SPEC: tl.constexpr, TILE: tl.c
     gradient = stages.load_gradient(record, offsets, mask, 0, 0, 0, 0, SPEC, TILE)
     first = stages.load_moment(record, stages.FIRST, offsets, mask, scales, SPEC, TILE)
     _, first, _, _, _ = stages.descend(record, offsets, mask, gradient, first, gradient, SPEC, TILE)
-    return _largest_bits(first)
+    return _largest_bits_of_rows(first)
 
 
 @triton.jit
@@ -261,7 +261,7 @@ def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexp
     if SPEC.fitted and not TILE.long:
         blocks = (stages.fitted_scales(record, row, row_mask, SPEC), 0, 0, 0)
     elif SPEC.blocks and not TILE.long:
-        blocks = stages.advance_bounds(record, _largest_bits(gradient), row, row_mask, SPEC)
+        blocks = stages.advance_bounds(record, _largest_bits_of_rows(gradient), row, row_mask, SPEC)
     first, second = _load_moments(record, offsets, mask, gradient, blocks, SPEC, TILE)
     direction, first, second, root, denominator = stages.descend(
         record, offsets, mask, gradient, first, second, SPEC, TILE
@@ -270,7 +270,7 @@ def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexp
     target = stages.move(record, value, ulp, direction, scale, inverse, lowest, highest, SPEC)
     new_first_inverse = blocks[1]
     if SPEC.fitted and not TILE.long:
-        new_first_inverse = stages.refit(record, _largest_bits(first), row, row_mask, SPEC)
+        new_first_inverse = stages.refit(record, _largest_bits_of_rows(first), row, row_mask, SPEC)
     word = offsets.to(tl.uint32)
     if SPEC.draws:
         keys = (record + stages.KEYS).to(tl.pointer_type(tl.uint32))
@@ -355,7 +355,7 @@ def _halve_values(record, offsets, mask, SPEC: tl.constexpr):
     if SPEC.residual_bits:
         residual = stages.load(record, WIDENED_RESIDUAL, tl.int8, offsets, mask, False)
         residual = residual.to(tl.int32)
-    value, _ = stages.decoded(old_code, residual, SPEC)
+    value, _ = stages.decode_with_ulp(old_code, residual, SPEC)
     keys = (record + WIDENED_KEYS).to(tl.pointer_type(tl.uint32))
     draw = floats.draw_of(floats.random_word(keys, offsets.to(tl.uint32)))
     half = value * 0.5

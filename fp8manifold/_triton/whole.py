@@ -22,7 +22,7 @@ from fp8manifold._triton import is_interpreted, options
 from fp8manifold._triton.kinds import as_constants, format_of
 from fp8manifold.formats import FloatFormat, as_format
 
-_ELEMENTS: Final = 2048
+_ELEMENTS_PER_PROGRAM: Final = 2048
 """Elements that a program takes."""
 _LARGEST_E4M3: Final = 0x43E00000  # float32 bits of 448
 _LARGEST_INT8: Final = 0x42FE0000  # float32 bits of 127
@@ -61,8 +61,8 @@ def array_on_gpu(
     length, remainder = divmod(x.numel(), rows)
     if remainder or (scale is not None and scale.device != x.device):
         return None
-    width = min(_ELEMENTS, 1 << (length - 1).bit_length())
-    tile_rows = _ELEMENTS // width
+    width = min(_ELEMENTS_PER_PROGRAM, 1 << (length - 1).bit_length())
+    tile_rows = _ELEMENTS_PER_PROGRAM // width
     in_row = -(-length // width)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = _one(x.device) if scale is None else scale
@@ -139,7 +139,7 @@ def columns_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tenso
     amax = torch.zeros(width, dtype=torch.int32, device=x.device)
     codes = torch.empty((width, height), dtype=torch.uint8, device=x.device)
     scales = torch.empty((width, 1), device=x.device)
-    factors, folds = _factors(fold, scales)
+    factors, folds = _fold_arguments(fold, scales)
     grid = _tile_grid(height, width)
     sizes = (height, width, x.stride(0))
     _launch("amax_kernel", grid, (x, factors, amax, *sizes, folds, *_TILE))
@@ -169,7 +169,7 @@ def _rows_and_scales(x: Tensor, fold: Tensor | None, largest: int) -> tuple[Tens
     codes = torch.empty((height, width), dtype=torch.uint8, device=x.device)
     scales = torch.empty((height, 1), device=x.device)
     rows, columns, warps = _program(width)
-    factors, folds = _factors(fold, scales)
+    factors, folds = _fold_arguments(fold, scales)
     sizes = (height, width, x.stride(0))
     is_long = width > _IN_REGISTERS
     constants = (largest, _e4m3_constants(x.device), folds, is_long, rows, columns)
@@ -178,7 +178,7 @@ def _rows_and_scales(x: Tensor, fold: Tensor | None, largest: int) -> tuple[Tens
     return codes, scales
 
 
-def _factors(fold: Tensor | None, placeholder: Tensor) -> tuple[Tensor, int]:
+def _fold_arguments(fold: Tensor | None, placeholder: Tensor) -> tuple[Tensor, int]:
     """Return factors and FOLDS: 2 for several, 1 for one in all, 0 for none.
 
     Without factors a kernel gets any tensor in their place.
@@ -205,7 +205,7 @@ def _tile_grid(height: int, width: int) -> tuple[int, int]:
 def _program(width: int) -> tuple[int, int, int]:
     """Return rows, columns and warps of a program over whole rows."""
     columns = _IN_REGISTERS // 2 if width > _IN_REGISTERS else 1 << max(width - 1, 0).bit_length()
-    rows = max(1, _ELEMENTS // columns)
+    rows = max(1, _ELEMENTS_PER_PROGRAM // columns)
     return rows, columns, max(4, rows * columns // 1024)
 
 

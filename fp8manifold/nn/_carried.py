@@ -47,7 +47,7 @@ _LINEAR: Final = frozenset(
         *(f"weight{suffix}" for suffix in PARTS),
     }
 )
-_REGISTERED: Final = ("_parameters", "_buffers", "_modules")
+_REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -245,7 +245,7 @@ def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
                     f"weight needs: rename it"
                 )
         has_hooks = any(getattr(old.weight, kind, None) for kind in _TENSOR_HOOKS)
-        if has_hooks and _is_transposed(old, new):
+        if has_hooks and _is_weight_transposed(old, new):
             raise ValueError(
                 f"the weight of {name!r} has hooks (step_in_backward's?) for the untransposed "
                 f"gradient: remove them"
@@ -282,7 +282,7 @@ def _carry_over(old: Any, new: Any) -> None:
     order = dict.fromkeys([*old._parameters, *parameters])
     new._parameters = {key: parameters[key] for key in order if key in parameters}
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
-    _carry_weight(old.weight, new.weight, _is_transposed(old, new))
+    _carry_weight(old.weight, new.weight, _is_weight_transposed(old, new))
 
 
 def _intrinsic_names(layer: nn.Module) -> frozenset[str]:
@@ -303,12 +303,12 @@ def _added_entries(layer: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the parameters, buffers and modules that were added to a layer."""
     intrinsic = _intrinsic_names(layer)
     added = {}
-    for place in _REGISTERED:
+    for place in _REGISTRIES:
         entries = vars(layer)[place]
         added[place] = {key: value for key, value in entries.items() if key not in intrinsic}
     return added
 
 
-def _is_transposed(old: nn.Module, new: nn.Module) -> bool:
+def _is_weight_transposed(old: nn.Module, new: nn.Module) -> bool:
     """Return True if one of the weights is the other transposed."""
     return is_conv1d(old) or is_conv1d(new)

@@ -27,7 +27,7 @@ _BUFFERS: Final = ("format_fields", "seed_word", "counter")
 #: Torch's own property, which `GridParameter` puts a setter before.
 _DATA: Final[Any] = Tensor.data
 #: Bits of a half-precision dtype.
-_HALF: Final = 16
+_HALF_PRECISION_BITS: Final = 16
 
 
 class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
@@ -125,7 +125,7 @@ def _missing_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str 
         return None
     limits = torch.finfo(dtype)
     low, high = (float(end) for end in torch.aminmax(scale))
-    is_exact = limits.bits > _HALF or are_powers_of_two(scale.float())
+    is_exact = limits.bits > _HALF_PRECISION_BITS or are_powers_of_two(scale.float())
     has_smallest = low * fmt.ulp_min >= limits.smallest_normal * limits.eps
     has_largest = high * fmt.max <= limits.max
     if is_exact and has_smallest and has_largest:

@@ -31,7 +31,7 @@ from fp8manifold._base.reading import (
     refuse_trace,
 )
 from fp8manifold._encoded.dispatch import is_backward
-from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._encoded.scaled import WriteRounding
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._numerics.charts import Retraction
 from fp8manifold._published.find_weights import FLOATS
@@ -42,7 +42,7 @@ from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn import _grid_weight, _spec
 from fp8manifold.nn._parts import gather_parts, holds_codes, is_in_codes, name_parts, write_parts
 from fp8manifold.nn._products import (
-    Rounded,
+    GradientRounding,
     byte_weight,
     forbid_fused_operators,
     linear,
@@ -148,7 +148,7 @@ class QuantizedLinear(nn.Linear):
         storage: Storage = "fp8",
         *,
         headroom: float | None = None,
-        rounding: Rounding = "stochastic",
+        rounding: WriteRounding = "stochastic",
         seed: int = 0,
         keep_remainder: bool = False,
         defer_weight_gradient: bool = False,
@@ -161,7 +161,7 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
         _spec.check_storage(storage, spec, keep_remainder)
-        _spec.check_stored(draws, retraction, headroom, storage)
+        _spec.check_stored_weight(draws, retraction, headroom, storage)
         if codes is not None:
             _spec.check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
@@ -428,7 +428,7 @@ class QuantizedLinear(nn.Linear):
             blocks=operand.granularity == "block",
         )
 
-    def _gradient_rounding(self, name: _spec.OperandName, draw: int) -> Rounded:
+    def _gradient_rounding(self, name: _spec.OperandName, draw: int) -> GradientRounding:
         """Return the function that rounds a gradient, or None if it has no format."""
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_int
 from fp8manifold._base.replaced import note_replaced
-from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._encoded.scaled import WriteRounding
 from fp8manifold._published.find_weights import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
 from fp8manifold.nn import _tensor_files
@@ -26,12 +26,12 @@ from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._selection import obstacle
 from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import carry_out, encoded, layers_of, parameters_of
+from fp8manifold.nn._surgery import carry_out, encode_parameter, layers_of, parameters_of
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 
 #: Names that a message lists.
-_SHOWN: Final = 3
+_NAMES_LISTED: Final = 3
 #: In place of formats: the formats of the files.
 AS_STORED: Final = "as stored"
 
@@ -98,7 +98,7 @@ def load_quantized(
     # tried without values, so that no file is opened for a model that can't be made
     check_layers(model, layers_of(planned))
     parameters_of(model, planned)
-    becomes_codes = planned.encoded
+    code_entries = planned.code_entries
     tensors: _tensor_files.Tensors = (
         _tensor_files.GivenTensors(source)
         if isinstance(source, Mapping)
@@ -109,10 +109,12 @@ def load_quantized(
         floats: dict[str, Tensor] = {}
         for name, stored_names, tensor in _checked_entries(model, tensors):
             value = _read_one(tensors, stored_names, tensor)
-            entry = becomes_codes.get(name)
+            entry = code_entries.get(name)
             if entry is not None:
                 placed = value.to(device=device, dtype=tensor.dtype)
-                codes[name] = encoded(planned, entry, placed, requires_grad=tensor.requires_grad)
+                codes[name] = encode_parameter(
+                    planned, entry, placed, requires_grad=tensor.requires_grad
+                )
                 del placed
             else:
                 floats[name] = value.to(device=device, dtype=tensor.dtype, copy=True)
@@ -128,7 +130,7 @@ def _load_as_stored(
     source: Mapping[str, Any] | _tensor_files.Source,
     device: torch.device | str,
     *,
-    rounding: Rounding = "stochastic",
+    rounding: WriteRounding = "stochastic",
     draws: Draws = "independent",
     seed: int = 0,
 ) -> nn.Module:
@@ -247,8 +249,8 @@ def _unfit(
 
 
 def _listed(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + rest
+    rest = f" and {len(names) - _NAMES_LISTED} more" if len(names) > _NAMES_LISTED else ""
+    return ", ".join(map(repr, names[:_NAMES_LISTED])) + rest
 
 
 def _read_one(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
@@ -362,7 +364,7 @@ class Reader:
         dtype, tied = torch.get_default_dtype(), {*ties, *ties.values()}
         self._wanted = {
             name: entry
-            for name, entry in self._plan.encoded.items()
+            for name, entry in self._plan.code_entries.items()
             if name not in tied and model.get_parameter(name).dtype == dtype
         }
 
@@ -372,7 +374,7 @@ class Reader:
     def wants(self, name: str) -> bool:
         return name in self._wanted
 
-    def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
+    def encode(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
         """Return the codes of a tensor that was read.
 
         One that does not fit is returned as it is: transformers refuses it.
@@ -381,7 +383,7 @@ class Reader:
         with suppress(TypeError, ValueError):
             parameter = None if entry is None else model.get_parameter(name)
             if entry is not None and parameter is not None and value.shape == parameter.shape:
-                self._codes[name] = encoded(
+                self._codes[name] = encode_parameter(
                     self._plan, entry, value, requires_grad=parameter.requires_grad
                 )
                 self._files.was_read(value.nbytes)
@@ -425,5 +427,5 @@ class Encode:
         for name in list(input_dict):
             value = input_dict.pop(name)
             value = value[0] if isinstance(value, list) else value
-            converted[name] = self.reader.encoded(model, name, value)
+            converted[name] = self.reader.encode(model, name, value)
         return converted

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, float8_format
 from fp8manifold._encoded.operators import checked_remainder
-from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS, Traits
+from fp8manifold._encoded.scaled import DRAWS, WRITE_ROUNDINGS, Traits
 from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold._encoded.stored_scale import as_kept
 from fp8manifold._numerics.charts import RETRACTIONS
@@ -48,11 +48,13 @@ _EARLIER_KEY: Final = "fp8:"
 TAKES_PARTS: Final = "_fp8_takes_parts"
 #: An attribute of modules whose parameters in codes load floats at a fresh scale.
 AT_OWN_SCALE: Final = "_fp8_at_own_scale"
-_REGISTERED: Final = "_fp8_in_states"
+_HAS_STATE_HOOKS: Final = "_fp8_in_states"
 #: Draws and retraction, which share one number, so that states keep their shapes. It is
 #: the index of a pair, so new pairs must come last. Those of a new retraction do; those
 #: of new draws would come between the pairs that are there.
-_STEPS: Final = tuple((draws, retraction) for retraction, draws in product(RETRACTIONS, DRAWS))
+_DRAWS_AND_RETRACTIONS: Final = tuple(
+    (draws, retraction) for retraction, draws in product(RETRACTIONS, DRAWS)
+)
 
 
 def is_in_codes(value: Any) -> bool:
@@ -82,8 +84,8 @@ def _register(module: nn.Module, name: str, parameter: Any) -> None:
     """
     if isinstance(parameter, FP8Parameter) and not hasattr(type(module), TAKES_PARTS):
         name_parts(module, name)
-        if not hasattr(module, _REGISTERED):
-            setattr(module, _REGISTERED, True)
+        if not hasattr(module, _HAS_STATE_HOOKS):
+            setattr(module, _HAS_STATE_HOOKS, True)
             module.register_state_dict_post_hook(_write_parts)
             module.register_load_state_dict_pre_hook(_read_parts)
 
@@ -241,7 +243,7 @@ class _Numbers(NamedTuple):
     dtype: int
     block_size: int
     by_operator: int
-    steps: int
+    draws_and_retraction: int
 
 
 def _numbers_of(traits: Traits, *, floats: bool) -> _Numbers:
@@ -253,12 +255,12 @@ def _numbers_of(traits: Traits, *, floats: bool) -> _Numbers:
         mantissa=fmt.mantissa_bits,
         bias=fmt.bias,
         layout=LAYOUTS.index(fmt.layout),
-        rounding=ROUNDINGS.index(traits.rounding),
+        rounding=WRITE_ROUNDINGS.index(traits.rounding),
         seed=traits.seed,
         dtype=DTYPES.index(traits.dtype),
         block_size=-block_size if floats else block_size,
         by_operator=int(traits.by_operator),
-        steps=_STEPS.index((traits.draws, traits.retraction)),
+        draws_and_retraction=_DRAWS_AND_RETRACTIONS.index((traits.draws, traits.retraction)),
     )
 
 
@@ -486,10 +488,10 @@ def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
                 "cast it; read it into a tensor of that dtype, or load the file into a new model "
                 "first"
             )
-        draws, retraction = _one_of(_STEPS, steps)
+        draws, retraction = _one_of(_DRAWS_AND_RETRACTIONS, steps)
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
-            "rounding": _one_of(ROUNDINGS, rounding),
+            "rounding": _one_of(WRITE_ROUNDINGS, rounding),
             "seed": seed,
             "dtype": _one_of(DTYPES, dtype),
             "block_size": block_size_of(abs(block)),

@@ -45,10 +45,10 @@ from fp8manifold.tensor import FP8Tensor
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = get_args(Tied)
-Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
+ParameterFormats = str | Sequence[str] | Mapping[str, FormatLike | None]
 Embeddings = FormatLike | Mapping[str, FormatLike | None]
 #: Names that a warning lists.
-_SHOWN: Final = 3
+_ADAPTERS_LISTED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ class Plan:
         return [entry for entry in self.entries if entry.spec is None and not entry.reason_kept]
 
     @property
-    def encoded(self) -> dict[str, Entry]:
+    def code_entries(self) -> dict[str, Entry]:
         """Weights that need not stay as floats, by their first names.
 
         They are those of layers, and those that become codes in place.
         """
         copied = {entry.parameters for entry in self.entries if entry.is_copied}
-        encoded = {}
+        code_entries = {}
         for entry in self.entries:
             if entry.format is not None and entry.parameters not in copied:
-                encoded[entry.parameters[0]] = entry
-        return encoded
+                code_entries[entry.parameters[0]] = entry
+        return code_entries
 
 
 def plan(
@@ -132,7 +132,7 @@ def plan(
     draws: Draws = "independent",
     retraction: Retraction = "exponential",
     products: _spec.Products = "decoded",
-    parameters: Parameters | None = None,
+    parameters: ParameterFormats | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
     """Decide what :func:`fp8manifold.quantize_model` does.
@@ -145,7 +145,7 @@ def plan(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
-    _spec.check_stored(draws, retraction, headroom, storage)
+    _spec.check_stored_weight(draws, retraction, headroom, storage)
     pattern_specs = {}
     if formats is not None:
         pattern_specs = _spec.read_formats(formats, granularity, products)
@@ -378,9 +378,9 @@ def _without_adapters(
             adapters[name] = part
     if adapters:
         names = list(adapters)
-        shown = ", ".join(names[:_SHOWN])
-        if len(names) > _SHOWN:
-            shown += f" and {len(names) - _SHOWN} more"
+        shown = ", ".join(names[:_ADAPTERS_LISTED])
+        if len(names) > _ADAPTERS_LISTED:
+            shown += f" and {len(names) - _ADAPTERS_LISTED} more"
         warnings.warn(
             f"PEFT's adapters, small and trained, were not quantised: {shown}; a pattern that "
             f"names them, such as {adapters[names[0]]!r}, quantises them",
@@ -536,7 +536,7 @@ def _in_place_entries(
 
 def _chosen_parameters(
     names: Mapping[str, tuple[str, ...]],
-    parameters: Parameters | None,
+    parameters: ParameterFormats | None,
     specs: Mapping[str, _spec.LayerSpec],
 ) -> dict[str, FloatFormat | None]:
     """Return the format of each parameter that ``parameters`` names.

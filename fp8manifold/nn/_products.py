@@ -35,7 +35,7 @@ from fp8manifold._encoded.products import (
 )
 from fp8manifold._encoded.scaled import check_current
 from fp8manifold._encoded.storage import dequantize_codes
-from fp8manifold._native._arrays import decoded, has_memory, rounded_at
+from fp8manifold._native._arrays import decode_by_kernel, has_memory, round_at_scale
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
 from fp8manifold.nn._spec import (
@@ -52,7 +52,7 @@ from fp8manifold.random_bits import DrawKey
 from fp8manifold.tensor import FP8Tensor
 
 #: From a gradient to its quantised values; None leaves it as it is.
-Rounded = Callable[[Tensor], Tensor] | None
+GradientRounding = Callable[[Tensor], Tensor] | None
 
 
 def byte_weight(weight: Tensor, fmt: FloatFormat, **options: Any) -> FP8Parameter:
@@ -114,7 +114,7 @@ def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
             # torch multiplies in float32 only if the scale has a dimension
             line_scale = scale if scale.dim() else scale.view(1)
             return codes.view(float8).bfloat16().mul_(line_scale)
-        values = decoded(codes, fmt, dtype, scale)
+        values = decode_by_kernel(codes, fmt, dtype, scale)
         if values is not None:
             return values
     return dequantize_codes(codes, weight.scale, fmt, dtype, weight.block_size)
@@ -181,8 +181,8 @@ def linear_with_rounded_gradients(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    round_output_gradient: Rounded,
-    round_weight_gradient: Rounded,
+    round_output_gradient: GradientRounding,
+    round_weight_gradient: GradientRounding,
 ) -> Tensor:
     r"""Return ``x W^T + b``, with gradients that are quantised in the backward pass.
 
@@ -206,8 +206,8 @@ class _RoundedGradientsLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        round_output_gradient: Rounded,
-        round_weight_gradient: Rounded,
+        round_output_gradient: GradientRounding,
+        round_weight_gradient: GradientRounding,
     ) -> Tensor:
         dtype = _dtype_of_codes(x, weight, bias) if isinstance(weight, FP8Tensor) else None
         if dtype is None:
@@ -261,7 +261,7 @@ def round_gradient(
     One that holds Inf or NaN becomes NaN, so that no saturation hides it.
     """
     zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
-    return rounded_at(
+    return round_at_scale(
         gradient,
         scaler(gradient) + zero_or_nan,
         operand.format,
@@ -471,7 +471,7 @@ class _FromCodes(torch.autograd.Function):
             )
         x_codes, x_scales = _rounded_rows(rows, units)
         codes, scale = _operand(weight, units)
-        y = _product(x_codes, codes, x_scales, scale, x.dtype, fast=True)
+        y = _code_product(x_codes, codes, x_scales, scale, x.dtype, fast=True)
         if bias is not None:
             y = y.add_(bias)
         if not ctx.needs_input_grad[1]:
@@ -505,8 +505,10 @@ class _FromCodes(torch.autograd.Function):
             g_codes, g_scales = _rounded_rows(g, ctx.units, weight.scale.view(1, -1))
             zero_or_nan = _zero_or_nan(g_scales)
             unit = weight.format.ulp_min if ctx.units == "int8" else 1.0
-            codes = _transposed(weight, ctx.units, g)
-            for_x = _product(g_codes, codes, g_scales, zero_or_nan + unit, g.dtype).view(ctx.shape)
+            codes = _codes_by_columns(weight, ctx.units, g)
+            for_x = _code_product(g_codes, codes, g_scales, zero_or_nan + unit, g.dtype).view(
+                ctx.shape
+            )
         if ctx.needs_input_grad[1]:
             if ctx.rounds_weight_gradient:
                 x_codes, x_scales = parts_of_x
@@ -542,7 +544,7 @@ def _rounded_gradient(g: Tensor, x_codes: Tensor, x_scales: Tensor) -> Tensor:
         return g.new_zeros((g.shape[1], x_codes.shape[1]))
     codes, scales = round_columns(g, x_scales)
     x_columns = transpose_bytes(x_codes).view(_E4M3)
-    return _product(codes, x_columns, scales, _zero_or_nan(scales) + 1.0, g.dtype)
+    return _code_product(codes, x_columns, scales, _zero_or_nan(scales) + 1.0, g.dtype)
 
 
 def _rounded_rows(
@@ -562,7 +564,7 @@ def _operand(weight: FP8Tensor, units: Units) -> tuple[Tensor, Tensor]:
     return weight.codes.view(_dtype_of(weight)), scale
 
 
-def _transposed(weight: FP8Tensor, units: Units, dependency: Tensor) -> Tensor:
+def _codes_by_columns(weight: FP8Tensor, units: Units, dependency: Tensor) -> Tensor:
     """Return the codes as numbers of the units, by columns of the weight.
 
     A graph computes them only after ``dependency``, so as not to save them.
@@ -578,7 +580,7 @@ def _dtype_of(weight: FP8Tensor) -> torch.dtype:
     return _E4M3 if weight.format.mantissa_bits == 3 else torch.float8_e5m2
 
 
-def _product(
+def _code_product(
     a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """Return ``a b^T`` of (M, K) and (N, K), times scales, rounded once.

@@ -56,7 +56,7 @@ def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
                 f"layer {name!r} is on a {type(layer.manifold).__name__}: only an FP8Manifold is "
                 f"saved"
             )
-        _add(groups, {"spec": spec_as_json(layer.spec), **_options_of(layer)}, name, layer._seed)
+        _add(groups, {"spec": spec_as_json(layer.spec), **_layer_options(layer)}, name, layer._seed)
     return groups
 
 
@@ -146,7 +146,7 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
     replace_layers(model, made_layers(requests))
 
 
-def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
+def _layer_options(layer: QuantizedLinear) -> dict[str, Any]:
     options: dict[str, Any] = {"storage": layer.storage}
     holder = layer.weight if isinstance(layer.weight, FP8Tensor) else layer.manifold
     if holder is not None:

@@ -18,7 +18,7 @@ from torch import nn
 from fp8manifold.nn._parts import is_in_codes
 from fp8manifold.nn._selection import adapters_of
 
-_GUARDED: Final = "_fp8_is_guarded"
+_SAVER_IS_GUARDED: Final = "_fp8_is_guarded"
 Preparation = Callable[[Any, Mapping[str, Any]], None]
 #: By the name of a class: what makes its models ready to be saved, given the arguments
 #: of ``save_pretrained`` by their names.
@@ -46,7 +46,7 @@ def guard_savers(model: nn.Module) -> None:
         kinds.update(type(module).__mro__)
     for kind in kinds:
         save = vars(kind).get("save_pretrained")
-        if callable(save) and not hasattr(save, _GUARDED):
+        if callable(save) and not hasattr(save, _SAVER_IS_GUARDED):
             # of the class: an attribute of the model would be a cycle
             kind.save_pretrained = _guarded(save)
 
@@ -59,7 +59,7 @@ def _guarded(save: Callable[..., Any]) -> Callable[..., Any]:
             _prepare_or_refuse(model, bound.arguments)
         return save(model, *args, **options)
 
-    setattr(save_pretrained, _GUARDED, True)
+    setattr(save_pretrained, _SAVER_IS_GUARDED, True)
     return save_pretrained
 
 

@@ -5,7 +5,7 @@ tensor's own magnitude or those of the past, and `GlobalScale` one by a magnitud
 the gradients of a model share (`SharedAmax`).
 
 Processes that train one model share the magnitudes that their scalers remember. Before
-each magnitude they exchange which operand it is of (`Operand`), and raise RuntimeError
+each magnitude they exchange which operand it is of (`SharedOperand`), and raise RuntimeError
 where they differ, since they would wait for each other forever. A magnitude of the
 backward pass is announced in the forward pass, so that a process that skips a layer is
 known before that.
@@ -34,7 +34,7 @@ from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 
-class Operand(NamedTuple):
+class SharedOperand(NamedTuple):
     """An operand whose magnitudes processes share.
 
     It has the same number and name in each of them.
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
     number: int
     name: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Operand":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedOperand":
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
@@ -95,7 +95,7 @@ class Operand(NamedTuple):
 #: In place of a count of magnitudes, where none is sent.
 _ANNOUNCED: Final = -1
 #: The operand of a single process.
-UNSHARED: Final = Operand(ALONE, 0, "")
+UNSHARED: Final = SharedOperand(ALONE, 0, "")
 
 
 class _EndOfPass:
@@ -105,7 +105,7 @@ class _EndOfPass:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.operand = Operand(ranks, -1, "the end of the forward pass")
+        self.operand = SharedOperand(ranks, -1, "the end of the forward pass")
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         if not module.training or torch.compiler.is_compiling() or is_backward():
@@ -133,7 +133,7 @@ class Scaler(nn.Module):
 
     value: Tensor
     remembers = False
-    shared: Operand = UNSHARED
+    shared: SharedOperand = UNSHARED
 
     def preview(self, x: Tensor) -> Tensor:
         """Return the scale that ``x`` would get; nothing is remembered."""
@@ -398,7 +398,7 @@ class SharedAmax(nn.Module):
 
     value: Tensor
     running: Tensor
-    shared: Operand = UNSHARED
+    shared: SharedOperand = UNSHARED
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
     remembers = False
     for number, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, Scaler | SharedAmax):
-            module.shared = Operand(ranks, number, repr(name))
+            module.shared = SharedOperand(ranks, number, repr(name))
             if isinstance(module, SharedAmax) or module.remembers:
                 remembers = True
     if not remembers:

@@ -337,7 +337,7 @@ class LayerSpec:
         if self.gradient_products == "fp8" and has_other_products:
             raise ValueError(
                 f"gradient_products='fp8' belongs to products='fp8', not to "
-                f"products={self.products!r} of weight={_name_of(self.weight)}"
+                f"products={self.products!r} of weight={_operand_format_name(self.weight)}"
             )
         # refuses products that no size could have
         units_of(self, ALIGNMENT, ALIGNMENT)
@@ -358,7 +358,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def _name_of(operand: OperandSpec | None) -> str:
+def _operand_format_name(operand: OperandSpec | None) -> str:
     return NONE if operand is None else operand.format.name
 
 
@@ -417,7 +417,7 @@ def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
 def _why_formats_decoded(spec: LayerSpec) -> str:
     units = spec.units
     if units is None:
-        return f"no units multiply codes of weight={_name_of(spec.weight)}"
+        return f"no units multiply codes of weight={_operand_format_name(spec.weight)}"
     weight = spec.operands["weight"]
     if spec.products not in (units, "auto"):
         return f"codes of {weight.format.name} take products={units!r}"
@@ -603,7 +603,7 @@ def _takes(name: OperandName, operand: OperandSpec, option: str) -> bool:
     return getattr(operand, option) is None
 
 
-def check_stored(draws: str, retraction: str, headroom: float | None, storage: str) -> None:
+def check_stored_weight(draws: str, retraction: str, headroom: float | None, storage: str) -> None:
     """Refuse an unknown kind of draws or retraction.
 
     Options of stored weights are refused where a master copy is stored.
@@ -644,7 +644,7 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
     if storage != "fp8" or operand is None:
         raise ValueError(
             f"codes need storage='fp8' and a weight format, not {storage!r} with "
-            f"weight={_name_of(operand)}"
+            f"weight={_operand_format_name(operand)}"
         )
     properties = (tuple(codes.shape), codes.format.name, codes.granularity)
     shape = (linear.out_features, linear.in_features)

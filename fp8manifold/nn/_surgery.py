@@ -23,7 +23,7 @@ from fp8manifold.nn._carried import (
     replace_layers,
 )
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
-from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
+from fp8manifold.nn._plan import Embeddings, Entry, ParameterFormats, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight, chosen_products
 from fp8manifold.nn._selection import (
     NEVER_CALLED,
@@ -74,7 +74,7 @@ def quantize_model(
     draws: Draws = "independent",
     retraction: Retraction = "exponential",
     products: Products = "decoded",
-    parameters: Parameters | None = None,
+    parameters: ParameterFormats | None = None,
     embeddings: Embeddings | None = None,
 ) -> nn.Module:
     """Put a model's linear weights into one byte each.
@@ -243,7 +243,9 @@ def parameters_of(
     for entry in planned.in_place:
         parameter: Any = codes.get(entry.name, model.get_parameter(entry.name))
         if not isinstance(parameter, FP8Parameter):
-            parameter = encoded(planned, entry, parameter, requires_grad=parameter.requires_grad)
+            parameter = encode_parameter(
+                planned, entry, parameter, requires_grad=parameter.requires_grad
+            )
         elif entry.name in codes:
             parameter.seed = entry.seed
         parameters.append(parameter)
@@ -251,7 +253,9 @@ def parameters_of(
 
 
 @torch.no_grad()
-def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
+def encode_parameter(
+    planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool
+) -> FP8Parameter:
     """Return the codes of a float weight, which has its module's layout."""
     assert entry.format is not None
     assert entry.granularity is not None

@@ -28,7 +28,7 @@ _DONTNEED: Final = 4
 #: Memory is given back whenever so many bytes, or such a part of the files, were read:
 #: it takes milliseconds.
 _FEWEST_BYTES: Final = 2**24
-_PARTS: Final = 64
+_RELEASES_PER_READ: Final = 64
 Source = str | Path | Iterable[str | Path]
 
 
@@ -40,7 +40,7 @@ class MappedFiles:
         self._earlier_mappings = {address for address, _, _ in self._mapped()}
         self._bytes_read = 0
         self._bytes_at_once = max(
-            _FEWEST_BYTES, sum(os.path.getsize(path) for path in self._paths) // _PARTS
+            _FEWEST_BYTES, sum(os.path.getsize(path) for path in self._paths) // _RELEASES_PER_READ
         )
 
     def was_read(self, size: int) -> None:

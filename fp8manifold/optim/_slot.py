@@ -33,9 +33,9 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import PendingValues, read_cached, remember_value
 from fp8manifold._encoded.storage import expand_scale, number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
-from fp8manifold._native._arrays import spacings
+from fp8manifold._native._arrays import spacings_by_kernel
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
+from fp8manifold._numerics.codec import decode_with_specials, decode_with_ulp
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
@@ -501,13 +501,13 @@ def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
     assert slot.fmt is not None
     assert slot.scale is not None
     if slot.storage == "codes" and metric == "ulp":
-        native = spacings(slot.weight, slot.fmt, slot.scale)
+        native = spacings_by_kernel(slot.weight, slot.fmt, slot.scale)
         if native is not None:
             return native
         stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
     else:
         if slot.storage == "codes":
-            x = decode_bits(slot.weight, slot.fmt)
+            x = decode_with_specials(slot.weight, slot.fmt)
         else:
             x = slot.weight.to(working_dtype(slot.weight)) / slot.scale
         stiffness = chart_of(slot.fmt, metric).stiffness(x)

@@ -76,7 +76,9 @@ def new_stream(
         else:
             floats = local.detach().as_subclass(Tensor)
         words += (_whole_word(first, floats, _VALUES),)
-        if alone and not seed and parameter.grad is not None:
+        # A seed of 0 is the default: nobody has chosen it to draw the same bits again.
+        has_chosen_seed = bool(seed)
+        if alone and not has_chosen_seed and parameter.grad is not None:
             words += (_whole_word(first, local_of(parameter.grad.detach()), _GRADIENT),)
     removed = max(streams_begun - len(used), 0)
     stream = mixed_word(*words, removed, twin)

@@ -194,7 +194,7 @@ def test_arrays_against_native_code(name):
     there, scale_there = x.to(CARD), scale.to(CARD)
     for given, key_or_not in ((keys, key), (None, None)):
         at = offset if key_or_not else 0
-        expected = _arrays.encoded(x, fmt, key_or_not, at)
+        expected = _arrays.encode_by_kernel(x, fmt, key_or_not, at)
         ours = array_on_gpu("encode", there, fmt, torch.uint8, None, given)
         assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
@@ -203,13 +203,13 @@ def test_arrays_against_native_code(name):
                 ours = array_on_gpu(
                     "round", there, fmt, torch.float32, where, given, rescale=rescale
                 )
-                expected = _arrays.rounded(x, fmt, key_or_not, at, s, rescale=rescale)
+                expected = _arrays.round_by_kernel(x, fmt, key_or_not, at, s, rescale=rescale)
                 assert not different(ours, expected)
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
     for floats in (x, x.bfloat16()):
         units = floats.float().view(30, 100) / scale.view(-1, 1)
         ours = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, scale_there)
-        expected = _arrays.encoded(units, fmt)
+        expected = _arrays.encode_by_kernel(units, fmt)
         assert not different(ours, expected.view(-1))
     for s in (scale, scale[:1], scale * 1.3):
         for dtype in (torch.float32, torch.bfloat16):
@@ -219,7 +219,7 @@ def test_arrays_against_native_code(name):
                 dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1),
             )
         ours = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True)
-        assert not different(ours, _arrays.spacings(codes, fmt, s))
+        assert not different(ours, _arrays.spacings_by_kernel(codes, fmt, s))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -466,7 +466,7 @@ class Tape(TorchDispatchMode):
         self._noted = []
         self._before = []
         self._kernels = mock.patch.object(
-            launch, "_run", lambda *args: self._noted.append(lambda: _RUN(*args))
+            launch, "_run_calls", lambda *args: self._noted.append(lambda: _RUN(*args))
         )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -516,7 +516,7 @@ class Tape(TorchDispatchMode):
         )  # a card's replay tells torch nothing
 
 
-_RUN = launch._run
+_RUN = launch._run_calls
 
 
 class Tapes(_graphed._Graphs):

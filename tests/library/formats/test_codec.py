@@ -129,7 +129,7 @@ def finite(codes, fmt):
 @every
 def test_decode_is_the_grids(fmt):
     codes = codes_of(fmt)
-    assert same_floats(codec.decode_bits(codes, fmt), fm.decode(codes, fmt))
+    assert same_floats(codec.decode_with_specials(codes, fmt), fm.decode(codes, fmt))
     value, ulp = codec.decode_with_ulp(codes, fmt)
     numbers = finite(codes, fmt) & ~fm.decode(codes, fmt).isnan()
     assert same_floats(value[numbers], fm.decode(codes, fmt)[numbers])
@@ -173,10 +173,10 @@ def test_decode_of_finer_codes(fmt, extra):
 @every
 def test_encode_is_the_grids(fmt):
     x = inputs(fmt)
-    assert torch.equal(codec.encode_bits(x, fmt), fm.encode(x, fmt))
+    assert torch.equal(codec.encode_with_nan(x, fmt), fm.encode(x, fmt))
     for draws in turning_draws(x, fmt, 0):
         assert torch.equal(
-            codec.encode_bits(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws)
+            codec.encode_with_nan(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws)
         )
 
 
@@ -203,13 +203,14 @@ def test_nan(fmt):
     patterns = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF], dtype=torch.int32)
     x = patterns.view(torch.float32)
     if fmt.nan_code is None:
-        assert codec.encode_bits(x, fmt).dtype == torch.uint8
+        assert codec.encode_with_nan(x, fmt).dtype == torch.uint8
         with pytest.raises(ValueError, match="no code for NaN"):
             fm.encode(x, fmt)
         return
-    assert codec.encode_bits(x, fmt).tolist() == [fmt.nan_code] * 4
+    assert codec.encode_with_nan(x, fmt).tolist() == [fmt.nan_code] * 4
     assert (
-        codec.encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
+        codec.encode_with_nan(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist()
+        == [fmt.nan_code] * 4
     )
 
 
@@ -224,10 +225,10 @@ def test_compiled(name):
 
     def everything(codes, x, draws):
         return (
-            codec.decode_bits(codes, fmt),
+            codec.decode_with_specials(codes, fmt),
             *codec.decode_with_ulp(codes, fmt),
-            codec.encode_bits(x, fmt),
-            codec.encode_bits(x, fmt, draws),
+            codec.encode_with_nan(x, fmt),
+            codec.encode_with_nan(x, fmt, draws),
             codec.encode_finite(x, fmt, draws, 4),
             codec.encode_finite(x, fmt, None, 8),
             *codec.decode_with_ulp(codec.encode_finite(x, fmt, draws, 8), fmt, 8),

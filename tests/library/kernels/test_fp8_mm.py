@@ -160,7 +160,7 @@ def products(monkeypatch):
         product = left.float() @ right.float()
         return (product * options["scale_a"] * options["scale_b"]).to(options["out_dtype"])
 
-    monkeypatch.setattr(ops, "_has_units_for", lambda a, b, *formats: "none" not in formats)
+    monkeypatch.setattr(ops, "_has_hardware_for", lambda a, b, *formats: "none" not in formats)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     return calls
 
@@ -188,7 +188,7 @@ def test_the_hardware_is_given_scales_and_dtype(
         return codes_by_runs(x, *arguments)
 
     if by_kernel:
-        monkeypatch.setattr(ops, "encoded_units", kernel)
+        monkeypatch.setattr(ops, "encode_on_gpu", kernel)
     a, b = normal(32, 64, seed=1).to(dtype), normal(48, 64, seed=2).to(dtype)
     g, options = normal(32, 48, seed=3).to(dtype), {"granularity": granularity, "pow2": True}
     results = both_gradients(a, b.t(), g, **options)
@@ -202,7 +202,7 @@ def test_the_hardware_is_given_scales_and_dtype(
         assert (call["scale_b"].dim() == 2) == units_scale_rows
         assert bool((call["scale_a"] != 1).any()) == units_scale
     with pytest.MonkeyPatch.context() as without_units:
-        without_units.setattr(ops, "_has_units_for", lambda *_: False)
+        without_units.setattr(ops, "_has_hardware_for", lambda *_: False)
         expected = both_gradients(a, b.t(), g, **options)
     assert all(map(torch.equal, results, expected))
     by_columns = both_gradients(a.t().contiguous().t(), b.t().contiguous(), g, **options)

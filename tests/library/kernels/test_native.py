@@ -25,7 +25,7 @@ from test_step_paths import CASES, everything, take
 import fp8manifold as fm
 from fp8manifold import _native, optim
 from fp8manifold._native import _arrays, is_available
-from fp8manifold._native._arrays import rounded_at
+from fp8manifold._native._arrays import round_at_scale
 from fp8manifold._numerics import records as _layouts
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._streams import content_word
@@ -129,7 +129,9 @@ def test_all_codes(name, dtype, plain):
 def test_scaled_rounding(rounding, draws, scale, plain):
     x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
     arguments = (x, scales, fm.FloatFormat(4, 3), rounding, draw_key(draws, 1, 2, 3))
-    assert same(rounded_at(*arguments, blocks=False), plain(rounded_at, *arguments, blocks=False))
+    assert same(
+        round_at_scale(*arguments, blocks=False), plain(round_at_scale, *arguments, blocks=False)
+    )
 
 
 @needs_native
@@ -326,12 +328,12 @@ def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in, tm
     library = tmp_path / "_kernels.so"
     library.write_bytes((FOLDER / "_kernels.so").read_bytes())
     codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
-    before = _arrays.decoded(codes, fmt)
+    before = _arrays.decode_by_kernel(codes, fmt)
     assert before is not None
     library.unlink()
-    assert torch.equal(_arrays.decoded(codes, fmt), before)
+    assert torch.equal(_arrays.decode_by_kernel(codes, fmt), before)
     library.write_bytes(b"another")
-    assert torch.equal(_arrays.decoded(codes, fmt), before)
+    assert torch.equal(_arrays.decode_by_kernel(codes, fmt), before)
 
 
 def test_where_warnings_are_errors_it_is_said_once_too(look_in, tmp_path):

@@ -144,8 +144,8 @@ def build(kernel, signature, constants, architecture, tmp, warps=4):
 def step(spec, tile, architecture, tmp):
     from fp8manifold._triton.step import step_kernel
 
-    pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
-    return build(step_kernel, pointers, {"S": spec, "T": tile}, architecture, tmp)
+    pointers = {"table": "*i32", "chunks": "*i32", "report": "*i32"}
+    return build(step_kernel, pointers, {"SPEC": spec, "TILE": tile}, architecture, tmp)
 
 
 def spec(writeback, moments):
@@ -254,15 +254,29 @@ def test_whole_arrays(kernel, architecture, tmp_path):
         "scale": "*fp32",
         "table": "*i32",
         "chunks": "*i32",
-        "refused": "*i32",
+        "report": "*i32",
     }
     signature["out"] = {"decode": "*u16", "round": "*fp32", "encode": "*u8", "finite": "*i32"}[
         kernel
     ]
     constants = {
-        "decode": {"F": fmt, "SPACING": False, "R": 1, "W": 2048},
-        "round": {"F": fmt, "STOCHASTIC": True, "SCALED": True, "RESCALE": True, "R": 1, "W": 2048},
-        "encode": {"F": fmt, "STOCHASTIC": True, "FIXED": True, "SCALED": True, "R": 1, "W": 2048},
+        "decode": {"FORMAT": fmt, "SPACING": False, "R": 1, "W": 2048},
+        "round": {
+            "FORMAT": fmt,
+            "STOCHASTIC": True,
+            "SCALED": True,
+            "RESCALE": True,
+            "R": 1,
+            "W": 2048,
+        },
+        "encode": {
+            "FORMAT": fmt,
+            "STOCHASTIC": True,
+            "FIXED": True,
+            "SCALED": True,
+            "R": 1,
+            "W": 2048,
+        },
         "finite": {"KIND": "bfloat16", "W": 2048},
     }
     built = build(
@@ -284,20 +298,25 @@ def test_scales_that_double(name, bits, exponents, architecture, tmp_path):
     widening = widening_of(
         as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32"
     )
-    pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
-    constants = {"S": widening, "T": launch._tile_of_rows(widening)}
+    pointers = {"table": "*i32", "chunks": "*i32", "report": "*i32"}
+    constants = {"SPEC": widening, "TILE": launch._tile_of_rows(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
 
 
 #: compute capabilities with products in 8 bits; a kernel, its input, what it is
 #: compiled for, and bytes a value
 WITH_UNITS = (89, 90, 100)
-E4M3 = {"LARGEST": 0x43E00000, "F": None}
+E4M3 = {"LARGEST": 0x43E00000, "FORMAT": None}
 OPERANDS = {
     "rows": ("rows_kernel", "*u16", E4M3 | {"FOLDS": 0}, 3),
     "rows, times scales of columns": ("rows_kernel", "*u16", E4M3 | {"FOLDS": 2}, 3),
     "rows of float32": ("rows_kernel", "*fp32", E4M3 | {"FOLDS": 0}, 5),
-    "rows, to INT8": ("rows_kernel", "*u16", {"LARGEST": 0x42FE0000, "F": None, "FOLDS": 0}, 3),
+    "rows, to INT8": (
+        "rows_kernel",
+        "*u16",
+        {"LARGEST": 0x42FE0000, "FORMAT": None, "FOLDS": 0},
+        3,
+    ),
     "columns, the largest": ("amax_kernel", "*u16", {"FOLDS": 2}, 2),
     "columns": ("columns_kernel", "*u16", E4M3 | {"FOLDS": 2}, 3),
     "codes, transposed": ("copy_kernel", "*u8", {"INTEGERS": False, "TRANSPOSED": True}, 2),
@@ -367,7 +386,7 @@ def test_operands_of_short_and_long_rows(name, width, tmp_path):
 
 @pytest.mark.parametrize("name", ["rows", "columns"])
 def test_operands_where_no_instruction_converts(name, tmp_path):
-    made = operand(name, 80, tmp_path, F=format_of(as_format("E4M3")))
+    made = operand(name, 80, tmp_path, FORMAT=format_of(as_format("E4M3")))
     assert list(faults(made)) == []
     assert "e4m3x2" not in made.ptx
 

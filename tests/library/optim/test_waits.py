@@ -127,7 +127,7 @@ def test_codes_are_made_and_read_without_a_wait(name, dtype, native, on_a_card, 
         patch.setattr(grid, "is_read_at_once", lambda x: True)
         expected = [fm.encode(x, name, **options) for options in encodings]
     with Reads() as reads, monkeypatch.context() as patch:
-        for step in () if native else ("encoded", "decoded", "rounded"):
+        for step in () if native else ("encode_by_kernel", "decode_by_kernel", "round_by_kernel"):
             patch.setattr(grid, step, lambda *_: None)
         codes = [fm.encode(x, name, **options) for options in encodings]
         values = [fm.decode(x, name) for x in codes]
@@ -167,7 +167,7 @@ COPIES = ("_to_copy", "clone", "copy_", "add_")
 def inner(monkeypatch):
     """Count what operators over tensors of codes do to their parts."""
     counts = Counter()
-    original = dispatch._run
+    original = dispatch._run_operator
 
     def run(*arguments):
         with Reads() as reads:
@@ -175,7 +175,7 @@ def inner(monkeypatch):
         counts.update(reads.counts)
         return result
 
-    monkeypatch.setattr(dispatch, "_run", run)
+    monkeypatch.setattr(dispatch, "_run_operator", run)
     return counts
 
 

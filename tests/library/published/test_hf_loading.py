@@ -93,7 +93,7 @@ def test_each_tensor_is_encoded_in_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama(True).save_pretrained(tmp_path)
-    before, alive, own = [], [], _loading.Reader.encoded
+    before, alive, own = [], [], _loading.Reader.encode
 
     def watched(self: Any, model: Any, name: str, value: Tensor) -> Tensor:
         gc.collect()
@@ -101,7 +101,7 @@ def test_each_tensor_is_encoded_in_its_turn(
         alive.append(sum(ref() is not None for ref in before))
         return own(self, model, name, value)
 
-    monkeypatch.setattr(_loading.Reader, "encoded", watched)
+    monkeypatch.setattr(_loading.Reader, "encode", watched)
     model = read(tmp_path, {"*": "E4M3"}, tied="leave")
     assert alive == [1] * sum(isinstance(m, fm.QuantizedLinear) for m in model.modules())
 
@@ -120,7 +120,7 @@ def test_pages_are_given_back_unless_they_were_written_to(
         return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
 
     monkeypatch.setattr(_tensor_files, "_FEWEST_BYTES", 2**10)
-    monkeypatch.setattr(_tensor_files, "_PARTS", 2**10)
+    monkeypatch.setattr(_tensor_files, "_RELEASES_PER_READ", 2**10)
     files = _tensor_files.MappedFiles([path])
     values = torch.from_file(str(path), shared=False, size=2**18, dtype=torch.uint8)
     assert int(values.sum()) > 0
