@@ -193,8 +193,8 @@ def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
     It takes what, how often, and a note, for the end of the session's output.
     """
 
-    def count(what: str, number: int, note: str = "") -> None:
-        pytestconfig.stash[_TALLY].append(f"{what}: {number:,}{f' ({note})' if note else ''}")
+    def count(subject: str, number: int, note: str = "") -> None:
+        pytestconfig.stash[_TALLY].append(f"{subject}: {number:,}{f' ({note})' if note else ''}")
 
     return count
 
@@ -204,11 +204,11 @@ def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Itera
     """Yield a list for the bytes by which memory grew, an entry for each attack."""
     grown: list[int] = []
     yield grown
-    most = max(grown, default=0) / 2**20
+    largest = max(grown, default=0) / 2**20
     tally(
         f"attacks of {request.module.__name__}",
         len(grown),
-        f"0 executions, most memory {most:.0f} MiB",
+        f"0 executions, most memory {largest:.0f} MiB",
     )
 
 

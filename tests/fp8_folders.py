@@ -373,9 +373,12 @@ def shared(folder: Path, model: Any, shards: str) -> None:
     values = tensors_of(folder)
 
     def change(name: str, value: Tensor) -> dict[str, Tensor]:
-        other = name.replace(".w1.", ".w3.") if ".w1." in name else name.replace(".w3.", ".w1.")
-        both = torch.cat([value, values[other]]) if other != name else value
-        _, scale = by_formula(both, both.shape, E4M3, torch.float32)
+        if ".w1." in name:
+            fused_name = name.replace(".w1.", ".w3.")
+        else:
+            fused_name = name.replace(".w3.", ".w1.")
+        fused = value if fused_name == name else torch.cat([value, values[fused_name]])
+        _, scale = by_formula(fused, fused.shape, E4M3, torch.float32)
         return {name: (value / scale).to(E4M3), name + "_scale": scale.reshape(1)}
 
     kind = {
@@ -450,11 +453,11 @@ def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
         extra = {
             stem + f"{part}_scale": torch.ones(()) for part in "kv" if kv and f"{part}_proj" in name
         }
-        given = (torch.rand(()) + 0.5) / 448
+        input_scale = (torch.rand(()) + 0.5) / 448
         return {
             name: codes,
             stem + "weight_scale": scale.reshape(()),
-            stem + "input_scale": given,
+            stem + "input_scale": input_scale,
         } | extra
 
     producer = {"name": "modelopt", "version": "0.35.0"}

@@ -121,7 +121,7 @@ def prepare_corpus(folder: Path) -> None:
         assert main(["prepare", "text", *words]) == 0
 
 
-def train(folder: Path, max_steps: int, *more: str) -> None:
+def train(folder: Path, max_steps: int, *flags_of_resume: str) -> None:
     """Train the run of `RUN_SETTINGS` in a folder that has its corpus."""
     from nanogpt_bench.cli import main
 
@@ -129,7 +129,7 @@ def train(folder: Path, max_steps: int, *more: str) -> None:
     settings = {**RUN_SETTINGS, "train.max_steps": max_steps}
     flags = [f"--{key}={value}" for key, value in settings.items()]
     with contextlib.chdir(folder):
-        assert main(["run", "small.yaml", "--name", "run", *flags, *more]) == 0
+        assert main(["run", "small.yaml", "--name", "run", *flags, *flags_of_resume]) == 0
 
 
 def write_run(folder: Path) -> dict[str, float]:

@@ -57,9 +57,9 @@ def run(script, *words, codes=(0,)):
     Fail unless it ends with one of the codes.
     """
     environment = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = forked_run([sys.executable, str(path_of(script)), *map(str, words)], env=environment)
-    assert done.returncode in codes, done.stdout
-    return done.stdout
+    process = forked_run([sys.executable, str(path_of(script)), *map(str, words)], env=environment)
+    assert process.returncode in codes, process.stdout
+    return process.stdout
 
 
 def rows_of(script, *words, opening="[", codes=(0,)):
@@ -297,9 +297,9 @@ def test_mxfp4_training_from_end_to_end():
     rows = rows_of("mxfp4_training.py", "--steps", 1, "--seeds", 2, "--reading", 2, opening="\n[")
     assert [row["writeback"] for row in rows] == ["float32", "residual8", "stochastic"]
     assert (
-        len({before for row in rows for before, _ in row["losses"]}) == 1
+        len({first_loss for row in rows for first_loss, _ in row["losses"]}) == 1
     )  # the same values, to the bit
-    assert len({after for row in rows for _, after in row["losses"]}) == 6
+    assert len({last_loss for row in rows for _, last_loss in row["losses"]}) == 6
 
 
 def test_train_is_serve_from_end_to_end():
@@ -317,14 +317,14 @@ def test_train_is_serve_from_end_to_end():
     alike.add("float32 rounded in training, a copy in squares")
     assert {
         name
-        for name, at in mismatches.items()
-        if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in at)
+        for name, measures in mismatches.items()
+        if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in measures)
     } == alike
     assert len(mismatches) == 8
     assert all(
         m["k3"] > 0 < m["largest"]
-        for name, at in mismatches.items()
-        for m in at
+        for name, measures in mismatches.items()
+        for m in measures
         if name not in alike
     )
 
@@ -336,8 +336,8 @@ def test_a_policy_that_is_served_one_update_late_is_found(modules):
     policy = script.in_place(base, 1e-2, script.SQUARES)
     late = policy.served()
     policy.served = lambda: late
-    before, after = script.measure(policy, base, text, options)
-    assert before["k3"] == 0 < after["k3"]
+    first, second = script.measure(policy, base, text, options)
+    assert first["k3"] == 0 < second["k3"]
 
 
 def test_the_mismatch_is_what_its_formulas_say(modules):
@@ -367,10 +367,10 @@ def test_the_recipes_of_one_byte_take_less_than_eight_bits_of_moments_beside_bfl
         "--recipes",
         "torchao,loop,backward,muon",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *words], check=True, capture_output=True, text=True
     )  # torchao's is compiled
-    torchao, loop, backward, muon = (row["bytes"] for row in json.loads(done.stdout))
+    torchao, loop, backward, muon = (row["bytes"] for row in json.loads(process.stdout))
     assert 5 < torchao < 7
     assert loop < 0.95 * torchao
     assert backward < 0.8 * torchao
@@ -383,13 +383,13 @@ def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight():
 
     What counts is memory beyond the largest tensor.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(path_of("loading.py")), "--json"],
         check=True,
         capture_output=True,
         text=True,
     )
-    rows = {row["way"]: row for row in json.loads(done.stdout)}
+    rows = {row["way"]: row for row in json.loads(process.stdout)}
     assert rows["from_pretrained(quantization_config=...)"]["beyond"] < 1.3
     assert rows["the same, dtype=torch.float32"]["beyond"] < 1.5
     assert rows["load_quantized, transformers' model on meta"]["beyond"] < 1.3

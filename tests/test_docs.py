@@ -71,10 +71,10 @@ def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothi
     command = "-m sphinx -n -W --keep-going -q -D plot_gallery=0 -d doctrees -b html docs site"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, *command.split()]
-    done = subprocess.run(
+    process = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     site = tmp_path / "site"
     inventory = (
         zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4])
@@ -122,8 +122,8 @@ def compare_output(example: Example) -> None:
 
     The comparison is doctest's.
     """
-    before = example.document.text[: example.start].rstrip()
-    if before.endswith("```") and before[:-3].rpartition("```")[2].startswith("python\n"):
+    preceding = example.document.text[: example.start].rstrip()
+    if preceding.endswith("```") and preceding[:-3].rpartition("```")[2].startswith("python\n"):
         wanted, printed = str(example.parsed), example.namespace["printed"]
         assert doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS), printed
 
@@ -202,8 +202,11 @@ def test_links_lead_somewhere_commands_are_understood_and_no_machine_is_named():
         commands |= set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", lines, re.MULTILINE))
     for command in commands:
         parse_overrides(parse(shlex.split(command, comments=True)[1:]).overrides)
-    more = [*(ROOT / "docs" / "api").glob("*.rst"), *(ROOT / "docs" / "measured").rglob("*.json")]
-    for page in [*PLAIN, *more, *(ROOT / "study").rglob("*.json")]:
+    measured = [
+        *(ROOT / "docs" / "api").glob("*.rst"),
+        *(ROOT / "docs" / "measured").rglob("*.json"),
+    ]
+    for page in [*PLAIN, *measured, *(ROOT / "study").rglob("*.json")]:
         assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], (
             page.name
         )

@@ -104,7 +104,7 @@ def test_the_changes_of_the_guide_do_what_it_says(tmp_path):
         "PYTHONIOENCODING": "utf-8",
     }
     command = [sys.executable, "-c", CHECK]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.endswith("everything is there\n"), done.stdout + done.stderr
+    assert process.stdout.endswith("everything is there\n"), process.stdout + process.stderr

@@ -57,14 +57,14 @@ def gpu(monkeypatch):
 @needs_triton
 def test_a_dry_run_goes_through_every_part(tmp_path):
     out, recorded = tmp_path / "gpu.json", FOLDER.parent / "docs" / "measured" / "gpu.json"
-    before = recorded.read_bytes()
+    old_record = recorded.read_bytes()
     command = [sys.executable, str(FOLDER / "gpu.py"), "--dry", "--record", "--out", str(out)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "every bit is the CPU's" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "every bit is the CPU's" in process.stdout
     parts = {
         name: part["figures"]
         for name, part in json.loads(out.read_text(encoding="utf-8"))["parts"].items()
@@ -72,20 +72,20 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
     assert tuple(parts) == PARTS
     assert not any(case for name in PARTS[:2] for case in parts[name].values())
     assert parts["launches"] == {"steps": 3}
-    reference, *others = (row["loss over bfloat16's"] for row in parts["losses"].values())
+    reference, *ratios = (row["loss over bfloat16's"] for row in parts["losses"].values())
     assert reference == 0
-    assert all(abs(other) < 0.1 for other in others)
+    assert all(abs(ratio) < 0.1 for ratio in ratios)
     assert all(row["loss"] < row["first loss"] for row in parts["eight_billion"].values())
-    assert recorded.read_bytes() == before  # a dry run records nothing
+    assert recorded.read_bytes() == old_record  # a dry run records nothing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_card_it_says_so():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(FOLDER / "gpu.py")], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "gpu.py: there is no GPU here: --dry runs it on a CPU"
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1] == "gpu.py: there is no GPU here: --dry runs it on a CPU"
 
 
 def test_a_part_that_fails_leaves_the_others_and_the_file(gpu, tmp_path):

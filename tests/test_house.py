@@ -62,8 +62,8 @@ def imports(source):
 def imported(module):
     """The modules that one imports."""
     names = {
-        f"{of}.{name}" if f"{of}.{name}" in MODULES else of
-        for of, name in imports(tree(MODULES[module]))
+        f"{source}.{name}" if f"{source}.{name}" in MODULES else source
+        for source, name in imports(tree(MODULES[module]))
     }
     return names & MODULES.keys() - {module}
 
@@ -161,12 +161,12 @@ def private_uses(source):
         f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__
     } | {*NAMESPACES}
     used = [module if name is None else f"{module}.{name}" for module, name in of_ours]
-    written = (
+    attributes = (
         re.findall(r"\bfm((?:\.\w+)+)", ast.unparse(source))
         if ("fp8manifold", None) in of_ours
         else []
     )
-    for parts in (name.split(".")[1:] for name in written):
+    for parts in (name.split(".")[1:] for name in attributes):
         depth = 2 if f"fp8manifold.{parts[0]}" in NAMESPACES else 1
         used.append(".".join(["fp8manifold", *parts[:depth]]))
     return sorted({*used} - known)
@@ -175,8 +175,8 @@ def private_uses(source):
 def test_the_library_imports_its_core_dependencies_only():
     allowed = {"fp8manifold", "torch", "geoopt", "numpy", "__future__"} | sys.stdlib_module_names
     for path in (ROOT / "fp8manifold").rglob("*.py"):
-        more = {"triton"} if path.parent.name == "_triton" else set()
-        assert {name.split(".")[0] for name, _ in imports(tree(path))} <= allowed | more, path
+        extra = {"triton"} if path.parent.name == "_triton" else set()
+        assert {name.split(".")[0] for name, _ in imports(tree(path))} <= allowed | extra, path
 
 
 def test_only_the_public_surface_is_used_and_the_check_sees_private_names_alone():

@@ -33,9 +33,9 @@ def run(command, cwd, path=None):
 
 
 def checked(command, cwd, path=None):
-    done = run(command, cwd, path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = run(command, cwd, path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def modules_after(statement):

@@ -35,9 +35,9 @@ NAME = "HuggingFaceTB/SmolLM2-135M"
 SHAPE = (2, 64, 96, 128, 64, 32)
 
 
-def recipe(page, after=""):
+def recipe(page, heading=""):
     block = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(
-        page, page.index(after)
+        page, page.index(heading)
     )
     assert block is not None
     return block[1]
@@ -73,10 +73,10 @@ def run(code, llama):
     The model's name is replaced.
     """
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
-    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(
+    old_loss = transformers.AutoModelForCausalLM.from_pretrained(llama)(
         input_ids=text, labels=text
     ).loss.item()
-    names = {"batches": [text] * 40, "before": before}
+    names = {"batches": [text] * 40, "before": old_loss}
     assert code.count(NAME) == 1
     exec(compile(code.replace(NAME, llama.as_posix()), "README.md", "exec"), names)
     return names
@@ -92,8 +92,8 @@ def ran_plainly(llama):
     """The lines of the page on fine-tuning, for which all gradients are there at once."""
     lines = recipe(README).splitlines(keepends=True)
     loop = lines.index(next(line for line in lines if line.startswith("for ")))
-    begun = "".join(line for line in lines[:loop] if "step_in_backward" not in line)
-    return run(begun + recipe(PAGE, "In the plain loop"), llama)
+    opening = "".join(line for line in lines[:loop] if "step_in_backward" not in line)
+    return run(opening + recipe(PAGE, "In the plain loop"), llama)
 
 
 def test_the_lines_stand_on_both_pages():
@@ -131,11 +131,12 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path):
         "quantization_config": transformers.FineGrainedFP8Config(dequantize=True),
         "dtype": torch.float32,
     }
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    before, after = (
-        read(source, **decoded)(input_ids=text, labels=text).loss for source in (published, trained)
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+    old_loss, new_loss = (
+        from_pretrained(source, **decoded)(input_ids=text, labels=text).loss
+        for source in (published, trained)
     )
-    assert after < before - 0.5
+    assert new_loss < old_loss - 0.5
     assert (trained / "config.json").read_bytes() == (published / "config.json").read_bytes()
     kinds = [
         {name: (t.dtype, t.shape) for name, t in tensors_of(folder).items()}
@@ -186,12 +187,12 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
         '"trained"', repr((tmp_path / "trained").as_posix())
     )
     assert code.count(llama.as_posix()) == 1
-    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(
+    old_loss = transformers.AutoModelForCausalLM.from_pretrained(llama)(
         input_ids=text, labels=text
     ).loss.item()
     exec(compile(code, "finetune.md", "exec"), names)
     model = names["model"]
-    assert model(input_ids=text, labels=text).loss.item() < before - 0.1
+    assert model(input_ids=text, labels=text).loss.item() < old_loss - 0.1
     floats = [name for name, p in model.named_parameters() if not isinstance(p, fm.FP8Parameter)]
     assert all("norm" in name for name in floats)
     assert {type(p.grad).__name__ for p in model.parameters()} == {
@@ -222,10 +223,10 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran, tmp_path):
             ),
             names,
         )
-        read = transformers.AutoModelForCausalLM.from_pretrained(
+        reloaded = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / folder, dtype=torch.bfloat16
         )
-        assert torch.equal(read.eval()(input_ids=tokens).logits, logits), folder
+        assert torch.equal(reloaded.eval()(input_ids=tokens).logits, logits), folder
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):
@@ -284,10 +285,10 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
     code = measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME)
     assert code.replace(", seed=7", "") == recipe(README)
     ways = ("readme", "float32", "bfloat16")
-    begun, results = (
+    untrained, results = (
         {way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12)
     )
-    assert all(results[way]["loss"] < begun[way]["loss"] - 0.01 for way in ways)
+    assert all(results[way]["loss"] < untrained[way]["loss"] - 0.01 for way in ways)
     model = cards.Model("llama", *SHAPE, tied=True)
     memory = (
         cards.all_in_codes(model, muon=False),
@@ -359,9 +360,14 @@ def test_the_arithmetic_gives_what_a_live_mixture_in_bfloat16_holds(cards):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    more = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    experts = {
+        "moe_intermediate_size": 96,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    }
     settings = transformers.Qwen3MoeConfig(
-        **sizes, **more, vocab_size=256, tie_word_embeddings=False
+        **sizes, **experts, vocab_size=256, tie_word_embeddings=False
     )
     counted = cards.Model("mixture", 2, 64, 96, 256, 64, 32, tied=False, experts=8, head=16)
     model = transformers.Qwen3MoeForCausalLM(settings).bfloat16()

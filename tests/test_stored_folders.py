@@ -52,10 +52,10 @@ def test_the_state_of_an_optimizer_goes_on(version):
         number, _, entry = name.partition(".")
         state["state"].setdefault(int(number), {})[entry] = value
     optimizer.load_state_dict(state)
-    before = digest_of(model)
+    old_digest = digest_of(model)
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
-    assert digest_of(model) != before
+    assert digest_of(model) != old_digest
     steps = {float(entries["step"]) for entries in optimizer.state.values()}
     assert steps == {3.0}
 

@@ -71,8 +71,8 @@ def test_a_gap_appears_where_an_interval_first_leaves_0_out():
     appearance = import_module("_ladders").appearance
     ends = {400: (0.01, 0.03), 100: (-0.02, 0.02), 200: (-0.01, 0.03), 800: (-0.01, 0.1)}
     rungs = {
-        at: SimpleNamespace(difference=Difference(sum(e) / 2, 3, *e))
-        for at, e in {**ends, 50: (-0.03, -0.01)}.items()
+        step: SimpleNamespace(difference=Difference(sum(e) / 2, 3, *e))
+        for step, e in {**ends, 50: (-0.03, -0.01)}.items()
     }
     below = rungs.pop(50)
     assert (appearance(rungs), appearance({100: rungs[100]}), appearance({50: below, **rungs})) == (
@@ -87,14 +87,14 @@ def test_a_gap_appears_where_an_interval_first_leaves_0_out():
 STUCK = [5.5 - 0.2 * step for step in range(8)] + [4.0 + 0.02 * (step % 2) for step in range(192)]
 
 
-def run_of(losses, lost=None, zone=None, **more):
+def run_of(losses, lost=None, zone=None, **config):
     shares = {"stall/update_lost": lost, "stall/zero_gradient_zone": zone}
     known = {name: share for name, share in shares.items() if share is not None}
     records = [
         {"step": step, "train/loss": loss, **(known if step % 20 == 0 else {})}
         for step, loss in enumerate(losses, 1)
     ]
-    return Run(Path("a"), more, metrics=Records(records), summary={"format": "E7M0"})
+    return Run(Path("a"), config, metrics=Records(records), summary={"format": "E7M0"})
 
 
 def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding():
@@ -105,10 +105,9 @@ def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding
         (run_of(STUCK[:9]), "not judged"),
     ):
         assert [prediction.answer.value for prediction in script.predictions(run)] == [answer] * 3
-    nearest, other = (
-        run_of(STUCK, 0.97, 0.2, optimizer={"writeback": by}) for by in ("nearest", "stochastic")
-    )
-    lines = script.table([nearest, other]).splitlines()[2:]
+    nearest = run_of(STUCK, 0.97, 0.2, optimizer={"writeback": "nearest"})
+    stochastic = run_of(STUCK, 0.97, 0.2, optimizer={"writeback": "stochastic"})
+    lines = script.table([nearest, stochastic]).splitlines()[2:]
     assert [line.split("|")[3].strip() for line in lines] == ["confirmed", "confirmed", "refuted"]
     assert "97.0%, 97.0% at step 20 and 97.0% at step 200" in lines[1]
 

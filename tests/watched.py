@@ -75,13 +75,13 @@ def _called(call: Callable[[], Any], forbidden: Collection[str]) -> tuple[Any, s
     sys.addaudithook(hook)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here on
-    before, returned, raised = _kibibytes("VmRSS"), None, ""
+    old_size, returned, raised = _kibibytes("VmRSS"), None, ""
     try:
         returned = call()
     except BaseException:  # whatever comes out of a reader is what is to be shown
         raised = traceback.format_exc()
     watching = False
-    return returned, raised, executions, 1024 * (_kibibytes("VmHWM") - before)
+    return returned, raised, executions, 1024 * (_kibibytes("VmHWM") - old_size)
 
 
 def _runs_text(event: str, details: tuple[Any, ...]) -> bool:

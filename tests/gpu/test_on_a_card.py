@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_triton_interpreted import HERE, SESSIONS, run
+from test_triton_interpreted import LIBRARY_TESTS, SESSIONS, run
 from torch import nn
 
 import fp8manifold as fm
@@ -48,7 +48,7 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(gpu):
 def test_kernels_have_the_bits_of_native_code(file):
     """Every case of the interpreter's, by kernels that were compiled for the card."""
     which, counted, least = SESSIONS[file]
-    code, output, counts = run(str(HERE / file), "-k", which, interpreted=False)
+    code, output, counts = run(str(LIBRARY_TESTS / file), "-k", which, interpreted=False)
     assert code == 0, output[-3000:]
     assert counts[counted] > least
 

@@ -14,26 +14,27 @@ import numpy as np
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-sys.path[:0] = map(
-    str, (HERE, *filter(Path.is_dir, HERE.iterdir()))
-)  # tests import from tests of other folders
+FOLDER = Path(__file__).parent
+# Tests import from tests of other folders.
+sys.path[:0] = map(str, (FOLDER, *filter(Path.is_dir, FOLDER.iterdir())))
 
 COMPARED = Counter()
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x):
+    """Return floats as integers of their size; all NaN are one."""
     canonical = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
     return canonical.view(INTEGER_OF_SIZE[x.element_size()])
 
 
-def first_mismatches(ours, expected, x, limit=5):
-    where = (bits(ours) != bits(expected)).nonzero().flatten()
+def first_mismatches(results, expected, x, limit=5):
+    places = (bits(results) != bits(expected)).nonzero().flatten()
     cases = [
-        f"{x[i].item()!r} -> {ours[i].item()!r}, not {expected[i].item()!r}" for i in where[:limit]
+        f"{x[i].item()!r} -> {results[i].item()!r}, not {expected[i].item()!r}"
+        for i in places[:limit]
     ]
-    return f"{len(where)} of {len(ours)} differ: " + "; ".join(cases)
+    return f"{len(places)} of {len(results)} differ: " + "; ".join(cases)
 
 
 @pytest.fixture
@@ -43,14 +44,16 @@ def compare_bits(request):
     """
     group = f"{request.path.name}::{request.function.__name__}"
 
-    def compare(ours, expected, x, context=""):
-        assert ours.dtype == x.dtype
-        assert ours.shape == x.shape
-        assert len(expected) == len(ours) > 0
-        wanted = torch.from_numpy(np.ascontiguousarray(expected, dtype=np.float64)).to(ours.dtype)
-        COMPARED[group] += len(ours)
-        same = torch.equal(bits(ours), bits(wanted))
-        assert same, f"{context}: {first_mismatches(ours, wanted, x)}"
+    def compare(results, expected, x, context=""):
+        assert results.dtype == x.dtype
+        assert results.shape == x.shape
+        assert len(expected) == len(results) > 0
+        wanted = torch.from_numpy(np.ascontiguousarray(expected, dtype=np.float64)).to(
+            results.dtype
+        )
+        COMPARED[group] += len(results)
+        same = torch.equal(bits(results), bits(wanted))
+        assert same, f"{context}: {first_mismatches(results, wanted, x)}"
 
     return compare
 
@@ -60,11 +63,11 @@ def cpp_compiler():
     """torch.compile on the CPU needs a C++ compiler."""
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler, and there is none here")
-    with warnings.catch_warnings():  # Inductor's own imports use what torch has deprecated
+    # Inductor's own imports use what torch has deprecated, and its caches look through
+    # every loaded module, deprecated names of other packages included.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._inductor.compile_fx")
-        # And its caches look through every loaded module, deprecated names of other
-        # packages included
         yield
 
 
@@ -77,11 +80,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def ranks(size, folder):
-    from rank_pool import Pool  # only where there are such cases: it makes torch.distributed ready
+    # Only where there are such cases: it makes torch.distributed ready.
+    from rank_pool import Pool
 
-    made = Pool(size, folder)
-    yield made
-    made.end()
+    group = Pool(size, folder)
+    yield group
+    group.end()
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +102,11 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory):
     with ExitStack() as stack:
-        one_each = {
-            size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks"))
-            for size in (1, 2, 3)
-        }
-        yield {size: stack.enter_context(each) for size, each in one_each.items()}
+        pools = {}
+        for size in (1, 2, 3):
+            pool = contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks"))
+            pools[size] = stack.enter_context(pool)
+        yield pools
 
 
 @pytest.fixture(params=["native", "eager"])

@@ -5,7 +5,15 @@ Every combination of options, every optimizer by its name, and one parameter of 
 
 import geoopt
 import torch
-from optimizer_cases import ROWS, free_weight, grid_weight, muon_groups, normal, on, stored_weight
+from optimizer_cases import (
+    ROWS,
+    free_weight,
+    grid_weight,
+    muon_groups,
+    normal,
+    manifold_parameter,
+    stored_weight,
+)
 from torch import nn
 
 import fp8manifold as fm
@@ -110,7 +118,7 @@ def zoo():
         "grid non-contiguous": geoopt.ManifoldParameter(
             scattered.projx(normal(5, 3, seed=11, std=0.1)).t(), scattered
         ),
-        "grid empty": on(fm.FP8Manifold("E4M3"), torch.empty(0, 4)),
+        "grid empty": manifold_parameter(fm.FP8Manifold("E4M3"), torch.empty(0, 4)),
         "free": free_weight(normal(6, seed=12, std=0.1), "E5M2", 2.0**-3),
         "float32": nn.Parameter(normal(4, 3, seed=13, std=0.1)),
         "bfloat16": nn.Parameter(normal(9, seed=14, std=0.1).bfloat16()),

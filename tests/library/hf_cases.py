@@ -36,11 +36,11 @@ def gpt2(tied=True, **options):
     )
 
 
-def read(folder, **options):
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+def read_folder(folder, **options):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, **options
     )
-    assert not any(said.values()), said
+    assert not any(info.values()), info
     return model
 
 

@@ -22,7 +22,7 @@ EPS = torch.finfo(torch.float64).eps
 FORMATS = {fmt.name: fmt for fmt in fm.NAMED_FORMATS.values()}
 #: One of each kind: the OCP ones, a uniform grid, powers of two, no -0, powers of two
 #: without -0, four bits.
-FEW = {
+KINDS_OF_FORMATS = {
     name: FORMATS[name]
     for name in ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P1", "E2M1")
 }
@@ -49,7 +49,7 @@ METRICS |= {"function-ulp": ulp_as_function, "function-smooth": smooth_function}
 
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
+few_formats = pytest.mark.parametrize("fmt", KINDS_OF_FORMATS.values(), ids=KINDS_OF_FORMATS)
 every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 exact_scale = pytest.mark.parametrize("scale", [1.0, 2.0**-7], ids=["1", "2^-7"])

@@ -28,14 +28,14 @@ ROWS = {"E4M3": (rows_on_gpu, round_rows), "int8": (int8_rows_on_gpu, int8_rows)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def same(ours, expected):
+def same(results, expected):
     COUNTS["launches"] += 1
     COUNTS["elements"] += expected[0].numel()
-    for one, other in zip(ours, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert one.is_contiguous()
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.dtype == wanted.dtype
+        assert result.is_contiguous()
         assert not different(
-            *(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (one, other))
+            *(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (result, wanted))
         )
 
 
@@ -64,11 +64,11 @@ def test_rows_and_columns(folds, width, dtype):
         "one": torch.tensor([[0.125]]),
         "each": torch.exp2(normal(1, width, seed=3).mul(4).round()),
     }[folds]
-    there, by = x.to(CARD), None if fold is None else fold.to(CARD)
+    x_on_card, by = x.to(CARD), None if fold is None else fold.to(CARD)
     for ours, expected in ROWS.values():
-        same(ours(there, by), expected(x, fold))
+        same(ours(x_on_card, by), expected(x, fold))
     of_rows, by = (None, None) if fold is None else (fold.t(), fold.t().to(CARD))
-    same(columns_on_gpu(there.t(), by), round_columns(x.t(), of_rows))
+    same(columns_on_gpu(x_on_card.t(), by), round_columns(x.t(), of_rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,18 +76,21 @@ def test_rows_and_columns(folds, width, dtype):
 def test_long_rows(width, dtype):
     x, fold = matrix(width, dtype)[::6], torch.exp2(normal(1, width, seed=3).mul(4).round())
     x[1, 3] = 30000.0  # before the last turn
-    for ours, expected in ROWS.values():
-        same(ours(x.to(CARD), fold.to(CARD)), expected(x, fold))
+    for on_card, expected in ROWS.values():
+        same(on_card(x.to(CARD), fold.to(CARD)), expected(x, fold))
 
 
 def test_any_distance_between_rows_and_between_columns():
     x, fold = matrix(96, torch.bfloat16), torch.exp2(normal(1, 40, seed=3).round())
-    there, by = x.to(CARD), fold.to(CARD)
+    x_on_card, fold_on_card = x.to(CARD), fold.to(CARD)
     cuts = (lambda x: x[:, 3:43], lambda x: x[::2, 16:56], lambda x: x[:, 1:81:2])
     for cut in cuts:
-        same(rows_on_gpu(cut(there), by), round_rows(cut(x), fold))
-        same(columns_on_gpu(cut(there).t(), by.t()), round_columns(cut(x).t(), fold.t()))
-        same(columns_on_gpu(cut(there), None), round_columns(cut(x), None))
+        same(rows_on_gpu(cut(x_on_card), fold_on_card), round_rows(cut(x), fold))
+        same(
+            columns_on_gpu(cut(x_on_card).t(), fold_on_card.t()),
+            round_columns(cut(x).t(), fold.t()),
+        )
+        same(columns_on_gpu(cut(x_on_card), None), round_columns(cut(x), None))
 
 
 def test_every_number_of_bfloat16_and_every_boundary_of_codes():
@@ -118,11 +121,11 @@ def test_codes_by_columns_and_as_integers(shape):
     )
     unit = as_format("E1M6").ulp_min
     integers = (fm.decode(codes, "E1M6") / unit).to(torch.int8)
-    there = codes.to(CARD)
-    assert not different(copied_on_gpu(there, integers=False, transposed=True), codes.t())
-    assert not different(copied_on_gpu(there.t(), integers=False, transposed=True), codes)
-    assert not different(copied_on_gpu(there, integers=True, transposed=True), integers.t())
-    assert not different(copied_on_gpu(there, integers=True, transposed=False), integers)
+    codes_on_card = codes.to(CARD)
+    assert not different(copied_on_gpu(codes_on_card, integers=False, transposed=True), codes.t())
+    assert not different(copied_on_gpu(codes_on_card.t(), integers=False, transposed=True), codes)
+    assert not different(copied_on_gpu(codes_on_card, integers=True, transposed=True), integers.t())
+    assert not different(copied_on_gpu(codes_on_card, integers=True, transposed=False), integers)
     COUNTS["elements"] += 4 * codes.numel()
 
 
@@ -139,7 +142,7 @@ def test_of_nothing(shape):
 
 
 def test_what_products_ask_for_is_launched(monkeypatch):
-    def made(x, codes):
+    def all_operands(x, codes):
         rounded = [*round_rows(x), *round_columns(x), *int8_rows(x)]
         return [
             *rounded,
@@ -149,11 +152,11 @@ def test_what_products_ask_for_is_launched(monkeypatch):
         ]
 
     x, codes = matrix(48, torch.bfloat16)[:16], torch.arange(256, dtype=torch.uint8).view(16, 16)
-    expected = made(x, codes)
+    expected = all_operands(x, codes)
     launch = mock.Mock(wraps=whole._launch)
     monkeypatch.setattr(whole, "_launch", launch)
     monkeypatch.setattr(products, "_has_kernels", lambda x: True)
-    same(tuple(made(x.to(CARD), codes.to(CARD))), tuple(expected))
+    same(tuple(all_operands(x.to(CARD), codes.to(CARD))), tuple(expected))
     launched = [call.args[0] for call in launch.call_args_list]
     assert launched == [
         *("rows_kernel", "amax_kernel", "columns_kernel", "rows_kernel"),

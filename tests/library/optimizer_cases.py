@@ -28,7 +28,7 @@ def normal(*shape, seed=0, dtype=torch.float32, std=1.0):
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(std).to(dtype)
 
 
-def on(manifold, x):
+def manifold_parameter(manifold, x):
     return geoopt.ManifoldParameter(manifold.projx(x), manifold=manifold)
 
 
@@ -42,14 +42,14 @@ def grid_weight(
     dtype=torch.float32,
     std=0.1,
 ):
-    return on(
+    return manifold_parameter(
         fm.FP8Manifold(fmt, scale, rounding, seed), normal(*shape, seed=seed, dtype=dtype, std=std)
     )
 
 
 def free_weight(x, fmt="E4M3", scale=1.0):
     """Return a weight on the continuous manifold, whose steps are not rounded."""
-    return on(fm.StiffnessManifold(fmt, scale), x)
+    return manifold_parameter(fm.StiffnessManifold(fmt, scale), x)
 
 
 def stored_weight(fmt="E4M3", shape=(3, 7), *, seed=0, factors=False, **options):

@@ -17,7 +17,7 @@ def as_on_a_card(monkeypatch):
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
-def by(path, optimizer):
+def on_path(path, optimizer):
     """Let the steps of an optimizer go by one of the paths, and return it.
 
     A copy of it goes by native code again.

@@ -52,10 +52,10 @@ def as_bytes(x):
 
 
 def assert_written_as_read(stored, tensors):
-    made = written_parts(stored, weight_of(stored, tensors))
-    assert set(made) == {stored.codes, stored.scale}
-    assert {name: as_bytes(x) for name, x in made.items()} == {
-        name: as_bytes(tensors[name]) for name in made
+    parts = written_parts(stored, weight_of(stored, tensors))
+    assert set(parts) == {stored.codes, stored.scale}
+    assert {name: as_bytes(x) for name, x in parts.items()} == {
+        name: as_bytes(tensors[name]) for name in parts
     }
 
 

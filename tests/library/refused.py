@@ -53,7 +53,7 @@ def contents(x):
     return frozen(x.state_dict() if hasattr(x, "state_dict") else x)
 
 
-def check_refused(call, expected, subjects, **more):
+def check_refused(call, expected, subjects, **helpers):
     """Make a call that is refused, and return the message of its error.
 
     Args:
@@ -65,13 +65,13 @@ def check_refused(call, expected, subjects, **more):
     """
     error, _, words = expected.partition(": ")
     objects = {name: make() for name, make in subjects.items() if re.search(rf"\b{name}\b", call)}
-    before = {name: contents(x) for name, x in objects.items()}
+    old_contents = {name: contents(x) for name, x in objects.items()}
     with torch.no_grad(), pytest.raises(getattr(builtins, error)) as caught:
-        eval(call, {**NAMES, **more, **objects})
+        eval(call, {**NAMES, **helpers, **objects})
     message = str(caught.value)
     assert words
     assert type(caught.value).__name__ == error
     assert [part for part in words.split(" & ") if part not in message] == [], message
     assert "\n" not in message or message.startswith("Error(s) in loading state_dict"), message
-    assert {name: contents(x) for name, x in objects.items()} == before
+    assert {name: contents(x) for name, x in objects.items()} == old_contents
     return message

@@ -174,9 +174,9 @@ class Slow:
         fitted = self._fitted(targets)
         for i, (weight, descent, target) in enumerate(zip(weights, descents, targets, strict=True)):
             ratio = f32(self.scales[i] / fitted[i])
-            after = f32(self._store(i, weight, f32(target * ratio), draws[i]) / ratio)
+            stored_value = f32(self._store(i, weight, f32(target * ratio), draws[i]) / ratio)
             if self.rule.injects and self.rounds:
-                self._inject(weight, descent, target, after)
+                self._inject(weight, descent, target, stored_value)
             self._keep(i, descent, noise[i])
         changed, self.scales = fitted != self.scales, fitted
         if changed and (self.one_scale or options["stiffness"] != 0.0):
@@ -192,8 +192,8 @@ class Slow:
         """The largest magnitude, in value, of each entry of the scale; NaN counts as 0."""
         largest = {}
         for group, value, scale in zip(self.groups, values, self.scales, strict=True):
-            here = 0.0 if math.isnan(value) else abs(float(value)) * scale
-            largest[group] = max(largest.get(group, 0.0), here)
+            value_here = 0.0 if math.isnan(value) else abs(float(value)) * scale
+            largest[group] = max(largest.get(group, 0.0), value_here)
         return largest
 
     def _fresh_scale(self, largest, headroom, scale):
@@ -215,7 +215,7 @@ class Slow:
         if self.storage != "codes" or self.riemannian:
             return self.scales
         # 0x80 is -0, or NaN in a format without -0: both count as 0.
-        held = self._under_each_scale(
+        largest_stored = self._under_each_scale(
             [self.fmt.decode_code(c) if c != 0x80 else 0.0 for c in self.stored]
         )
         nan = {
@@ -226,7 +226,7 @@ class Slow:
         asked = self._under_each_scale([float(t) for t in targets])
         new = []
         for group, scale in zip(self.groups, self.scales, strict=True):
-            if held[group] == 0 and group not in nan and asked[group] > 0:
+            if largest_stored[group] == 0 and group not in nan and asked[group] > 0:
                 fresh = self._fresh_scale(asked[group], 2.0, scale)
                 beyond = asked[group] >= scale * (self.fmt.max + self.fmt.ulp_max / 2)
                 scale = fresh if beyond or 16 * fresh <= scale else scale
@@ -235,9 +235,16 @@ class Slow:
 
     def _narrow(self):
         """Bring scales down that are 16 times as large as fresh ones; values stay."""
-        held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
+        largest_stored, new = (
+            self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]),
+            [],
+        )
         for group, scale in zip(self.groups, self.scales, strict=True):
-            fresh = self._fresh_scale(held[group], 1.0, scale) if held[group] else scale
+            fresh = (
+                self._fresh_scale(largest_stored[group], 1.0, scale)
+                if largest_stored[group]
+                else scale
+            )
             new.append(fresh if 16 * fresh <= scale else scale)
         for i, scale in enumerate(new):
             if scale != self.scales[i]:
@@ -368,8 +375,8 @@ class Slow:
             for b in range(len(self.bounds[name])):
                 largest = max(abs(g) for g in gradients[b * self.block : (b + 1) * self.block])
                 largest = f32(largest * largest) if name == "exp_avg_sq" else largest
-                before = f32(self.bounds[name][b] * self.n("beta" + n))
-                self.bounds[name][b] = f32(before + f32(abs(self.n("gain" + n)) * largest))
+                decayed = f32(self.bounds[name][b] * self.n("beta" + n))
+                self.bounds[name][b] = f32(decayed + f32(abs(self.n("gain" + n)) * largest))
 
     def _descend(self, g, old):
         blend = lambda a, n: f32(f32(a * self.n("beta" + n)) + f32(g * self.n("gain" + n)))  # noqa: E731
@@ -433,9 +440,11 @@ class Slow:
             self.stored[i] = target
             return target
         if self.storage == "free":
-            after = min(max(target, f32(-self.fmt.max)), f32(self.fmt.max))
-            self.stored[i] = self.stored[i] if after == weight.x else f32(after * weight.scale)
-            return after
+            x = min(max(target, f32(-self.fmt.max)), f32(self.fmt.max))
+            # A weight that stays is not rounded again by the scale.
+            if x != weight.x:
+                self.stored[i] = f32(x * weight.scale)
+            return x
         count = Codes(self.fmt, self.extra).round(float(target), draw if self.rule.draws else None)
         return self._put(i, count, bool(np.signbit(target)), weight.scale)
 
@@ -466,12 +475,12 @@ class Slow:
             return np.signbit(stored) and stored == 0
         return stored == self.fmt.sign_bit
 
-    def _inject(self, weight, descent, target, after):
+    def _inject(self, weight, descent, target, stored_value):
         if self.riemannian:
             chart = self._chart(weight.scale)
-            error = f32(chart.forward(target) - chart.forward(after))
+            error = f32(chart.forward(target) - chart.forward(stored_value))
         else:
-            error = f32(f32(target - after) / weight.inverse)
+            error = f32(f32(target - stored_value) / weight.inverse)
             if (factor := self._factor(weight)) is not None:
                 error = f32(error / factor)
         if descent.denominator is not None:

@@ -60,7 +60,7 @@ LINEARS = [
 
 def bits(model):
     state = copy.deepcopy(model).state_dict()
-    held = {
+    tensors = {
         name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())
         for name, x in state.items()
     }
@@ -69,8 +69,8 @@ def bits(model):
         for name, p in model.named_parameters(remove_duplicate=False)
     }
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
-    made = [(repr(layer), layer.spec, layer.storage) for layer in layers]
-    return {"held": held, "kinds": kinds, "made": made}
+    described = [(repr(layer), layer.spec, layer.storage) for layer in layers]
+    return {"tensors": tensors, "kinds": kinds, "layers": described}
 
 
 def stored(name="E4M3", **options):

@@ -65,8 +65,8 @@ def candidates(low, high):
 
 def threshold(low, high, fmt, rounding, overflow):
     """Return the smallest float64 in (low, high] that is rounded to more than low is."""
-    before = rank(low, fmt, rounding, overflow)
-    return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > before)
+    rank_of_low = rank(low, fmt, rounding, overflow)
+    return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > rank_of_low)
 
 
 @cache

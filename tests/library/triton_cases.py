@@ -74,7 +74,7 @@ def weights(name, seed, draws):
 
     Both zeros, both ends and a NaN are among the codes.
     """
-    fmt, made = as_format(name), []
+    fmt, parameters = as_format(name), []
     for i, (shape, granularity) in enumerate(SHAPES):
         w = normal(*shape, seed=seed) * torch.exp2(
             normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round()
@@ -92,8 +92,8 @@ def weights(name, seed, draws):
         ]
         special += [fmt.sign_bit] if fmt.has_negative_zero else []
         p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
-        made.append(with_factors(p, (seed + i) % 2 == 1))
-    return made
+        parameters.append(with_factors(p, (seed + i) % 2 == 1))
+    return parameters
 
 
 @pytest.mark.covering(1)
@@ -161,16 +161,19 @@ def test_ordinary_and_free_parameters_of_every_dtype(dtype, writeback):
 
 
 def test_a_refused_step_changes_nothing(monkeypatch):
-    before, after = [], []
+    old_tensors, new_tensors = [], []
 
     def run(slots):
         for slot in slots:
-            other = twin(slot)
-            said = run_triton([other], decides=True)
-            assert said is not None
-            assert said.values == [[1, 0, 0, 0], [0, 0, 1, 0]]  # refused, for this one's gradient
-            before.append(slot.tensors)
-            after.append(other.tensors)
+            copied = twin(slot)
+            verdict = run_triton([copied], decides=True)
+            assert verdict is not None
+            assert verdict.values == [
+                [1, 0, 0, 0],
+                [0, 0, 1, 0],
+            ]  # refused, for this one's gradient
+            old_tensors.append(slot.tensors)
+            new_tensors.append(copied.tensors)
 
     monkeypatch.setattr(_backends, "run_native", run)
     parameter = fm.FP8Parameter(normal(3, 64), "E4M3", seed=1)
@@ -181,7 +184,9 @@ def test_a_refused_step_changes_nothing(monkeypatch):
     )  # the kernel's verdict is looked at
     parameter.grad[2, 63] = 2.0**64
     optimizer.step()
-    assert not any(different(after[0][name], tensor) for name, tensor in before[0].items())
+    assert not any(
+        different(new_tensors[0][name], tensor) for name, tensor in old_tensors[0].items()
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -192,16 +197,16 @@ def test_arrays_against_native_code(name):
     keys = (signed_word(first + offset), second, third, key.phase)
     scale = torch.exp2(normal(30, seed=5).mul(3).round())
     there, scale_there = x.to(CARD), scale.to(CARD)
-    for given, key_or_not in ((keys, key), (None, None)):
+    for inputs_of_step, key_or_not in ((keys, key), (None, None)):
         at = offset if key_or_not else 0
         expected = _arrays.encode_by_kernel(x, fmt, key_or_not, at)
-        ours = array_on_gpu("encode", there, fmt, torch.uint8, None, given)
+        ours = array_on_gpu("encode", there, fmt, torch.uint8, None, inputs_of_step)
         assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
                 where = None if s is None else s.to(CARD)
                 ours = array_on_gpu(
-                    "round", there, fmt, torch.float32, where, given, rescale=rescale
+                    "round", there, fmt, torch.float32, where, inputs_of_step, rescale=rescale
                 )
                 expected = _arrays.round_by_kernel(x, fmt, key_or_not, at, s, rescale=rescale)
                 assert not different(ours, expected)
@@ -224,7 +229,7 @@ def test_arrays_against_native_code(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_against_their_definition(name):
-    fmt, own = as_format(name), Codes(as_format(name))
+    fmt, scalar = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     values = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32)
     expected = torch.tensor(
@@ -240,7 +245,7 @@ def test_codes_against_their_definition(name):
     between = [float(np.float32(float(a + (b - a) * Fraction(part)))) for a, b, part in ends]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor(
-        [own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32
+        [scalar.code(scalar.round(v, None), False) for v in x.tolist()], dtype=torch.int32
     )
     codes = array_on_gpu("encode", x.to(CARD), fmt, torch.uint8)
     assert codes.int().tolist() == wanted.tolist()
@@ -262,22 +267,22 @@ def on_both(parameters, kind=optim.StiffnessAdamW, lr=1e-9, **options):
     return [kind(each, lr, **options) for each in copies]
 
 
-def by_turns(monkeypatch, made):
+def by_turns(monkeypatch, optimizers):
     """Each of both, while steps go the way of its device."""
-    for optimizer in made:
-        monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+    for optimizer in optimizers:
+        monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is optimizers[0]: gpu)
         yield optimizer
 
 
-def assert_the_same(ours, native):
-    assert same_bits([p.cpu() for p in everyone(ours)], everyone(native))
+def assert_the_same(on_card, native):
+    assert same_bits([p.cpu() for p in everyone(on_card)], everyone(native))
 
 
 def pair(fmt="E4M3", factors=False, granularity="channel", **options):
     second = (3, 64) if granularity == "block" else (3, 37)  # rows that share bytes of a residual
-    how = {"granularity": granularity, "headroom": 1.0}
+    options_of_codes = {"granularity": granularity, "headroom": 1.0}
     weights = [
-        fm.FP8Parameter(normal(*shape, seed=s), fmt, seed=s, **how)
+        fm.FP8Parameter(normal(*shape, seed=s), fmt, seed=s, **options_of_codes)
         for s, shape in ((1, (4, 64)), (2, second))
     ]
     weights = [*(with_factors(p, factors) for p in weights), torch.nn.Parameter(normal(7, seed=3))]
@@ -309,17 +314,17 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card,
     and everything else at the end.
     """
     moments = "bfloat16" if writeback == "momentum" else "8bit"
-    ours, native = made = pair(**WIDENED[writeback], writeback=writeback, moments=moments)
+    on_card, native = optimizers = pair(**WIDENED[writeback], writeback=writeback, moments=moments)
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
-        for optimizer in by_turns(monkeypatch, made):
+        for optimizer in by_turns(monkeypatch, optimizers):
             put(optimizer, step, bad)
             optimizer.step()
-        assert len(ours._pending_verdicts) == (step > 0)
-        assert_the_same(ours, native)
-    assert ours.widened_scales == native.widened_scales > 0
-    assert ours.skipped_steps == native.skipped_steps == 3
-    assert ours.skipped_in_row == 0
-    assert frozen(ours.state_dict()) == frozen(native.state_dict())
+        assert len(on_card._pending_verdicts) == (step > 0)
+        assert_the_same(on_card, native)
+    assert on_card.widened_scales == native.widened_scales > 0
+    assert on_card.skipped_steps == native.skipped_steps == 3
+    assert on_card.skipped_in_row == 0
+    assert frozen(on_card.state_dict()) == frozen(native.state_dict())
 
 
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
@@ -329,20 +334,20 @@ def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card,
     w = normal(6, 64, seed=1)
     w[: 6 if granularity == "tensor" else 3] = 0.0
     p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=1)
-    made = on_both([p], lr=1e-3, writeback=writeback, moments="8bit", refresh_every=4)
+    optimizers = on_both([p], lr=1e-3, writeback=writeback, moments="8bit", refresh_every=4)
     unheard = []
     for step in range(8):
         gradient = normal(6, 64, seed=step)
         gradient[:3] *= step > 1
         gradient[3:] *= granularity != "tensor" or step > 1
-        for optimizer in by_turns(monkeypatch, made):
+        for optimizer in by_turns(monkeypatch, optimizers):
             (p,) = everyone(optimizer)
             step_from(optimizer, p, gradient.to(p.device))
-        unheard.append(len(made[0]._pending_verdicts))
-        assert_the_same(*made)
+        unheard.append(len(optimizers[0]._pending_verdicts))
+        assert_the_same(*optimizers)
     assert unheard == [0, 0, 0, 1, 0, 1, 1, 1]
-    assert made[0].fitted_scales == made[1].fitted_scales > 0
-    assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
+    assert optimizers[0].fitted_scales == optimizers[1].fitted_scales > 0
+    assert frozen(optimizers[0].state_dict()) == frozen(optimizers[1].state_dict())
 
 
 @pytest.mark.parametrize("columns", [8, 100])
@@ -351,18 +356,18 @@ def test_rows_of_zeros_that_share_a_tile_begin_as_on_the_cpu(columns, on_a_card,
     w = normal(64, columns, seed=1)
     w[:3] = 0.0
     p = fm.FP8Parameter(w, "E2M5", granularity="channel", seed=1)
-    made = on_both([p], lr=1e-3)
+    optimizers = on_both([p], lr=1e-3)
     unheard = []
     for step in range(6):
         gradient = normal(64, columns, seed=step)
         gradient[:3] *= step > 2
-        for optimizer in by_turns(monkeypatch, made):
+        for optimizer in by_turns(monkeypatch, optimizers):
             (p,) = everyone(optimizer)
             step_from(optimizer, p, gradient.to(p.device))
-        unheard.append(len(made[0]._pending_verdicts))
-        assert_the_same(*made)
+        unheard.append(len(optimizers[0]._pending_verdicts))
+        assert_the_same(*optimizers)
     assert unheard == [0, 0, 0, 0, 1, 1]
-    assert made[0].fitted_scales == made[1].fitted_scales == 3
+    assert optimizers[0].fitted_scales == optimizers[1].fitted_scales == 3
 
 
 def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
@@ -370,30 +375,30 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
 ):
     """With NaN, long rows, rows at their end and not, and the widest scale of all."""
     caplog.set_level("INFO", "fp8manifold")
-    said = []
+    messages = []
     p = fm.FP8Parameter(
         normal(6, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False
     )
     p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
     p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
     p.codes[5, 9], p.scale[5] = 0x7B, 1.5 * 2.0**111  # below the widest, and beyond it when doubled
-    made = on_both([p], writeback="residual8", weight_decay=0.0)
+    optimizers = on_both([p], writeback="residual8", weight_decay=0.0)
     for step in range(2):
-        for optimizer in by_turns(monkeypatch, made):
+        for optimizer in by_turns(monkeypatch, optimizers):
             (p,) = everyone(optimizer)
             p.grad = torch.ones(p.shape, device=p.device)
             p.grad[4, 3] = 0.0
             if step:
                 p.codes[1, 5] = 0x7B
             optimizer.step()
-            said.append(
+            messages.append(
                 [r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else []
             )
             caplog.clear()
-        assert_the_same(*made)
+        assert_the_same(*optimizers)
         assert p.scale[2::2].flatten().tolist() == [2.0**-9, 2.0**-10]
-    assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
-    assert said[2] == said[3] != []
+    assert frozen(optimizers[0].state_dict()) == frozen(optimizers[1].state_dict())
+    assert messages[2] == messages[3] != []
 
 
 @pytest.mark.parametrize(
@@ -409,34 +414,40 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
 )
 def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writeback, monkeypatch):
     """In steps of Muon, which wait for the card anyway; the host doubles one by one."""
-    largest, found, own = as_format(fmt).max_code, [], _triton_step.run_triton
+    largest, doubled_scales, run_triton_itself = (
+        as_format(fmt).max_code,
+        [],
+        _triton_step.run_triton,
+    )
 
     def run(slots):
-        said = own(slots)
-        found.extend(slot.doubled for slot in slots if slot.spec.storage == "codes")
-        return said
+        launched = run_triton_itself(slots)
+        doubled_scales.extend(slot.doubled for slot in slots if slot.spec.storage == "codes")
+        return launched
 
     monkeypatch.setattr(_backends, "run_triton", run)
     shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
-    how = {"granularity": granularity, "keep_remainder": False, "seed": 7}
-    parameters = [fm.FP8Parameter(normal(*shape, seed=7), fmt, **how) for shape in shapes]
-    made = on_both(
+    options = {"granularity": granularity, "keep_remainder": False, "seed": 7}
+    parameters = [fm.FP8Parameter(normal(*shape, seed=7), fmt, **options) for shape in shapes]
+    optimizers = on_both(
         parameters, optim.StiffnessMuon, writeback=writeback, moments="8bit", weight_decay=0.0
     )
     for step in range(3):
-        for optimizer in made:
-            ours = optimizer is made[0]
-            monkeypatch.setattr(_backends, "is_native", lambda slot, ours=ours: not ours)
-            monkeypatch.setattr(_backends, "is_triton", lambda slot, ours=ours: ours)
+        for optimizer in optimizers:
+            is_on_card = optimizer is optimizers[0]
+            monkeypatch.setattr(
+                _backends, "is_native", lambda slot, on_card=is_on_card: not on_card
+            )
+            monkeypatch.setattr(_backends, "is_triton", lambda slot, on_card=is_on_card: on_card)
             for p in everyone(optimizer):
                 p.grad = torch.ones(p.shape, device=p.device)
                 p.codes[step, 5 + step] = largest
                 p.codes[2, 3] = largest | as_format(fmt).sign_bit
             optimizer.step()
-        assert_the_same(*made)
-    assert made[0].widened_scales == made[1].widened_scales > 0
-    assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
-    assert [bool(doubled) for doubled in found] == [granularity != "tensor"] * 6
+        assert_the_same(*optimizers)
+    assert optimizers[0].widened_scales == optimizers[1].widened_scales > 0
+    assert frozen(optimizers[0].state_dict()) == frozen(optimizers[1].state_dict())
+    assert [bool(doubled) for doubled in doubled_scales] == [granularity != "tensor"] * 6
 
 
 def test_a_refused_step_raises_where_it_is_asked_to(on_a_card):
@@ -444,10 +455,10 @@ def test_a_refused_step_raises_where_it_is_asked_to(on_a_card):
     put(optimizer, 0)
     optimizer.step()
     put(optimizer, 1, math.nan)
-    before = snapshot(optimizer)
+    old_state = snapshot(optimizer)
     with pytest.raises(FloatingPointError, match="is not finite"):
         optimizer.step()
-    assert snapshot(optimizer) == before
+    assert snapshot(optimizer) == old_state
 
 
 def _tensors(values):
@@ -471,24 +482,24 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = {id(x): x for x in _tensors((args, kwargs))}
+        inputs = {id(x): x for x in _tensors((args, kwargs))}
         # What this operator writes to, as it was.
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._before += [(x, x.clone()) for x in _tensors(value)]
         result = func(*args, **kwargs)
         # Results in memory of their own, into which a replay copies its results.
-        places = {x.untyped_storage().data_ptr() for x in given.values() if type(x) is Tensor}
-        made = [
+        places = {x.untyped_storage().data_ptr() for x in inputs.values() if type(x) is Tensor}
+        outputs = [
             (i, x)
             for i, x in enumerate(_tensors(result))
-            if id(x) not in given
+            if id(x) not in inputs
             and (type(x) is not Tensor or x.untyped_storage().data_ptr() not in places)
         ]
 
         def again():
             new = _tensors(func(*args, **kwargs))
-            for i, x in made:
+            for i, x in outputs:
                 x.copy_(new[i])
 
         self._noted.append(again)
@@ -502,17 +513,17 @@ class Tape(TorchDispatchMode):
         self.__exit__(None, None, None)
         self._kernels.stop()
         with torch.no_grad():
-            for x, before in reversed(self._before):
-                x.copy_(before)
+            for x, old_value in reversed(self._before):
+                x.copy_(old_value)
 
     @torch.no_grad()
     def replay(self):
-        written = [x for x, _ in self._before]
-        versions = [x._version for x in written]
+        overwritten = [x for x, _ in self._before]
+        versions = [x._version for x in overwritten]
         for again in self._noted:
             again()
         torch._C._autograd._unsafe_set_version_counter(
-            written, versions
+            overwritten, versions
         )  # a card's replay tells torch nothing
 
 
@@ -532,14 +543,14 @@ class Tapes(_graphed._Graphs):
     def end(self):
         self._tapes[-1].end()
 
-    def replay(self, which):
-        self._tapes[which].replay()
+    def replay(self, index):
+        self._tapes[index].replay()
 
 
 class Stream:
     """Stands for a stream where there is no card."""
 
-    def wait_stream(self, other):
+    def wait_stream(self, stream):
         pass
 
 
@@ -553,7 +564,7 @@ def graphs(on_a_card, monkeypatch):
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
-def given(rows=4, seed=0):
+def inputs_of_step(rows=4, seed=0):
     return normal(rows, 64, seed=seed).to(CARD)
 
 
@@ -591,28 +602,31 @@ def schedule(optimizer, step):
 )
 def test_replays_have_the_bits_of_calls(options, graphs):
     """Under a schedule, a refresh, doubled scales, a refused step and another shape."""
-    plain, ours = (pair(refresh_every=6, **options)[0] for _ in range(2))
+    plain, graphed = (pair(refresh_every=6, **options)[0] for _ in range(2))
     clears_last, weights = "draws" in options, everyone(plain)
-    step = _graphed.GraphedStep(training_step(ours, clears_last=clears_last), ours)
-    other = training_step(plain, clears_last=clears_last)
+    step = _graphed.GraphedStep(training_step(graphed, clears_last=clears_last), graphed)
+    take_plainly = training_step(plain, clears_last=clears_last)
     for i in range(16):
-        x = given(3 if i == 10 else 4, seed=i) * (2.0 + i)
+        x = inputs_of_step(3 if i == 10 else 4, seed=i) * (2.0 + i)
         x[1, 3] = math.inf if i == 8 else 1.0
-        found, expected = step(x, 1.5), other(x, 1.5)
-        assert not any(map(different, found, expected))
-        for a, b in zip(weights, everyone(ours), strict=True):
-            kept = {
+        results, expected = step(x, 1.5), take_plainly(x, 1.5)
+        assert not any(map(different, results, expected))
+        for a, b in zip(weights, everyone(graphed), strict=True):
+            tensors = {
                 name: x
                 for name, x in plain.state[a].items()
                 if isinstance(x, Tensor) and name != "grid"
             }
-            assert not any(different(ours.state[b][name], x) for name, x in kept.items())
+            assert not any(different(graphed.state[b][name], x) for name, x in tensors.items())
             assert a.grad is b.grad is None if clears_last else not different(b.grad, a.grad)
             assert not different(getattr(b, "codes", b), getattr(a, "codes", a))
             assert not different(getattr(b, "scale", b), getattr(a, "scale", a))
-        schedule(ours, i)
+        schedule(graphed, i)
         schedule(plain, i)
-    assert (ours.skipped_steps, ours.widened_scales) == (plain.skipped_steps, plain.widened_scales)
+    assert (graphed.skipped_steps, graphed.widened_scales) == (
+        plain.skipped_steps,
+        plain.widened_scales,
+    )
     assert plain.skipped_steps == 1
     assert plain.widened_scales > 0
     assert (step.recorded, step.replayed) == (1, 12)
@@ -643,22 +657,22 @@ def test_what_no_graph_can_do_again_is_refused(wrapped, message, graphs):
     take = training_step(optimizer)
     step = _graphed.GraphedStep(wrapped(optimizer, take), optimizer)
     for i in range(_graphed._WARMUP):
-        step(given(seed=i), 1.5)
+        step(inputs_of_step(seed=i), 1.5)
         optimizer.param_groups[0]["lr"] = 0.7
     with pytest.raises(ValueError, match=message):
-        step(given(), 1.5)
+        step(inputs_of_step(), 1.5)
     assert optimizer._recorder is None
-    take(given(), 1.5)
+    take(inputs_of_step(), 1.5)
 
 
 def test_weights_that_moved_are_recorded_again(graphs):
-    plain, ours = (pair()[0] for _ in range(2))
-    step, other = _graphed.GraphedStep(training_step(ours), ours), training_step(plain)
+    plain, graphed = (pair()[0] for _ in range(2))
+    step, take_plainly = _graphed.GraphedStep(training_step(graphed), graphed), training_step(plain)
     for i in range(8):
-        x = given(seed=i)
-        assert not any(map(different, step(x, 1.5), other(x, 1.5)))
+        x = inputs_of_step(seed=i)
+        assert not any(map(different, step(x, 1.5), take_plainly(x, 1.5)))
         if i == 5:
-            for optimizer in (plain, ours):
+            for optimizer in (plain, graphed):
                 weight = everyone(optimizer)[2]
                 weight.data = weight.data + 1.0
     assert step.recorded == 2

@@ -20,13 +20,13 @@ CARD = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cud
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def different(ours, expected):
-    ours, expected = ours.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
-    integer = _INTEGERS[ours.element_size()]
-    other = ours.view(integer) != expected.view(integer)
-    if ours.is_floating_point():
-        other &= ~(ours.isnan() & expected.isnan())
-    return int(other.sum())
+def different(results, expected):
+    results, expected = results.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
+    integer = _INTEGERS[results.element_size()]
+    differs = results.view(integer) != expected.view(integer)
+    if results.is_floating_point():
+        differs &= ~(results.isnan() & expected.isnan())
+    return int(differs.sum())
 
 
 def twin(slot):
@@ -45,23 +45,23 @@ def step_both(slots):
         launched = run_triton(twins)
     assert launched is not None
     COUNTS["launches"] += 1
-    for slot, other in zip(slots, twins, strict=True):
+    for slot, copied in zip(slots, twins, strict=True):
         COUNTS["slots"] += 1
         COUNTS["elements"] += slot.view.numel
-        assert other.saturated == slot.saturated[-len(other.saturated) :]
-        found = {
-            name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()
+        assert copied.saturated == slot.saturated[-len(copied.saturated) :]
+        differences = {
+            name: different(copied.tensors[name], tensor) for name, tensor in slot.tensors.items()
         }
-        wrong = {name: count for name, count in found.items() if count}
+        wrong = {name: count for name, count in differences.items() if count}
         assert not wrong, f"{wrong} of {slot.view.numel} of a step of {slot.spec} over {slot.view}"
 
 
 def pytest_configure(config):
     assert CARD.type == "cpu" or torch.cuda.is_available()
     vars(_backends)["run_native"] = step_both
-    own = _steady.is_steady
+    is_steady = _steady.is_steady
     vars(_optimizer)["is_steady"] = lambda optimizer, slots: (
-        _steady.on_gpu(CARD) and own(optimizer, slots)
+        _steady.on_gpu(CARD) and is_steady(optimizer, slots)
     )
 
 

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.covering(2)
 
 ALL = NAMED | ODD
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
-every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
+every_format = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
 
 
-@every
+@every_format
 def test_ulp_is_the_gap_to_the_next_value_and_the_chart_of_a_grid_point_its_signed_code(
     fmt, compare_bits
 ):
@@ -143,7 +143,7 @@ def test_a_first_step_counts_no_more_than_a_piece_at_once(monkeypatch):
     monkeypatch.setattr(
         torch,
         "bincount",
-        lambda x, *rest, **more: sizes.append(x.numel()) or count(x, *rest, **more),
+        lambda x, *rest, **keywords: sizes.append(x.numel()) or count(x, *rest, **keywords),
     )
     p = fm.FP8Parameter(normal(600, 512, seed=1), "E4M3")
     step_from(fm.optim.StiffnessAdamW([p], 1e-3, moments="8bit"), p, normal(600, 512, seed=2))

@@ -14,7 +14,7 @@ import fp8manifold as fm
 from fp8manifold._numerics import codec
 
 DRAWS = 1 << 24
-EVERY = NAMED | ODD
+FORMATS = NAMED | ODD
 #: All layouts and ends, no mantissa, one exponent bit, short codes, and the lowest and
 #: highest bias there are.
 SAMPLE = (
@@ -33,9 +33,9 @@ SAMPLE = (
 )
 BIASED = [fmt for fmt in ODD.values() if "_B" in fmt.name]
 
-every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 sample = pytest.mark.parametrize(
-    "fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name
+    "fmt", [*(FORMATS[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name
 )
 extra = pytest.mark.parametrize("extra", [0, 4, 8])
 
@@ -77,10 +77,10 @@ def turning_draws(x, fmt, extra):
     """On either side of where each element turns, the ends, and random ones."""
     turn = np.ceil(split(x, fmt, extra)[1] * DRAWS)
     random = np.random.default_rng(5).integers(0, DRAWS, len(turn))
-    given = [turn - 1, turn, np.zeros_like(turn), np.full_like(turn, DRAWS - 1), random]
+    draws = [turn - 1, turn, np.zeros_like(turn), np.full_like(turn, DRAWS - 1), random]
     wide = x.double().numpy()
     return [
-        torch.from_numpy(mirrored(np.clip(d, 0, DRAWS - 1), wide).astype(np.int32)) for d in given
+        torch.from_numpy(mirrored(np.clip(d, 0, DRAWS - 1), wide).astype(np.int32)) for d in draws
     ]
 
 
@@ -101,8 +101,10 @@ def _between(fmt, extra):
     """
     values, spacings = fine(fmt, extra)
     index = np.arange(len(values))
-    kept = index[(index < 600) | (index % 97 == 0) | (index >= len(values) - 600)]
-    points = np.concatenate([values[kept], values[kept] + spacings[kept] / 2]).astype(np.float32)
+    chosen = index[(index < 600) | (index % 97 == 0) | (index >= len(values) - 600)]
+    points = np.concatenate([values[chosen], values[chosen] + spacings[chosen] / 2]).astype(
+        np.float32
+    )
     around = [
         points,
         np.nextafter(points, np.float32(np.inf)),
@@ -126,7 +128,7 @@ def finite(codes, fmt):
     return (codes & (fmt.sign_bit - 1)) <= fmt.max_code
 
 
-@every
+@every_format
 def test_decode_is_the_grids(fmt):
     codes = codes_of(fmt)
     assert same_floats(codec.decode_with_specials(codes, fmt), fm.decode(codes, fmt))
@@ -139,7 +141,7 @@ def test_decode_is_the_grids(fmt):
     assert same_floats(ulp, fm.ulp(value, fmt))
 
 
-@every
+@every_format
 def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_largest(fmt):
     """But for the one NaN in place of -0, which comes out as the zero that it replaces."""
     codes = codes_of(fmt)
@@ -156,7 +158,7 @@ def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_large
 @extra
 @sample
 def test_decode_of_finer_codes(fmt, extra):
-    values, spacings = (torch.from_numpy(each).float() for each in fine(fmt, extra))
+    values, spacings = (torch.from_numpy(part).float() for part in fine(fmt, extra))
     codes = torch.arange(len(values), dtype=torch.int32)
     positive, negative = (
         codec.decode_with_ulp(c, fmt, extra) for c in (codes, codes | (fmt.sign_bit << extra))
@@ -170,7 +172,7 @@ def test_decode_of_finer_codes(fmt, extra):
         assert same_floats(ulp, spacings)
 
 
-@every
+@every_format
 def test_encode_is_the_grids(fmt):
     x = inputs(fmt)
     assert torch.equal(codec.encode_with_nan(x, fmt), fm.encode(x, fmt))
@@ -186,8 +188,8 @@ def test_encode_is_the_definitions(fmt, extra):
     x = inputs(fmt, extra)
     assert codec.encode_finite(x, fmt, None, extra).dtype == torch.int32
     for draws in (None, *turning_draws(x, fmt, extra)):
-        found = codec.encode_finite(x, fmt, draws, extra).numpy()
-        np.testing.assert_array_equal(found, expected_codes(x, fmt, extra, draws))
+        codes = codec.encode_finite(x, fmt, draws, extra).numpy()
+        np.testing.assert_array_equal(codes, expected_codes(x, fmt, extra, draws))
     positive = x.abs()
     expected = expected_codes(positive, fmt, extra, None)
     np.testing.assert_array_equal(
@@ -195,7 +197,7 @@ def test_encode_is_the_definitions(fmt, extra):
     )
 
 
-@every
+@every_format
 def test_nan(fmt):
     """Both signs, quiet and signalling: the format's code, or left to the caller where
     there is none.
@@ -221,7 +223,7 @@ def test_nan(fmt):
 @pytest.mark.parametrize("name", ["E4M3", "E5M2FNUZ", "E7M0"])
 def test_compiled(name):
     """One graph of everything, over two lengths: the bits of eager code."""
-    fmt = EVERY[name]
+    fmt = FORMATS[name]
 
     def everything(codes, x, draws):
         return (
@@ -239,12 +241,12 @@ def test_compiled(name):
     for x in (inputs(fmt, 4), inputs(fmt)):
         codes = codes_of(fmt).repeat(len(x) // (2 * fmt.sign_bit) + 1)[: len(x)]
         for draws in turning_draws(x, fmt, 4):
-            for ours, eager in zip(
+            for compiled, eager in zip(
                 function(codes, x, draws), everything(codes, x, draws), strict=True
             ):
-                assert ours.dtype == eager.dtype
+                assert compiled.dtype == eager.dtype
                 assert (
-                    same_floats(ours, eager)
-                    if ours.is_floating_point()
-                    else torch.equal(ours, eager)
+                    same_floats(compiled, eager)
+                    if compiled.is_floating_point()
+                    else torch.equal(compiled, eager)
                 )

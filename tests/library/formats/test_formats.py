@@ -16,16 +16,16 @@ import fp8manifold as fm
 from fp8manifold import reference
 
 ALL = NAMED | ODD
-every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
+every_format = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
 
 
-def read(name):
+def format_of(name):
     return fm.FloatFormat.from_string(name)
 
 
 @pytest.mark.parametrize("name", GFLOAT)
 def test_equals_gfloat(name):
-    fmt, info = read(name), GFLOAT[name]
+    fmt, info = format_of(name), GFLOAT[name]
     assert (fmt.bits, fmt.bias, fmt.mantissa_bits + 1) == (info.k, info.bias, info.precision)
     assert fmt.has_negative_zero == info.has_nz
     assert len(fmt.nan_codes) == info.num_nans
@@ -33,11 +33,11 @@ def test_equals_gfloat(name):
         fmt.max == info.max
     )  # gfloat's own is wrong only for IEEE specials with one exponent bit: not here
     for code in range(1 << fmt.bits):
-        theirs, ours = gfloat.decode_float(info, code).fval, fmt.decode_code(code)
-        assert ours == theirs or (math.isnan(ours) and math.isnan(theirs))
+        expected, value = gfloat.decode_float(info, code).fval, fmt.decode_code(code)
+        assert value == expected or (math.isnan(value) and math.isnan(expected))
 
 
-@every
+@every_format
 def test_derived_facts_follow_from_the_codes(fmt):
     values = finite_values(fmt)
     positive = sorted(v for v in values if v > 0)
@@ -53,7 +53,7 @@ def test_derived_facts_follow_from_the_codes(fmt):
     assert fmt.min_subnormal == (positive[0] if fmt.mantissa_bits else None)
 
 
-@every
+@every_format
 def test_names_codes_and_values_are_the_oracles(fmt):
     assert [str(v) for v in fmt.values] == [str(v) for v in finite_values(fmt)]
     decoded = [str(fmt.decode_code(code)) for code in range(1 << fmt.bits)]
@@ -62,7 +62,7 @@ def test_names_codes_and_values_are_the_oracles(fmt):
     assert fmt.inf_code == reference.inf_code(fmt)
     assert fmt.has_negative_zero == (reference.sign_bit(fmt) not in reference.nan_codes(fmt))
     for name in (fmt.name, fmt.name.lower(), fmt.name.upper(), str(fmt)):
-        assert read(name) == fmt
+        assert format_of(name) == fmt
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_names_codes_and_values_are_the_oracles(fmt):
     ],
 )
 def test_from_string(text, fields):
-    fmt = read(text)
+    fmt = format_of(text)
     assert (fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.layout) == fields
 
 
@@ -133,7 +133,7 @@ TOO_WIDE = [
 @pytest.mark.parametrize("text", BAD_NAMES + TOO_WIDE)
 def test_bad_names_are_refused_with_all_that_helps(text):
     with pytest.raises(ValueError, match="ExMy") as caught:
-        read(text)
+        format_of(text)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"unknown float format {text!r}; did you mean ")
@@ -148,25 +148,25 @@ def test_bad_names_are_refused_with_all_that_helps(text):
 )
 def test_any_text_is_read_or_refused_with_a_value_error(text):
     try:
-        fmt, message = read(text), ""
+        fmt, message = format_of(text), ""
     except ValueError as error:
         fmt, message = None, str(error)
     cut = repr(f"{text[:40]}...")  # of a long text
-    assert read(fmt.name) == fmt if fmt else repr(text) in message or cut in message
+    assert format_of(fmt.name) == fmt if fmt else repr(text) in message or cut in message
 
 
 def test_defaults_follow_from_the_widths_and_named_formats_have_their_names():
     for e in range(1, 8):
         for m in range(8 - e):
-            assert fm.FloatFormat(e, m) == read(f"E{e}M{m}")
-    assert fm.FloatFormat(4, 3, layout="fnuz") == read("E4M3FNUZ")
-    assert fm.FloatFormat(4, 3, bias=7, layout="fn") == read("E4M3")
+            assert fm.FloatFormat(e, m) == format_of(f"E{e}M{m}")
+    assert fm.FloatFormat(4, 3, layout="fnuz") == format_of("E4M3FNUZ")
+    assert fm.FloatFormat(4, 3, bias=7, layout="fn") == format_of("E4M3")
     for name, fmt in fm.NAMED_FORMATS.items():
         assert fmt.name == name
 
 
 def test_frozen_and_hashable():
-    fmt = read("E4M3")
+    fmt = format_of("E4M3")
     with pytest.raises(dataclasses.FrozenInstanceError):
         fmt.bias = 8
     assert hash(fmt) == hash(fm.FloatFormat(4, 3))
@@ -191,14 +191,14 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize(
-    ("spelling", "meant"), [(name, fmt) for fmt in SPELLINGS for name in SPELLINGS[fmt]]
+    ("spelling", "suggestion"), [(name, fmt) for fmt in SPELLINGS for name in SPELLINGS[fmt]]
 )
-def test_another_librarys_name_is_answered_by_the_formats(spelling, meant) -> None:
+def test_another_librarys_name_is_answered_by_the_formats(spelling, suggestion) -> None:
     """One that is a uniform grid says so, as E1M6 does not look like an integer."""
-    with pytest.raises(ValueError, match=f"did you mean '{meant}'") as refused:
-        read(spelling)
+    with pytest.raises(ValueError, match=f"did you mean '{suggestion}'") as refused:
+        format_of(spelling)
     assert ("evenly spaced" in str(refused.value)) == (
-        meant.startswith("E1M") and spelling != "E1M7"
+        suggestion.startswith("E1M") and spelling != "E1M7"
     )
     assert "\n" not in str(refused.value)
-    read(meant)
+    format_of(suggestion)

@@ -33,12 +33,15 @@ COVERING = covering(
 #: of the others every two of these together in the default run: a table of every way of
 #: rounding asks the oracle
 LATER = [fmt for place, fmt in enumerate(ODD.values()) if place not in COVERING]
-EVERY = NAMED | ODD
-every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
+FORMATS = NAMED | ODD
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 every_in_turn = pytest.mark.parametrize(
     "fmt",
-    [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()],
-    ids=EVERY,
+    [
+        pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else [])
+        for fmt in FORMATS.values()
+    ],
+    ids=FORMATS,
 )
 overflow = pytest.mark.parametrize("overflow", OVERFLOWS)
 
@@ -60,15 +63,15 @@ def critical_draws(x, table):
 @overflow
 def test_tables_agree_with_the_oracle(fmt, overflow):
     x, table = critical64(fmt), stochastic_steps(fmt, overflow)
-    different, where = np.unique(x.view(np.int64), return_inverse=True)
+    different, places = np.unique(x.view(np.int64), return_inverse=True)
     values = different.view(np.float64).tolist()
     for mode in DETERMINISTIC:
         expected = np.array([reference.round_to_grid(v, fmt, mode, overflow) for v in values])[
-            where
+            places
         ]
-        found = steps(fmt, mode, overflow)(x)
-        np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+        tabulated = steps(fmt, mode, overflow)(x)
+        np.testing.assert_array_equal(tabulated, expected)
+        np.testing.assert_array_equal(np.signbit(tabulated), np.signbit(expected))
     for draws in critical_draws(x, table)[:2]:
         pairs = zip(x, draws, strict=True)
         expected = np.array(
@@ -99,7 +102,7 @@ def test_rounding_is_the_oracles(fmt, compare_bits):
         )
 
 
-@every
+@every_format
 def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits):
     """Away from zero iff r < f * 2^24, with 2^24 - 1 - r below 0: on either side, for
     every critical point.
@@ -112,10 +115,10 @@ def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits):
     for x, policy in itertools.product(inputs, OVERFLOWS):
         table = stochastic_steps(fmt, policy)
         for draws in critical_draws(as_float64(x), table):
-            ours = fm.round_to_grid(
+            rounded = fm.round_to_grid(
                 x, fmt, "stochastic", policy, bits=torch.from_numpy(draws.astype(np.int32))
             )
-            compare_bits(ours, table(as_float64(x), draws), x, f"{fmt.name} {policy}")
+            compare_bits(rounded, table(as_float64(x), draws), x, f"{fmt.name} {policy}")
 
 
 @named
@@ -130,7 +133,7 @@ def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits):
         compare_bits(fm.round_to_grid(x, fmt, "stochastic", **key), expected, x, fmt.name)
 
 
-@every
+@every_format
 def test_decode_every_code(fmt, compare_bits):
     codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
     expected = np.array([reference.decode(code, fmt) for code in codes.tolist()])
@@ -152,9 +155,9 @@ def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype):
         code_of = {float(v): reference.encode(float(v), fmt) for v in np.unique(rounded)}
         zero_codes = np.where(np.signbit(rounded), reference.sign_bit(fmt), 0)
         expected = np.where(rounded == 0, zero_codes, [code_of[float(v)] for v in rounded])
-        ours = fm.encode(x, fmt, rounding=mode)
-        assert ours.dtype == torch.uint8
-        np.testing.assert_array_equal(ours.numpy(), expected)
+        codes = fm.encode(x, fmt, rounding=mode)
+        assert codes.dtype == torch.uint8
+        np.testing.assert_array_equal(codes.numpy(), expected)
 
 
 @named

@@ -87,24 +87,24 @@ NO_SCALES: dict[str, Any] = {
 }
 
 
-def check_one_line(call: Callable[[Any], Any], given: Any) -> None:
+def check_one_line(call: Callable[[Any], Any], argument: Any) -> None:
     with pytest.raises(TypeError) as refused:
-        call(given)
-    said = str(refused.value)
-    assert "\n" not in said
-    assert "must be" in said or "needed" in said, said
+        call(argument)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert "must be" in message or "needed" in message, message
 
 
-@pytest.mark.parametrize("given", NO_TENSORS.values(), ids=NO_TENSORS)
+@pytest.mark.parametrize("argument", NO_TENSORS.values(), ids=NO_TENSORS)
 @pytest.mark.parametrize("call", TENSORS.values(), ids=TENSORS)
-def test_what_is_no_float_tensor_is_refused(call, given) -> None:
-    check_one_line(call, given)
+def test_what_is_no_float_tensor_is_refused(call, argument) -> None:
+    check_one_line(call, argument)
 
 
-@pytest.mark.parametrize("given", NO_SCALES.values(), ids=NO_SCALES)
+@pytest.mark.parametrize("argument", NO_SCALES.values(), ids=NO_SCALES)
 @pytest.mark.parametrize("call", SCALES.values(), ids=SCALES)
-def test_what_is_no_scale_is_refused(call, given) -> None:
-    check_one_line(call, given)
+def test_what_is_no_scale_is_refused(call, argument) -> None:
+    check_one_line(call, argument)
 
 
 @pytest.mark.parametrize("scale", [2, 2.0, torch.tensor(2), torch.tensor(2.0), np.float32(2.0)])
@@ -113,6 +113,6 @@ def test_a_real_number_is_a_scale(call, scale) -> None:
     assert call(scale) is not None
 
 
-@pytest.mark.parametrize("given", [None, [1.0], ONES, 1], ids=["None", "list", "tensor", "int"])
-def test_a_state_is_a_mapping(given) -> None:
-    check_one_line(fm.unflatten_state_dict, given)
+@pytest.mark.parametrize("argument", [None, [1.0], ONES, 1], ids=["None", "list", "tensor", "int"])
+def test_a_state_is_a_mapping(argument) -> None:
+    check_one_line(fm.unflatten_state_dict, argument)

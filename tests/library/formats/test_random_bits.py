@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal, same_bits, snapshot, take_steps
-from paths import PATHS, by
+from paths import PATHS, on_path
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8manifold as fm
@@ -105,17 +105,17 @@ NEIGHBOURS += [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), NEIGHBOURS, ids=str)
-def test_neighbouring_keys_are_uncorrelated(one, other):
-    assert_independent(draws(**one), draws(**other), f"{one} {other}")
+@pytest.mark.parametrize(("one", "neighbour"), NEIGHBOURS, ids=str)
+def test_neighbouring_keys_are_uncorrelated(one, neighbour):
+    assert_independent(draws(**one), draws(**neighbour), f"{one} {neighbour}")
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str
+    ("one", "neighbour"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str
 )
-def test_one_stream_is_no_shift_of_another(one, other):
+def test_one_stream_is_no_shift_of_another(one, neighbour):
     """Consecutive keys, and two keys exchanged."""
-    a, b = draws(**one), draws(**other)
+    a, b = draws(**one), draws(**neighbour)
     for shift in (*range(1, 17), *(1 << k for k in range(5, 18))):
         assert_independent(a[shift:], b[:-shift], f"shift {shift}")
         assert_independent(b[shift:], a[:-shift], f"shift -{shift}")
@@ -162,10 +162,10 @@ def test_shape_is_row_major_and_neither_a_cache_nor_the_global_state_is_touched(
     torch.manual_seed(0)
     state, first = torch.get_rng_state(), fm.random_bits((1000,), seed=1)
     assert torch.equal(torch.get_rng_state(), state)
-    kept = first.clone()
+    copied = first.clone()
     first.zero_()
     torch.manual_seed(999)
-    assert torch.equal(fm.random_bits((1000,), seed=1), kept)
+    assert torch.equal(fm.random_bits((1000,), seed=1), copied)
 
 
 @pytest.mark.usefixtures("cpp_compiler")
@@ -307,10 +307,14 @@ def errors(updates, steps, draws):
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_stream_of_updates_is_worse_or_biased(name, steps):
-    left, before = (errors(STREAMS[name], steps, draws) for draws in ("dither", "independent"))
-    rms, rms_before = (float(np.sqrt((e**2).mean())) for e in (left, before))
+    errors_of_dither, errors_of_independent = (
+        errors(STREAMS[name], steps, draws) for draws in ("dither", "independent")
+    )
+    rms, rms_before = (
+        float(np.sqrt((e**2).mean())) for e in (errors_of_dither, errors_of_independent)
+    )
     assert rms <= rms_before * (1 + 4 / (2 * WIDTH) ** 0.5)
-    assert abs(left.mean()) < 4 * left.std() / WIDTH**0.5 + 1e-9
+    assert abs(errors_of_dither.mean()) < 4 * errors_of_dither.std() / WIDTH**0.5 + 1e-9
 
 
 @pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
@@ -337,8 +341,8 @@ def test_rounding_is_the_oracles_and_right_in_the_mean(fmt):
     )
     key = {"seed": 2, "step": 77, "stream": 3, "draws": "dither"}
     pairs = zip(x.tolist(), fm.random_bits(x.shape, **key).tolist(), strict=True)
-    theirs = [reference.round_to_grid(v, fmt, "stochastic", bits=d) for v, d in pairs]
-    assert same_bits(fm.round_to_grid(x, fmt, "stochastic", **key), torch.tensor(theirs))
+    expected = [reference.round_to_grid(v, fmt, "stochastic", bits=d) for v, d in pairs]
+    assert same_bits(fm.round_to_grid(x, fmt, "stochastic", **key), torch.tensor(expected))
     value = torch.full((WIDTH,), 1.03)
     total = sum(
         fm.round_to_grid(value, fmt, "stochastic", seed=4, step=t, draws="dither").double()
@@ -366,10 +370,10 @@ def test_native_and_eager_steps_have_the_same_bits(name):
     def stepped(draws, path):
         kind, options = CASES[name]
         weights = [fm.FP8Parameter(normal(33, 64, seed=k), "E4M3", seed=k) for k in range(2)]
-        optimizer = by(path, kind(weights, **options, draws=draws))
+        optimizer = on_path(path, kind(weights, **options, draws=draws))
         take_steps([optimizer], [weights], range(3))
         return snapshot(optimizer)["parameters"]
 
-    ours = [stepped("dither", path) for path in PATHS]
-    assert all(each == ours[0] for each in ours)
-    assert ours[0] != stepped("independent", "native")
+    weights_by_path = [stepped("dither", path) for path in PATHS]
+    assert all(each == weights_by_path[0] for each in weights_by_path)
+    assert weights_by_path[0] != stepped("independent", "native")

@@ -13,7 +13,7 @@ from fp8manifold.ops import fp8_mm
 
 #: two rows with a scale each
 ROWS = torch.tensor([[0.25], [2.0]])
-MORE = {"fp8_mm": fp8_mm, "normal": normal, "ROWS": ROWS, "read": fm.FloatFormat.from_string}
+HELPERS = {"fp8_mm": fp8_mm, "normal": normal, "ROWS": ROWS, "read": fm.FloatFormat.from_string}
 
 
 #: what a refused call leaves as it was
@@ -36,15 +36,15 @@ FORMATS = {
         for value in ("None", "4.3", "b'E4M3'")
     },
     **{
-        f"FloatFormat(**{{'exponent_bits': 4, 'mantissa_bits': 3}} | dict({given}))": f"{error}: "
-        f"{given}"
-        for error, every in {
+        f"FloatFormat(**{{'exponent_bits': 4, 'mantissa_bits': 3}} | dict({arguments}))": f"{error}: "
+        f"{arguments}"
+        for error, argument_list in {
             "ValueError": "exponent_bits=0; exponent_bits=-1; mantissa_bits=-1; mantissa_bits=4; "
             "exponent_bits=8; bias=1000; bias=-1000",
             "TypeError": "exponent_bits=4.0; exponent_bits='4'; mantissa_bits=None; bias=7.5; "
             "exponent_bits=True",
         }.items()
-        for given in every.split("; ")
+        for arguments in argument_list.split("; ")
     },
     "FloatFormat(4, 3, 7, 'fnn')": "ValueError: 'fnn'",
     "FloatFormat(1, 0, 0, 'ieee')": "ValueError: ieee",
@@ -83,9 +83,9 @@ GRID = {
     "decode(x, 'E4M3')": "TypeError: uint8",
     "decode(codes, 'E7M0', float16)": "TypeError: float16",
     **{
-        f"{name}(x, 'E3M4', {options})": f"ValueError: {said}"
+        f"{name}(x, 'E3M4', {options})": f"ValueError: {words}"
         for name in ("encode", "round_to_grid")
-        for options, said in (
+        for options, words in (
             *(
                 ("overflow='wrap'", "overflow='wrap'"),
                 ("'odd'", "rounding='odd'"),
@@ -180,7 +180,7 @@ SCALES = {
     "least 0.0006975",
 }
 #: of both manifolds, and of the grid alone
-EITHER = {
+BOTH_MANIFOLDS = {
     "'E9M9'": "ValueError: E9M9",
     "'E4M4'": "ValueError: 'E4M4' & did you mean",
     "8": "TypeError: int & 8",
@@ -195,7 +195,11 @@ EITHER = {
 }
 KINDS = ("StiffnessManifold", "FP8Manifold")
 MANIFOLDS = {
-    **{f"{kind}({given})": EITHER[given] for kind in KINDS for given in EITHER},
+    **{
+        f"{kind}({arguments})": BOTH_MANIFOLDS[arguments]
+        for kind in KINDS
+        for arguments in BOTH_MANIFOLDS
+    },
     **{
         f"{kind}('E4M3', ROWS).random(3)": "ValueError: scale of shape & (3,) & (2, 1)"
         for kind in KINDS
@@ -215,9 +219,9 @@ MANIFOLDS = {
         )
     },
     **{
-        f"StiffnessManifold('E4M3', metric=lambda x, fmt: {given})": f"{error}: metric function "
+        f"StiffnessManifold('E4M3', metric=lambda x, fmt: {arguments})": f"{error}: metric function "
         f"gave & {named}"
-        for given, error, named in (
+        for arguments, error, named in (
             *(
                 ("-x", "ValueError", "-"),
                 ("0.0", "ValueError", "0.0"),
@@ -238,18 +242,18 @@ MANIFOLDS = {
     },
     # they would truncate the scale
     **{
-        f"chart.{each}(tensor([1, 2]))": "TypeError: int64"
-        for each in ("projx", "stiffness", "to_chart", "from_chart")
+        f"chart.{method}(tensor([1, 2]))": "TypeError: int64"
+        for method in ("projx", "stiffness", "to_chart", "from_chart")
     },
 }
 REFUSED = {
     **FORMATS,
     **BITS,
     **GRID,
-    **{f"fake_quantize(x, {given})": said for given, said in FAKE_QUANTIZE.items()},
+    **{f"fake_quantize(x, {arguments})": words for arguments, words in FAKE_QUANTIZE.items()},
     "fake_quantize(x.long(), 'E4M3')": "TypeError: int64",
     "fake_quantize([1.0], 'E4M3')": "TypeError: list",
-    **{f"fp8_mm({given})": said for given, said in PRODUCT.items()},
+    **{f"fp8_mm({arguments})": words for arguments, words in PRODUCT.items()},
     **SCALES,
     **MANIFOLDS,
 }
@@ -257,4 +261,4 @@ REFUSED = {
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
-    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+    check_refused(call, REFUSED[call], SUBJECTS, **HELPERS)

@@ -57,9 +57,9 @@ def test_what_has_no_magnitude_has_scale_one(granularity):
 
 
 def test_the_largest_and_the_tiniest_magnitudes_have_normal_scales():
-    infinite, none = torch.tensor([math.inf]), torch.empty(0)
+    infinite, empty = torch.tensor([math.inf]), torch.empty(0)
     assert fm.widened_scale(infinite, torch.ones(1), "E4M3").tolist() == [2.0**127]
-    assert fm.widened_scale(none, none, "E4M3").shape == (0,)
+    assert fm.widened_scale(empty, empty, "E4M3").shape == (0,)
     # dividing by a subnormal would give Inf
     x = torch.tensor([2.0**-149, 0.0])
     assert amax_scale(x, "E4M3").item() == 2.0**-126
@@ -141,8 +141,8 @@ def delayed_scales(scale, magnitudes):
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_delayed_is_the_largest_of_the_tensors_before(granularity):
     scale = Scale("E4M3", granularity, "delayed", history=3)
-    seen = [1.0, 8.0, 2.0, 4.0, 2.0, 2.0, 2.0]
-    assert delayed_scales(scale, seen) == pytest.approx([1.0, 1.0, 8.0, 8.0, 8.0, 4.0, 4.0])
+    magnitudes = [1.0, 8.0, 2.0, 4.0, 2.0, 2.0, 2.0]
+    assert delayed_scales(scale, magnitudes) == pytest.approx([1.0, 1.0, 8.0, 8.0, 8.0, 4.0, 4.0])
     assert scale.preview(torch.tensor([[100.0, 1.0]])).max().item() * 448 == pytest.approx(2.0)
 
 

@@ -53,11 +53,11 @@ def test_weights_reports_and_layers_say_which_draws_they_have(storage):
     )
     assert owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) == ["independent"]
     net, plain = network(storage), network(storage, "independent")
-    said = f"weight=E4M3, activation=none, storage={storage}"
+    description = f"weight=E4M3, activation=none, storage={storage}"
     assert [layer.detail for layer in fm.quantization_report(net).quantized] == [
-        f"{said}, draws=dither"
+        f"{description}, draws=dither"
     ] * 2
-    assert [layer.detail for layer in fm.quantization_report(plain).quantized] == [said] * 2
+    assert [layer.detail for layer in fm.quantization_report(plain).quantized] == [description] * 2
     assert "draws=dither" in repr(net[0])
     assert "draws" not in repr(plain)
     assert "rounding=stochastic, draws=dither" in repr(net[0].weight.manifold)
@@ -80,7 +80,7 @@ def test_an_optimizer_without_draws_takes_the_weights(storage):
         stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent"))
         != named
     )
-    others = [
+    makers = [
         lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6),
         lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-3), exponent=1.0),
         lambda p: torch.optim.SGD(p, lr=1e-3),
@@ -88,7 +88,7 @@ def test_an_optimizer_without_draws_takes_the_weights(storage):
     ]
     same = [
         stepped(network(storage), make) == stepped(network(storage, "independent"), make)
-        for make in others
+        for make in makers
     ]
     assert same == [False, False, True, True]
 
@@ -118,10 +118,10 @@ def test_what_is_made_of_the_model_keeps_them(storage):
     assert owned(net) == ["dither"] * 2  # floats say nothing of draws
     again.load_state_dict(through_disk(net.state_dict()))
     assert owned(again) == ["dither"] * 2
-    ours, theirs = (
-        stepped(each, lambda p: geoopt.optim.RiemannianSGD(p, lr=1e-3)) for each in (again, net)
+    stepped_again, stepped_net = (
+        stepped(model, lambda p: geoopt.optim.RiemannianSGD(p, lr=1e-3)) for model in (again, net)
     )
-    assert ours == theirs
+    assert stepped_again == stepped_net
     if storage == "fp8":
         assert net[0].weight.clone().draws == through_disk(net[0].weight).draws == "dither"
         net.load_state_dict(
@@ -140,13 +140,13 @@ def test_a_model_of_transformers_keeps_them(storage, tmp_path):
     plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     plain.save_pretrained(tmp_path / "floats")
     asked = fm.huggingface.quantization_config({"*": "E4M3"}, storage, tied="leave", draws="dither")
-    read = transformers.AutoModelForCausalLM.from_pretrained
-    model = read(tmp_path / "floats", quantization_config=asked)
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+    model = from_pretrained(tmp_path / "floats", quantization_config=asked)
     assert owned(model) == ["dither"] * 4
     model.save_pretrained(tmp_path / "saved")
-    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
-    assert [group["draws"] for group in said["layers"]] == ["dither"]
-    assert owned(read(tmp_path / "saved")) == ["dither"] * 4
+    settings = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert [group["draws"] for group in settings["layers"]] == ["dither"]
+    assert owned(from_pretrained(tmp_path / "saved")) == ["dither"] * 4
     quantize_model(plain, storage=storage, tied="leave")
     fm.huggingface.attach(plain)
     assert all("draws" not in group for group in plain.config.quantization_config.layers)

@@ -483,14 +483,14 @@ def test_what_no_gradient_needs_is_not_saved(trains, gradient, dtypes):
     assert any(isinstance(tensor, fm.FP8Tensor) for tensor in saved)
 
 
-@pytest.mark.parametrize(("products", "most"), [("decoded", 360), ("fp8", 742)])
-def test_guards_of_twelve_layers(products, most):
+@pytest.mark.parametrize(("products", "limit"), [("decoded", 360), ("fp8", 742)])
+def test_guards_of_twelve_layers(products, limit):
     """A dense model has 177. There were 742 before layers had products."""
     dense = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
     net = fm.quantize_model(dense, "E4M3", storage="fp8", products=products)
     explanation = torch._dynamo.explain(net)(torch.ones(16, 16))
     assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
-    assert len(explanation.out_guards) <= most
+    assert len(explanation.out_guards) <= limit
 
 
 @every_case
@@ -600,7 +600,9 @@ def test_auto_takes_codes_where_they_fit_and_says_why_not(case, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
     units = {(9, 0): case.units_of_9_0, (8, 0): case.units_of_8_0, (7, 5): None}
     for capability, expected in units.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda _, version=capability: version
+        )
         card = torch.device("cuda", 0)
         assert _products.units_on(net[0]._units, net[0].spec, device=card) == expected
 
@@ -707,11 +709,11 @@ def test_second_derivatives_and_other_weights_are_refused():
         first.sum().backward()
     with pytest.raises(RuntimeError, match="multiplies codes, and the weight is a Tensor"):
         torch.func.functional_call(net, {"weight": torch.zeros(32, 64, dtype=torch.bfloat16)}, (x,))
-    other = fm.FP8Parameter(torch.ones(32, 64), "E2M5")
+    unlike_weight = fm.FP8Parameter(torch.ones(32, 64), "E2M5")
     with pytest.raises(ValueError, match="'E2M5', 'channel'\\), and the layer's weight is"):
-        net.weight = other
+        net.weight = unlike_weight
     with pytest.raises(RuntimeError, match="made for codes of E4M3, not of E2M5"):
-        torch.func.functional_call(net, {"weight": other}, (x,))
+        torch.func.functional_call(net, {"weight": unlike_weight}, (x,))
 
 
 FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}

@@ -65,11 +65,11 @@ def test_scales_that_are_given():
     product, for_a, for_b = both_gradients(
         a, b, g, a_scale=0.5, b_scale=torch.tensor(2.0**-5), gradient_format=None
     )
-    left, right = fake_quantize(a, "E4M3", 0.5), fake_quantize(b, "E4M3", 2.0**-5)
-    assert left.abs().max() == 224
-    assert close(product, left @ right)
-    assert close(for_a, g @ right.t())
-    assert close(for_b, left.t() @ g)
+    a_rounded, b_rounded = fake_quantize(a, "E4M3", 0.5), fake_quantize(b, "E4M3", 2.0**-5)
+    assert a_rounded.abs().max() == 224
+    assert close(product, a_rounded @ b_rounded)
+    assert close(for_a, g @ b_rounded.t())
+    assert close(for_b, a_rounded.t() @ g)
     rows, columns = torch.arange(1.0, 5.0).view(4, 1), torch.arange(1.0, 4.0).view(1, 3)
     scaled = fp8_mm(a, b, granularity="channel", a_scale=rows, b_scale=columns)
     assert close(scaled, fake_quantize(a, "E4M3", rows) @ fake_quantize(b, "E4M3", columns))
@@ -152,12 +152,12 @@ def products(monkeypatch):
     """
     calls = []
 
-    def scaled_mm(left, right, **options):
-        assert left.is_contiguous()
-        assert right.t().is_contiguous()
-        assert left.dtype in ops._HARDWARE.values()
+    def scaled_mm(a, b, **options):
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert a.dtype in ops._HARDWARE.values()
         calls.append(options)
-        product = left.float() @ right.float()
+        product = a.float() @ b.float()
         return (product * options["scale_a"] * options["scale_b"]).to(options["out_dtype"])
 
     monkeypatch.setattr(ops, "_has_hardware_for", lambda a, b, *formats: "none" not in formats)

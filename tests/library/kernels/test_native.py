@@ -80,13 +80,15 @@ def any_floats(n, seed):
     return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
 
 
-def same(ours, expected):
-    assert ours.dtype == expected.dtype
-    assert ours.shape == expected.shape
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
-    equal = ours.view(integer) == expected.view(integer)
+def same(results, expected):
+    assert results.dtype == expected.dtype
+    assert results.shape == expected.shape
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[results.element_size()]
+    equal = results.view(integer) == expected.view(integer)
     return bool(
-        (equal | (ours.isnan() & expected.isnan()) if ours.is_floating_point() else equal).all()
+        (
+            equal | (results.isnan() & expected.isnan()) if results.is_floating_point() else equal
+        ).all()
     )
 
 
@@ -154,12 +156,12 @@ def test_threads_change_nothing(storage, moments):
             p.data = normal(*p.shape, seed=i, std=0.1)
         fm.quantize_model(model, "E4M3", storage=storage, seed=1)
         optimizer = optim.StiffnessAdamW(model.parameters(), lr=1e-2, moments=moments)
-        before = torch.get_num_threads()
+        old_count = torch.get_num_threads()
         try:
             torch.set_num_threads(threads)
             take_steps([optimizer], [model.parameters()], range(3))
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(old_count)
         results.append([bits_of(p) for p in model.parameters()])
     assert results[0] == results[1] == results[2]
 
@@ -180,7 +182,7 @@ def test_memory_of_another_kind_is_refused(wrong):
     p.grad = normal(6, 10)
     optimizer = optim.StiffnessAdamW([p], lr=0.1)
     optimizer.step()
-    slots, before = [], p.detach().clone()
+    slots, old_values = [], p.detach().clone()
     optimizer._take = slots.extend
     optimizer.step()
     slots[0].tensors["exp_avg"] = wrong(slots[0].tensors["exp_avg"])
@@ -188,7 +190,7 @@ def test_memory_of_another_kind_is_refused(wrong):
         RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"
     ):
         _native_step.run_native(slots)
-    assert torch.equal(p, before)
+    assert torch.equal(p, old_values)
 
 
 def test_records_have_the_fields_of_the_structures():
@@ -243,10 +245,10 @@ needs_sources = pytest.mark.skipif(
 )
 def test_a_build_that_fails_says_so_and_goes_on(compiler, word, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", compiler)
-    said = []
-    assert build_hook().build(sources(tmp_path), said.append) is None
-    assert len(said) == 1
-    assert word in said[0]
+    messages = []
+    assert build_hook().build(sources(tmp_path), messages.append) is None
+    assert len(messages) == 1
+    assert word in messages[0]
     assert not (tmp_path / "_kernels.so").exists()
 
 
@@ -296,19 +298,19 @@ def run_steps(look_in, folder):
 
 def steps_of_a_process(folder, **environment):
     command = [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=280
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout.strip().splitlines()
 
 
 def test_without_native_code_there_is_one_warning_and_the_same_result(look_in, tmp_path):
     available = is_available()
-    found = run_steps(look_in, tmp_path)
-    assert found[0] == "False 1 there was no C compiler to build it, or it was removed since"
+    printed = run_steps(look_in, tmp_path)
+    assert printed[0] == "False 1 there was no C compiler to build it, or it was removed since"
     if available:
-        assert run_steps(look_in, FOLDER) == ["True 0", found[1]]
+        assert run_steps(look_in, FOLDER) == ["True 0", printed[1]]
 
 
 @needs_native
@@ -328,12 +330,12 @@ def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(look_in, tm
     library = tmp_path / "_kernels.so"
     library.write_bytes((FOLDER / "_kernels.so").read_bytes())
     codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
-    before = _arrays.decode_by_kernel(codes, fmt)
-    assert before is not None
+    old_values = _arrays.decode_by_kernel(codes, fmt)
+    assert old_values is not None
     library.unlink()
-    assert torch.equal(_arrays.decode_by_kernel(codes, fmt), before)
+    assert torch.equal(_arrays.decode_by_kernel(codes, fmt), old_values)
     library.write_bytes(b"another")
-    assert torch.equal(_arrays.decode_by_kernel(codes, fmt), before)
+    assert torch.equal(_arrays.decode_by_kernel(codes, fmt), old_values)
 
 
 def test_where_warnings_are_errors_it_is_said_once_too(look_in, tmp_path):
@@ -351,20 +353,20 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, mo
     names = {path.name for path in folder.iterdir()}
     (folder / "_kernels.so").write_bytes(b"the old one")
     running = (folder / "_kernels.so").open("rb")
-    seen = []
+    observed = []
 
     def compiles(command, **_):
         if "-o" in command:
-            seen.append((folder / "_kernels.so").read_bytes())
+            observed.append((folder / "_kernels.so").read_bytes())
             Path(command[command.index("-o") + 1]).write_bytes(b"half")
-            seen.append((folder / "_kernels.so").read_bytes())
+            observed.append((folder / "_kernels.so").read_bytes())
         return subprocess.CompletedProcess(command, 0 if succeeds else 1, "", "stopped")
 
     monkeypatch.setattr(hook, "compiler_of", lambda _: ["cc"])
     monkeypatch.setattr(hook.subprocess, "run", compiles)
     with running:
         assert (hook.build(folder, lambda _: None) is not None) is succeeds
-        assert seen == [b"the old one"] * 2
+        assert observed == [b"the old one"] * 2
         assert running.read() == b"the old one"
     assert {path.name for path in folder.iterdir()} == names | (
         {"_kernels.so"} if succeeds else set()
@@ -379,14 +381,15 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path):
     """Under sanitizers of addresses and undefined behaviour; an error ends the process."""
     if shutil.which("gcc") is None:
         pytest.skip("the sanitizers of gcc are what is asked")
-    names, said = (
+    names, capture = (
         ("libasan.so", "libstdc++.so"),
         {"capture_output": True, "text": True, "check": True},
     )
-    found = [
-        subprocess.run(["gcc", f"-print-file-name={name}"], **said).stdout.strip() for name in names
+    paths = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], **capture).stdout.strip()
+        for name in names
     ]
-    if not all(map(os.path.isabs, found)):
+    if not all(map(os.path.isabs, paths)):
         pytest.skip("there is no sanitizer here")
     flags = (
         "-fsanitize=address,undefined",
@@ -397,7 +400,7 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path):
     )
     assert build_hook().build(sources(tmp_path), print, flags) is not None
     result = steps_of_a_process(
-        tmp_path, LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0", CC="gcc"
+        tmp_path, LD_PRELOAD=" ".join(paths), ASAN_OPTIONS="detect_leaks=0", CC="gcc"
     )
     assert result == ["True 0", steps_of_a_process(FOLDER)[1]]
 
@@ -451,20 +454,20 @@ def flags_of_this_processor():
 
 def results():
     assert _native.is_available()
-    found = {}
+    bits_by_name = {}
     for name, (kind, make, options) in CASES.items():
         optimizer = getattr(optim, kind)(make(), **copy.deepcopy(options))
         for step in range(2):
             take(optimizer, step)
-        found[name] = everything(optimizer)
+        bits_by_name[name] = everything(optimizer)
     for fmt in ("E4M3", "E5M2", "E7M0", "E2M5"):
         x = normal(1003, seed=1) * torch.exp2(normal(1003, seed=2).mul(5).round())
         codes = fm.encode(x, fmt)
         arrays = [codes, fm.decode(codes, fmt), fm.FP8Parameter(x, fmt, seed=4).dequantize()]
         arrays += [fm.round_to_grid(x, fmt), fm.round_to_grid(x, fmt, "stochastic", seed=3)]
-        found[fmt] = [bits_of(each) for each in arrays]
-    found["content"] = _arrays.content(normal(1003), (1, 2, 3), 5)
-    return found
+        bits_by_name[fmt] = [bits_of(array) for array in arrays]
+    bits_by_name["content"] = _arrays.content(normal(1003), (1, 2, 3), 5)
+    return bits_by_name
 
 
 @needs_native
@@ -475,11 +478,11 @@ def test_every_width_has_the_same_bits(width, look_in, tmp_path, monkeypatch):
         pytest.skip("code of several widths is made by gcc for x86-64 alone")
     if not WIDTHS[width] <= flags_of_this_processor():
         pytest.skip(f"this processor does not run {width}")
-    own = results()
+    expected = results()
     monkeypatch.setenv("CC", "gcc")
     assert (
         build_hook().build(sources(tmp_path), print, ("-DONE_CLONE", f"-march={width}")) is not None
     )
     look_in(tmp_path)
-    found = results()
-    assert not [name for name in own if own[name] != found[name]]
+    built = results()
+    assert not [name for name in expected if expected[name] != built[name]]

@@ -64,8 +64,8 @@ class Kernel:
             words[self.bad.pop()] = 1
 
 
-def tensors_of(given):
-    return [x for x in torch.utils._pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+def tensors_of(values):
+    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 class Watch(TorchDispatchMode):
@@ -78,17 +78,17 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        inputs, made = (
-            set(map(self._place, tensors_of(given))) for given in ((args, kwargs), result)
+        inputs, outputs = (
+            set(map(self._place, tensors_of(values))) for values in ((args, kwargs), result)
         )
         if name == "lift_fresh":  # of NumPy's memory, or of numbers
-            self.host |= made
+            self.host |= outputs
         elif not inputs <= self.host and name not in VIEWS:
             self.counts.update(["waits" if name in WAITS else "launches", name])
         if not inputs and name in ("zeros", "full", "ones"):
             self.counts.update(["launches", name])
         if inputs and inputs <= self.host:
-            self.host |= made
+            self.host |= outputs
         return result
 
     @staticmethod
@@ -141,15 +141,15 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(moments, writeback, granula
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for _ in range(2):
         optimizer.step()
-    ((before, *_),) = optimizer._pending_verdicts
-    on_the_host = [*(state["grid"] for state in optimizer.state.values()), before.x]
+    ((last_verdict, *_),) = optimizer._pending_verdicts
+    on_the_host = [*(state["grid"] for state in optimizer.state.values()), last_verdict.x]
     on_a_card.clear()
     with Watch({x.untyped_storage().data_ptr() for x in on_the_host}, on_a_card):
         optimizer.step()
     assert on_a_card["step"] == on_a_card["verdict"] == on_a_card["widen"] == 1
     assert on_a_card["launches"] <= 12, on_a_card
     assert on_a_card["waits"] == 0, on_a_card
-    assert was_read(before)
+    assert was_read(last_verdict)
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
     assert not was_read(optimizer._pending_verdicts[0][0])
 
@@ -161,22 +161,22 @@ def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
     optimizer.zero_grad()
     with optim.step_in_backward(optimizer):
         for step in range(4):
-            before = [verdict for verdict, *_ in optimizer._pending_verdicts]
+            last_verdicts = [verdict for verdict, *_ in optimizer._pending_verdicts]
             optimizer.zero_grad()
             sum(p.square().sum() for p in weights).backward()
-            assert all(map(was_read, before))
+            assert all(map(was_read, last_verdicts))
             assert not any(was_read(verdict) for verdict, *_ in optimizer._pending_verdicts)
             assert len(optimizer._pending_verdicts) == (len(weights) if step else 0)
     assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
 
 def loaded(optimizer):
-    other = optim.StiffnessAdamW([*optimizer.state], 1e-3)
-    other.load_state_dict(optimizer.state_dict())
-    return other
+    copied = optim.StiffnessAdamW([*optimizer.state], 1e-3)
+    copied.load_state_dict(optimizer.state_dict())
+    return copied
 
 
-SEEN = {
+VIEWERS = {
     "itself": lambda o: o,
     "loaded": loaded,
     "deepcopy": copy.deepcopy,
@@ -185,17 +185,17 @@ SEEN = {
 
 
 @pytest.mark.parametrize("count", ["skipped_steps", "skipped_in_row", "widened_scales"])
-@pytest.mark.parametrize("how", SEEN)
-def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how, count, on_a_card):
+@pytest.mark.parametrize("viewer", VIEWERS)
+def test_whoever_looks_sees_a_step_that_the_card_has_left_out(viewer, count, on_a_card):
     p, optimizer = one()
     for step in range(3):
         Kernel.bad += [(0, 0)] * (step == 2)
         optimizer.step()
-    seen = SEEN[how](optimizer)
-    (state,) = seen.state.values()
+    viewed = VIEWERS[viewer](optimizer)
+    (state,) = viewed.state.values()
     assert int(state["step"]) == 2
-    assert getattr(seen, count) == (count != "widened_scales")  # whichever of them is read first
-    assert (seen.skipped_steps, seen.skipped_in_row) == (1, 1)
+    assert getattr(viewed, count) == (count != "widened_scales")  # whichever of them is read first
+    assert (viewed.skipped_steps, viewed.skipped_in_row) == (1, 1)
     optimizer.step()
     assert (optimizer.skipped_in_row, int(optimizer.state[p]["step"])) == (0, 3)
 
@@ -269,7 +269,9 @@ def test_a_backward_pass_that_the_card_has_left_steps_out_of_is_counted_once(on_
         backward(*weights[:2])
         backward(weights[2])
         assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (2, 2)
-    assert len([each for each in caught if "its step was skipped" in str(each.message)]) == 2
+    assert (
+        len([warning for warning in caught if "its step was skipped" in str(warning.message)]) == 2
+    )
     backward()
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (2, 0)
 
@@ -301,16 +303,16 @@ def test_parameters_of_every_storage_step_steadily(on_a_card):
     assert len(optimizer._pending_verdicts) == 1
 
 
-@pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer"])
-def test_steps_that_plan_more_have_their_verdict_first(due, on_a_card):
-    p, optimizer = one(**({"refresh_every": 1} if due == "refresh" else {}))
+@pytest.mark.parametrize("cause", ["first", "refresh", "remainder", "observer"])
+def test_steps_that_plan_more_have_their_verdict_first(cause, on_a_card):
+    p, optimizer = one(**({"refresh_every": 1} if cause == "refresh" else {}))
     assert not _steady.is_steady(optimizer, optimizer._slots())
-    if due == "first":
+    if cause == "first":
         return
     optimizer.step()
-    if due == "observer":
+    if cause == "observer":
         optimizer.observer = lambda view: None
-    if due == "remainder":
+    if cause == "remainder":
         p.remainder = torch.zeros(p.shape, dtype=torch.int8)
     assert not _steady.is_steady(optimizer, optimizer._slots())
 
@@ -318,11 +320,11 @@ def test_steps_that_plan_more_have_their_verdict_first(due, on_a_card):
 def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
     """Those that plan or take steps in another way have no table."""
 
-    class Own:
+    class Preparing:
         def _prepare(self, slot):
             super()._prepare(slot)
 
-    class Mixed(Own, optim.StiffnessAdamW):
+    class Mixed(Preparing, optim.StiffnessAdamW):
         pass
 
     class Named(optim.StiffnessAdamW):
@@ -535,21 +537,25 @@ def test_an_installed_triton_is_not_imported_on_a_cpu():
         "p.dequantize()\nprint([m for m in sys.modules if m.startswith('fp8manifold._triton.') and "
         "m.split('.')[-1] in ('step', 'arrays', 'format', 'chart', 'stages')])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
 
 
 def test_recordings_share_a_pool_that_is_there_before_the_first(monkeypatch):
     """A graph of torch 2.11 has no pool to tell while it records."""
     recording, handle = mock.Mock(), mock.Mock(return_value=(0, 7))
-    made = {"CUDAGraph": lambda: recording, "synchronize": mock.Mock(), "graph_pool_handle": handle}
-    for name, stand_in in made.items():
+    stand_ins = {
+        "CUDAGraph": lambda: recording,
+        "synchronize": mock.Mock(),
+        "graph_pool_handle": handle,
+    }
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs = _graphed._Graphs()
     for _ in range(2):
         with graphs.recording():
             pass
-    begun = recording.capture_begin.call_args_list
-    assert [[*call.args, *call.kwargs.values()] for call in begun] == [[(0, 7)]] * 2
+    calls = recording.capture_begin.call_args_list
+    assert [[*call.args, *call.kwargs.values()] for call in calls] == [[(0, 7)]] * 2

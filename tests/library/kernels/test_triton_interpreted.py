@@ -15,7 +15,7 @@ import pytest
 import fp8manifold
 from fp8manifold._native import is_available
 
-HERE = Path(__file__).parents[1]
+LIBRARY_TESTS = Path(__file__).parents[1]
 PACKAGE = Path(fp8manifold.__file__).parent
 
 pytestmark = [
@@ -31,9 +31,9 @@ pytestmark = [
 #: a file, what of it native code steps, and how many steps or elements are compared at
 #: least: on a card about half of the interpreter's steps, since later ones go by the
 #: table of a steady step
-MOST = "native and not (test_options or in_one_loop or residual_of or widened)"
+SELECTED = "native and not (test_options or in_one_loop or residual_of or widened)"
 SESSIONS = {
-    "optim/test_step_oracle.py": (MOST, "slots", 350),
+    "optim/test_step_oracle.py": (SELECTED, "slots", 350),
     "optim/test_moments.py": ("definition and native", "slots", 60),
     "triton_cases.py": ("", "elements", 100_000),
     "operand_cases.py": ("", "elements", 500_000),
@@ -42,7 +42,7 @@ SESSIONS = {
 
 def run(*arguments, package=PACKAGE, interpreted=True):
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
-    path = [str(package.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(package.parent), str(LIBRARY_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     quiet = (
         "-q",
@@ -54,14 +54,19 @@ def run(*arguments, package=PACKAGE, interpreted=True):
         "ignore::RuntimeWarning",
     )  # NumPy's, of NaN
     command = (sys.executable, "-P", "-m", "pytest", "-p", "triton_twins", *quiet, *arguments)
-    done = subprocess.run(
-        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False
+    process = subprocess.run(
+        command,
+        cwd=LIBRARY_TESTS.parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    output = done.stdout + done.stderr
+    output = process.stdout + process.stderr
     counted = re.search(r"compared: (\{.*\})", output)
-    assert counted, f"exit code {done.returncode}, {output[-3000:]!r}"
+    assert counted, f"exit code {process.returncode}, {output[-3000:]!r}"
     return (
-        done.returncode,
+        process.returncode,
         output,
         {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", counted[1])},
     )
@@ -70,8 +75,8 @@ def run(*arguments, package=PACKAGE, interpreted=True):
 @pytest.mark.parametrize("file", SESSIONS)
 def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file):
     """Every optimizer, write-back and average; a covering set of formats, shapes, dtypes."""
-    which, counted, least = SESSIONS[file]
-    code, output, counts = run(str(HERE / file), "-k", which)
+    selection, counted, least = SESSIONS[file]
+    code, output, counts = run(str(LIBRARY_TESTS / file), "-k", selection)
     assert code == 0, output[-3000:]
     assert counts[counted] > least
     assert counts["launches"] > 0
@@ -79,7 +84,10 @@ def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file):
 
 @pytest.mark.slow
 def test_the_matrix():
-    both = (str(HERE / "optim" / "test_step_oracle.py"), str(HERE / "triton_cases.py"))
+    files = (
+        str(LIBRARY_TESTS / "optim" / "test_step_oracle.py"),
+        str(LIBRARY_TESTS / "triton_cases.py"),
+    )
     for marked in ("not slow", "slow"):
-        code, output, _ = run(*both, "-k", "native or triton_cases", "-m", marked)
+        code, output, _ = run(*files, "-k", "native or triton_cases", "-m", marked)
         assert code == 0, output[-3000:]

@@ -49,7 +49,7 @@ STEPS = {
     "stochastic, bfloat16 moments": ("stochastic", "bfloat16", Tile(1, 2048, 0, "one", True)),
 }
 CODES = {"direction": "adam", "storage": "codes", "decays": True}
-OTHERS = {
+VARIANTS = {
     "plain bfloat16": {
         "direction": "adam",
         "storage": "plain",
@@ -125,20 +125,20 @@ def build(kernel, signature, constants, architecture, tmp, warps=4):
         constexprs={(names.index(name),): as_constants(value) for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in wide},
     )
-    made = triton.compile(
+    compiled = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
         options=_triton.options() | {"num_warps": warps},
     )
-    (tmp / "kernel.cubin").write_bytes(made.asm["cubin"])
+    (tmp / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    told = [
+    listings = [
         subprocess.run(
             [tools / tool, *flags, tmp / "kernel.cubin"], capture_output=True, text=True, check=True
         ).stdout
         for tool, *flags in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
     ]
-    return Built(made.asm["ptx"], *told)
+    return Built(compiled.asm["ptx"], *listings)
 
 
 def step(spec, tile, architecture, tmp):
@@ -149,9 +149,9 @@ def step(spec, tile, architecture, tmp):
 
 
 def spec(writeback, moments):
-    how = {"direction": "adam", "storage": "codes", "fmt": as_format("E4M3"), "decays": True}
+    options = {"direction": "adam", "storage": "codes", "fmt": as_format("E4M3"), "decays": True}
     return kernel_spec(
-        spec_of(writeback=writeback, moments=moments, **how), torch.uint8, torch.float32
+        spec_of(writeback=writeback, moments=moments, **options), torch.uint8, torch.float32
     )
 
 
@@ -219,9 +219,9 @@ def test_a_step_of_codes(name, architecture, tmp_path):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_other_steps(name, architecture, tmp_path):
-    fields = dict(OTHERS[name])
+    fields = dict(VARIANTS[name])
     weight = fields.pop("weight", torch.uint8 if fields["storage"] == "codes" else torch.float32)
     fmt = None if fields["storage"] == "plain" else as_format("E4M3")
     tile = fields.pop("tile", None)
@@ -325,7 +325,7 @@ OPERANDS = {
 
 
 @dataclass(frozen=True)
-class Made(Built):
+class BuiltOperand(Built):
     values: int
 
     @property
@@ -355,23 +355,23 @@ def operand(name, architecture, tmp, width=4096, **changed):
     built = build(
         getattr(arrays, kernel), signature, constants | shape | changed, architecture, tmp, warps
     )
-    return Made(**vars(built), values=rows * columns // (32 * warps))
+    return BuiltOperand(**vars(built), values=rows * columns // (32 * warps))
 
 
 @pytest.mark.parametrize("architecture", WITH_UNITS)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_operands(name, architecture, tmp_path):
     kernel, kind, constants, _ = OPERANDS[name]
-    made = operand(name, architecture, tmp_path)
-    assert list(faults(made)) == []
-    assert narrow(made) == []
-    assert wide("st", made) == (
-        0 if kernel == "amax_kernel" else made.values // 16
+    built = operand(name, architecture, tmp_path)
+    assert list(faults(built)) == []
+    assert narrow(built) == []
+    assert wide("st", built) == (
+        0 if kernel == "amax_kernel" else built.values // 16
     )  # 16 bytes at once
-    assert wide("ld", made) >= {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * made.values // 16
-    converted = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", made.ptx))
-    assert converted == (made.values // 2 if constants.get("LARGEST") == E4M3["LARGEST"] else 0)
-    costs_as_recorded(made, "operands", f"sm_{architecture}", name)
+    assert wide("ld", built) >= {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * built.values // 16
+    converted = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", built.ptx))
+    assert converted == (built.values // 2 if constants.get("LARGEST") == E4M3["LARGEST"] else 0)
+    costs_as_recorded(built, "operands", f"sm_{architecture}", name)
 
 
 @pytest.mark.parametrize("width", [16, 768, 11008, 32768])
@@ -379,16 +379,16 @@ def test_operands(name, architecture, tmp_path):
     "name", [name for name, (kernel, *_) in OPERANDS.items() if kernel == "rows_kernel"]
 )
 def test_operands_of_short_and_long_rows(name, width, tmp_path):
-    made = operand(name, 90, tmp_path, width)
-    assert list(faults(made)) == []
-    assert narrow(made) == []
+    built = operand(name, 90, tmp_path, width)
+    assert list(faults(built)) == []
+    assert narrow(built) == []
 
 
 @pytest.mark.parametrize("name", ["rows", "columns"])
 def test_operands_where_no_instruction_converts(name, tmp_path):
-    made = operand(name, 80, tmp_path, FORMAT=format_of(as_format("E4M3")))
-    assert list(faults(made)) == []
-    assert "e4m3x2" not in made.ptx
+    built = operand(name, 80, tmp_path, FORMAT=format_of(as_format("E4M3")))
+    assert list(faults(built)) == []
+    assert "e4m3x2" not in built.ptx
 
 
 def test_the_page_has_the_recorded_costs_as_arithmetic():
@@ -414,22 +414,25 @@ def test_the_page_has_the_recorded_costs_as_arithmetic():
 
 
 def costs(tmp):
-    def recorded(made):
+    def recorded(kernels):
         return {
             n: {"instructions": round(b.instructions, 1), "registers": b.registers}
-            for n, b in made.items()
+            for n, b in kernels.items()
         }
 
-    found = {
+    record = {
         f"sm_{a}": recorded(
-            {n: step(spec(*how), tile, a, tmp) for n, (*how, tile) in STEPS.items()}
+            {
+                name: step(spec(writeback, moments), tile, a, tmp)
+                for name, (writeback, moments, tile) in STEPS.items()
+            }
         )
         for a in ARCHITECTURES
     }
-    found["operands"] = {
+    record["operands"] = {
         f"sm_{a}": recorded({n: operand(n, a, tmp) for n in OPERANDS}) for a in WITH_UNITS
     }
-    return found
+    return record
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold import QuantizedLinear
 
-both = pytest.mark.parametrize("assign", [False, True])
+both_assigns = pytest.mark.parametrize("assign", [False, True])
 
 
 def grid(seed=0, name="E4M3", std=0.1, **options) -> QuantizedLinear:
@@ -38,24 +38,24 @@ def swap(request):
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@both
+@both_assigns
 @pytest.mark.usefixtures("swap")
 def test_a_state_is_taken_to_the_bit(assign) -> None:
-    layer, other = grid(1), grid(2, std=3.0)
+    layer, loaded = grid(1), grid(2, std=3.0)
     layer.manifold.counter += 5
-    other.load_state_dict(through_disk(layer.state_dict()), assign=assign)
-    assert is_on_grid(other)
+    loaded.load_state_dict(through_disk(layer.state_dict()), assign=assign)
+    assert is_on_grid(loaded)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(layer.state_dict().values(), other.state_dict().values(), strict=True)
+        for a, b in zip(layer.state_dict().values(), loaded.state_dict().values(), strict=True)
     )
-    optimizer = fm.optim.StiffnessAdamW(other.parameters(), lr=0.1)
-    other(normal(3, 8)).sum().backward()
+    optimizer = fm.optim.StiffnessAdamW(loaded.parameters(), lr=0.1)
+    loaded(normal(3, 8)).sum().backward()
     optimizer.step()
-    assert is_on_grid(other)
+    assert is_on_grid(loaded)
 
 
-@both
+@both_assigns
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
 def test_floats_are_rounded_at_a_scale_of_their_own(factor, strict, assign) -> None:
@@ -69,7 +69,7 @@ def test_floats_are_rounded_at_a_scale_of_their_own(factor, strict, assign) -> N
     assert torch.equal(layer.manifold.scale, expected.manifold.scale)
 
 
-@both
+@both_assigns
 def test_values_between_the_points_are_rounded_to_them(assign) -> None:
     layer = grid(1)
     state = layer.state_dict()
@@ -82,7 +82,7 @@ def test_values_between_the_points_are_rounded_to_them(assign) -> None:
     assert is_on_grid(layer)
 
 
-@both
+@both_assigns
 def test_codes_are_taken_exactly(assign) -> None:
     layer, stored = grid(1), fm.quantize_model(nn.Linear(8, 4), "E4M3", "fp8", headroom=2.0)
     layer.load_state_dict(stored.state_dict(), assign=assign)
@@ -94,12 +94,12 @@ def test_codes_are_taken_exactly(assign) -> None:
 def test_a_scale_without_weights_is_refused() -> None:
     layer, state = grid(1), grid(2, std=3.0).state_dict()
     del state["weight"]
-    kept = layer.manifold.scale.clone()
+    old_scale = layer.manifold.scale.clone()
     with pytest.raises(
         RuntimeError, match=r"manifold\.scale comes without weight.*load both or none"
     ):
         layer.load_state_dict(state, strict=False)
-    assert torch.equal(layer.manifold.scale, kept)
+    assert torch.equal(layer.manifold.scale, old_scale)
     assert is_on_grid(layer)
 
 
@@ -163,15 +163,15 @@ def test_a_half_precision_layer_without_the_points_is_refused() -> None:
     assert type(model[0]) is nn.Linear
     layer = fm.quantize_model(model, "E4M3", "grid")[0]
     assert is_on_grid(layer)
-    kept = layer.weight.detach().clone()
+    old_weight = layer.weight.detach().clone()
     with pytest.raises(RuntimeError, match=f"weight can't be loaded into {lacks}"):
         layer.load_state_dict(grid(1, std=1e-5).state_dict())
-    assert torch.equal(layer.weight, kept)
+    assert torch.equal(layer.weight, old_weight)
     layer.load_state_dict(grid(1).state_dict())
     assert is_on_grid(layer)
 
 
-@both
+@both_assigns
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_what_a_hook_makes_of_a_state_is_loaded(storage, assign) -> None:
     floats = normal(4, 8, seed=7)

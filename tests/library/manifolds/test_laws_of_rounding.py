@@ -105,8 +105,8 @@ class Averages:
     #: ``2 x d``, the steps' part of it
     descent: Tensor
 
-    def __add__(self, other: "Averages") -> "Averages":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+    def __add__(self, added: "Averages") -> "Averages":
+        pairs = zip(vars(self).values(), vars(added).values(), strict=True)
         return Averages(*(mine + new for mine, new in pairs))
 
     def __truediv__(self, number: float) -> "Averages":
@@ -179,8 +179,8 @@ def test_of_a_short_training_only_the_share_at_equilibrium_arrives() -> None:
     full = spacing * noise * math.sqrt(2 / math.pi) / 4
     share = 1 - (1 - 2 * rate * curvatures) ** steps
     assert share[:3].tolist() == pytest.approx([0.22, 0.63, 0.98], abs=0.01)
-    for at in range(3):
-        agrees(end.excess[at::3], (full * share)[at::3])
+    for place in range(3):
+        agrees(end.excess[place::3], (full * share)[place::3])
     agrees(end.excess, full * share)
 
 

@@ -10,7 +10,7 @@ import geoopt
 import pytest
 import torch
 from manifold_cases import METRICS, lands_on_grid, same_bits, spread
-from optimizer_cases import on, step_from, value_of
+from optimizer_cases import manifold_parameter, step_from, value_of
 from torch import Tensor
 
 import fp8manifold as fm
@@ -34,7 +34,7 @@ GRIDS = {
 EVERYWHERE = CONTINUOUS | GRIDS
 
 
-def made(name: str, factor: float) -> SimpleNamespace:
+def case_of(name: str, factor: float) -> SimpleNamespace:
     """Points x, y uniform in the chart over half of the range, and steps v, w of up to
     a quarter of it at x.
     """
@@ -60,7 +60,7 @@ def made(name: str, factor: float) -> SimpleNamespace:
 
 
 every_case = pytest.mark.parametrize(
-    "case", [partial(made, name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)]
+    "case", [partial(case_of, name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)]
 )
 
 
@@ -194,7 +194,9 @@ ON_GRID = {
 def test_geoopts_optimizers_stay_on_the_grid(optimizer, rounding, name) -> None:
     torch.manual_seed(0)
     scale, minimum = torch.tensor([[0.25], [1.0], [2.0]]), torch.randn(3, 50) * 1.5
-    weight = on(fm.FP8Manifold(name, scale, rounding, seed=1), minimum + torch.randn(3, 50))
+    weight = manifold_parameter(
+        fm.FP8Manifold(name, scale, rounding, seed=1), minimum + torch.randn(3, 50)
+    )
     run, first = optimizer([weight]), float((value_of(weight) - minimum).square().mean())
     for _ in range(100):
         step_from(run, weight, value_of(weight) - minimum)

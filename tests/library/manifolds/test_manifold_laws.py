@@ -142,8 +142,8 @@ def test_projection_takes_the_nearest_point(fmt, scale, dtype) -> None:
     best = (spread(x, scale).unsqueeze(-1) - points.unsqueeze(-2)).abs().amin(-1)
     slack = 4 * torch.finfo(dtype).eps * spread(x, scale).abs()
     assert ((spread(x, scale) - y).abs() <= best + slack).all()
-    kept = manifold.projx(points)
-    assert same_bits(kept, points) if fmt.has_negative_zero else (kept == points).all()
+    projected = manifold.projx(points)
+    assert same_bits(projected, points) if fmt.has_negative_zero else (projected == points).all()
 
 
 def test_projection_of_the_continuous_manifold_keeps_what_is_inside() -> None:
@@ -193,18 +193,20 @@ def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None
 @every_format
 @every_scale
 def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
-    ours, named = (
+    by_function, named = (
         fm.StiffnessManifold(fmt, scale, ulp_as_function),
         fm.StiffnessManifold(fmt, scale),
     )
     x, y = interior_and_grid(fmt, scale)
-    assert same_bits(ours.stiffness(x), named.stiffness(x))
-    assert same_bits(ours.to_chart(x), named.to_chart(x))
-    assert same_bits(ours.dist(x, y), named.dist(x, y))
-    assert same_bits(ours.logmap(x, y), named.logmap(x, y))
-    assert same_bits(ours.egrad2rgrad(x, y), named.egrad2rgrad(x, y))
+    assert same_bits(by_function.stiffness(x), named.stiffness(x))
+    assert same_bits(by_function.to_chart(x), named.to_chart(x))
+    assert same_bits(by_function.dist(x, y), named.dist(x, y))
+    assert same_bits(by_function.logmap(x, y), named.logmap(x, y))
+    assert same_bits(by_function.egrad2rgrad(x, y), named.egrad2rgrad(x, y))
     u = named.logmap(x, y) * 0.61
-    assert (named.dist(ours.expmap(x, u), named.expmap(x, u)) <= chart_error(named, x, y)).all()
+    assert (
+        named.dist(by_function.expmap(x, u), named.expmap(x, u)) <= chart_error(named, x, y)
+    ).all()
 
 
 @few_formats
@@ -351,8 +353,8 @@ def test_the_mean_of_a_small_step_from_a_power_of_two(name, sign, case, share) -
     manifold = fm.FP8Manifold(name, rounding="stochastic", seed=3, retraction=retraction)
     x = torch.full((200_000,), 2.0 * sign)
     step = 0.2 * manifold.stiffness(x) * sign * (1 if side == "outwards" else -1)
-    made = (manifold.retr(x, step) - x) / step
-    assert made.mean().item() == pytest.approx(share, abs=0.02)
+    moved = (manifold.retr(x, step) - x) / step
+    assert moved.mean().item() == pytest.approx(share, abs=0.02)
     if retraction == "exponential":
         assert (manifold.expmap(x, step) - x)[0].item() == pytest.approx(
             share * step[0].item(), rel=1e-5
@@ -365,8 +367,8 @@ def test_the_mean_of_a_small_step_from_inside_a_binade(name, sign) -> None:
     manifold = fm.FP8Manifold(name, rounding="stochastic", seed=3)
     x = torch.full((200_000,), 1.25)
     step = 0.2 * sign * manifold.stiffness(x)
-    made = (manifold.retr(x, step) - x) / step
-    assert made.mean().item() == pytest.approx(1.0, abs=0.02)
+    moved = (manifold.retr(x, step) - x) / step
+    assert moved.mean().item() == pytest.approx(1.0, abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
@@ -376,8 +378,8 @@ def test_steps_whose_mean_is_zero_push_outwards_under_the_exponential_retraction
 ) -> None:
     """By ``exp(T / 4 (ln 2 / 2^M)^2)`` in the mean; straight steps leave the mean."""
     steps, scale = 200, 2.0**-6 if name == "E4M3" else 1.0
-    how = {"scale": scale, "rounding": "stochastic", "seed": 1, "retraction": retraction}
-    manifold = fm.FP8Manifold(name, **how)
+    options = {"scale": scale, "rounding": "stochastic", "seed": 1, "retraction": retraction}
+    manifold = fm.FP8Manifold(name, **options)
     generator = torch.Generator().manual_seed(0)
     w = manifold.projx(torch.randn(20_000, generator=generator) * 0.02)
     first = w.abs().mean()

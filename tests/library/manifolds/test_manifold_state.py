@@ -83,11 +83,11 @@ def test_a_layer_registers_its_manifold() -> None:
     for _ in range(3):
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
-    other = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
-    other.load_state_dict(through_disk(layer.state_dict()))
-    assert torch.equal(other.weight, layer.weight)
-    assert int(other.manifold.counter) == 3
-    for module in (layer, copy.deepcopy(other)):
+    loaded = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
+    loaded.load_state_dict(through_disk(layer.state_dict()))
+    assert torch.equal(loaded.weight, layer.weight)
+    assert int(loaded.manifold.counter) == 3
+    for module in (layer, copy.deepcopy(loaded)):
         assert module.weight.manifold is module.manifold
         module.weight.data = module.manifold.retr(module.weight.data, torch.full((2, 50), 0.01))
     assert torch.equal(module.weight, layer.weight)
@@ -110,10 +110,10 @@ def test_to_float64(make) -> None:
 def test_a_layer_in_another_dtype_stays_on_its_grid(dtype) -> None:
     """With power-of-two scales every value of E4M3 is a bfloat16."""
     layer = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
-    before = layer.weight.detach().clone()
+    old_weight = layer.weight.detach().clone()
     layer.to(dtype)
     assert layer.weight.dtype == dtype
-    assert (layer.weight.detach().float() == before).all()
+    assert (layer.weight.detach().float() == old_weight).all()
     assert layer.manifold.check_point_on_manifold(layer.weight)
     assert int(layer.manifold.counter) == 0
     assert layer.manifold.counter.dtype == torch.int64

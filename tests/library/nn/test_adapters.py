@@ -32,7 +32,7 @@ class Net(nn.Module):
         return self.head(torch.relu(self.fc(self.emb(tokens))))
 
 
-def made(storage, **options):
+def quantized_net(storage, **options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return quantize_model(Net(), "E4M3", storage, **options)
@@ -83,12 +83,12 @@ def adapted(peft, kind, model, target="fc"):
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> None:
-    model = made(storage)
+    model = quantized_net(storage)
     layer, wrapped = model.fc, adapted(peft, kind, model)
-    before = torch.as_tensor(layer.weight.detach().clone())
+    old_weight = torch.as_tensor(layer.weight.detach().clone())
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.merge_adapter(safe_merge=safe)
-    assert not torch.equal(torch.as_tensor(layer.weight.detach()), before)
+    assert not torch.equal(torch.as_tensor(layer.weight.detach()), old_weight)
     assert storage == "fp8" or is_on_grid(layer)
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.unmerge_adapter()
@@ -96,14 +96,14 @@ def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> Non
     with pytest.warns(UserWarning, match=MERGED):
         merged = wrapped.merge_and_unload(safe_merge=safe)
     assert type(merged.fc) is fm.QuantizedLinear
-    again = made(storage)
+    again = quantized_net(storage)
     again.load_state_dict(merged.state_dict())  # what is saved is what there is
     assert torch.equal(again(torch.arange(16)), merged(torch.arange(16)))
 
 
 @pytest.mark.extra("peft")
 def test_a_merge_takes_a_scale_that_holds_the_sum(peft) -> None:
-    model = made("grid")
+    model = quantized_net("grid")
     layer, wrapped = model.fc, adapted(peft, "LoRA", model)
     with torch.no_grad():
         wrapped.base_model.model.fc.lora_B["default"].weight.mul_(1000)
@@ -120,20 +120,20 @@ def test_a_merge_takes_a_scale_that_holds_the_sum(peft) -> None:
 
 @pytest.mark.extra("peft")
 def test_adapters_of_an_embedding_in_codes(peft) -> None:
-    model = made("fp8", embeddings="E4M3")
+    model = quantized_net("fp8", embeddings="E4M3")
     wrapped = adapted(peft, "LoRA", model, "emb")
-    before = model.emb.weight.dequantize()
+    old_values = model.emb.weight.dequantize()
     with pytest.warns(UserWarning, match=MERGED):
         merged = wrapped.merge_and_unload()
     assert isinstance(merged.emb.weight, fm.FP8Parameter)
-    assert not torch.equal(merged.emb.weight.dequantize(), before)
+    assert not torch.equal(merged.emb.weight.dequantize(), old_values)
 
 
 @pytest.mark.extra("peft")
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoded_merged_and_quantised(kind, storage, peft) -> None:
-    decoded = dequantize_model(adapted(peft, kind, made(storage)).eval())
+    decoded = dequantize_model(adapted(peft, kind, quantized_net(storage)).eval())
     expected = decoded(torch.arange(16))
     merged = decoded.merge_and_unload()
     torch.testing.assert_close(merged(torch.arange(16)), expected)
@@ -161,11 +161,11 @@ def quantized(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
     names = r"fc\.lora_A\.default, fc\.lora_B\.default, head\.lora_A\.default and 1 more"
-    with pytest.warns(UserWarning, match=names) as said:
+    with pytest.warns(UserWarning, match=names) as record:
         model = quantize_model(injected(peft), formats, storage=storage)
-    assert len(said) == 1
-    assert said[0].filename == __file__
-    assert "\n" not in str(said[0].message)
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    assert "\n" not in str(record[0].message)
     assert quantized(model) == {"fc.base_layer", "head.base_layer"}
     for left in ({"base_layer": "E2M5"}, {"*": "E2M5", "lora_*": "none"}):  # by a pattern: no word
         assert quantized(quantize_model(injected(peft), left, storage=storage)) == quantized(model)
@@ -193,15 +193,15 @@ def test_an_adapter_of_zeros_that_is_asked_for_learns(peft) -> None:
 
 
 def test_what_is_assigned_is_rounded(tmp_path) -> None:
-    torch.save(made("grid"), tmp_path / "model.pt")
-    assigned = made("grid")
-    assigned.load_state_dict(made("grid").state_dict(), assign=True)
+    torch.save(quantized_net("grid"), tmp_path / "model.pt")
+    assigned = quantized_net("grid")
+    assigned.load_state_dict(quantized_net("grid").state_dict(), assign=True)
     others = (
-        copy.deepcopy(made("grid")),
+        copy.deepcopy(quantized_net("grid")),
         torch.load(tmp_path / "model.pt", weights_only=False),
         assigned,
     )
-    for layer in (made("grid").fc, *(model.fc for model in others)):
+    for layer in (quantized_net("grid").fc, *(model.fc for model in others)):
         with pytest.warns(UserWarning, match=MERGED):
             layer.weight.data = layer.weight.data * 1.01
         with pytest.warns(UserWarning, match=MERGED):
@@ -223,7 +223,7 @@ def test_what_is_assigned_is_rounded(tmp_path) -> None:
 )
 def test_weights_off_the_grid_are_not_saved_without_a_word(write) -> None:
     """An operator in place can't be seen; what is saved is looked at."""
-    layer = made("grid").fc
+    layer = quantized_net("grid").fc
     with torch.no_grad():
         eval(write, {"weight": layer.weight, "nn": nn})
     for saved in (layer.state_dict, layer.weight_codes):
@@ -232,12 +232,12 @@ def test_weights_off_the_grid_are_not_saved_without_a_word(write) -> None:
 
 
 def test_what_is_computed_from_points_is_nobody_s_grid() -> None:
-    layer = parametrizations.spectral_norm(made("grid").fc)
+    layer = parametrizations.spectral_norm(quantized_net("grid").fc)
     layer.state_dict()
     parametrize.remove_parametrizations(layer, "weight")
     with pytest.warns(UserWarning, match=OFF):
         layer.state_dict()
-    pruned = made("grid").fc
+    pruned = quantized_net("grid").fc
     prune.l1_unstructured(pruned, "weight", 0.5)
     pruned.state_dict()
     prune.remove(pruned, "weight")

@@ -136,7 +136,7 @@ def orders(net, known) -> tuple[list[str], list[str]]:
 def test_parameters_and_state_keep_their_order(storage, tied) -> None:
     """Optimizers' states, averages and communication go by order."""
 
-    def made() -> nn.Sequential:
+    def make_net() -> nn.Sequential:
         net = nn.Sequential(
             nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
         )
@@ -153,7 +153,7 @@ def test_parameters_and_state_keep_their_order(storage, tied) -> None:
             net[4].weight = net[0].weight
         return net
 
-    net = made()
+    net = make_net()
     known = set(net.state_dict())
     expected = orders(net, known)
     net = quantize_model(
@@ -196,7 +196,7 @@ def pruned(layer: nn.Module) -> None:
 
 
 #: what is done to a layer, what is said, and how it is taken back
-DONE = {
+CHANGES = {
     "pruned": (pruned, r"prune\.remove\(layer, 'weight'\)", lambda m: prune.remove(m, "weight")),
     "weight_norm": (nn.utils.weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
     "spectral_norm": (
@@ -226,10 +226,10 @@ DONE = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
-@pytest.mark.parametrize("done", DONE)
+@pytest.mark.parametrize("change", CHANGES)
 @storages
-def test_layers_that_something_was_done_to(storage, done) -> None:
-    do, message, undo = DONE[done]
+def test_layers_that_something_was_done_to(storage, change) -> None:
+    do, message, undo = CHANGES[change]
     net = model()
     do(net[1])
     state = [(name, id(x)) for name, x in net.named_parameters()]
@@ -240,8 +240,8 @@ def test_layers_that_something_was_done_to(storage, done) -> None:
     kind = type(net[1])
     quantize_model(net, {"*": "E4M3"}, storage)
     assert [type(layer) for layer in net] == [QuantizedLinear, kind]
-    (left,) = quantization_report(net).left
-    assert message.partition("(")[0].replace("\\", "") in left.detail
+    (skipped,) = quantization_report(net).left
+    assert message.partition("(")[0].replace("\\", "") in skipped.detail
     undo(net[1])
     quantize_model(net, {"0": "none", "1": "E4M3"}, storage)
     assert type(net[1]) is QuantizedLinear
@@ -294,10 +294,10 @@ def test_a_weight_that_is_computed_later_is_not_exported(compute, storage) -> No
 @STORAGES
 def test_a_bias_that_is_computed_later_is_added(storage) -> None:
     net = quantize_model(nn.Linear(8, 8), "E4M3", storage)
-    before = net(X)
+    old_output = net(X)
     bias = net.bias.detach().clone()
     halved(net, "bias")
-    torch.testing.assert_close(net(X), before - bias / 2)
+    torch.testing.assert_close(net(X), old_output - bias / 2)
 
 
 class Experts(nn.Module):
@@ -327,12 +327,12 @@ def test_modules_that_hold_parameters_transposed_are_copied(twin, names, monkeyp
     net = nn.Sequential(Experts())
     expected = net(X)
     turn(net, names)
-    other = twin(net)
-    assert turned_names(other) == names
-    assert torch.equal(other(X), expected)
-    turn_back(other)
-    assert type(other[0]) is Experts
-    assert torch.equal(other(X), expected)
+    copied = twin(net)
+    assert turned_names(copied) == names
+    assert torch.equal(copied(X), expected)
+    turn_back(copied)
+    assert type(copied[0]) is Experts
+    assert torch.equal(copied(X), expected)
 
 
 def saved(net: nn.Module) -> io.BytesIO:

@@ -56,9 +56,9 @@ def test_zeros_keep_the_scale() -> None:
 def test_an_orthogonal_matrix_takes_the_scale_that_suits_it(size, stays) -> None:
     torch.manual_seed(0)
     p = fm.FP8Parameter(torch.randn(64, 64) * size, "E4M3", granularity="tensor", seed=0)
-    before = p.scale.clone()
+    old_scale = p.scale.clone()
     nn.init.orthogonal_(p)
-    assert torch.equal(p.scale, before) is stays
+    assert torch.equal(p.scale, old_scale) is stays
     values = p.dequantize()
     assert (values @ values.T - torch.eye(64)).abs().max() < 0.08
 
@@ -106,7 +106,7 @@ def test_what_arithmetic_loses_is_warned_of(write) -> None:
         write(p)
 
 
-def made(storage, *, bias=True, **options):
+def quantized_layer(storage, *, bias=True, **options):
     gradient = {"format": "E5M2", "rounding": "stochastic"}
     spec = fm.LayerSpec(
         "E4M3", activation={"format": "E5M2", "policy": "delayed"}, gradient=gradient
@@ -122,9 +122,9 @@ def test_a_layer_begins_anew(bare, storage) -> None:
     """
     options = {"keep_remainder": storage == "fp8"}
     torch.manual_seed(1)
-    expected = made(storage, bias=bare, **options)
+    expected = quantized_layer(storage, bias=bare, **options)
     with torch.device("meta" if bare else "cpu"):
-        layer = made(storage, bias=bare, **options)
+        layer = quantized_layer(storage, bias=bare, **options)
     if bare:
         layer.to_empty(device="cpu")
         for tensor in (*layer.parameters(), *layer.buffers()):
@@ -187,19 +187,19 @@ def test_it_computes_what_fake_quantisation_by_hand_does(gpt, storage) -> None:
 @storages
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_of_every_kind(gpt, storage, assign) -> None:
-    model, other = quantized(gpt, storage), quantized(gpt, storage, seed=1)
+    model, loaded = quantized(gpt, storage), quantized(gpt, storage, seed=1)
     with torch.no_grad():
-        for layer in convs(other).values():
+        for layer in convs(loaded).values():
             layer.weight.mul_(0.5)
     state = model.state_dict()
     assert set(gpt.state_dict()) <= set(state)
-    other.load_state_dict(through_disk(state), assign=assign)
-    assert torch.equal(logits(other), logits(model))
+    loaded.load_state_dict(through_disk(state), assign=assign)
+    assert torch.equal(logits(loaded), logits(model))
     if storage != "grid":  # whose scales are part of its state
-        other, parts = quantized(gpt, storage), ("_scale", "_counter", "_traits")
-        rest = {name: x for name, x in other.state_dict().items() if not name.endswith(parts)}
-        other.load_state_dict({**rest, **through_disk(gpt.state_dict())}, assign=assign)
-        assert torch.equal(logits(other), logits(model))
+        loaded, parts = quantized(gpt, storage), ("_scale", "_counter", "_traits")
+        rest = {name: x for name, x in loaded.state_dict().items() if not name.endswith(parts)}
+        loaded.load_state_dict({**rest, **through_disk(gpt.state_dict())}, assign=assign)
+        assert torch.equal(logits(loaded), logits(model))
     if storage != "fp8":
         floats = copy.deepcopy(gpt)
         floats.load_state_dict({name: state[name] for name in gpt.state_dict()}, assign=assign)

@@ -121,23 +121,23 @@ def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
     """
     layer = layer_of(LayerSpec(**{operand: {"format": "E4M3", "rounding": "stochastic"}}))
     exact = layer.weight.detach() if operand == "weight" else X
-    total, seen = torch.zeros_like(exact), set()
+    total, sums = torch.zeros_like(exact), set()
     for _ in range(300):
         weight, y = layer.quantized_weight().detach(), layer(X).detach()
         values = weight if operand == "weight" else layer.quantized_input(X)
         assert torch.equal(y, F.linear(layer.quantized_input(X), weight, layer.bias))
         total += values
-        seen.add(values.sum().item())
+        sums.add(values.sum().item())
     spacing = (
         fake_quantize(exact, "E4M3", granularity="channel" if operand == "weight" else "tensor")
         - exact
     )
-    assert len(seen) > 200
+    assert len(sums) > 200
     assert (total / 300 - exact).abs().mean() < 0.2 * spacing.abs().mean()
-    before = int(layer.draws)
+    passes = int(layer.draws)
     layer.eval()
     assert torch.equal(layer(X), layer(X))
-    assert int(layer.draws) == before == 300
+    assert int(layer.draws) == passes == 300
 
 
 @pytest.mark.parametrize("operand", BACKWARD)
@@ -163,15 +163,17 @@ def test_draws_are_a_function_of_seed_and_pass() -> None:
     others.
     """
     spec = LayerSpec("E4M3", gradient="E5M2", rounding="stochastic")
-    layer, other = layer_of(spec, seed=5), layer_of(spec, seed=6)
+    layer, reseeded = layer_of(spec, seed=5), layer_of(spec, seed=6)
     gradients(layer)
     resumed = layer_of(spec, seed=5)
     resumed.load_state_dict(through_disk(layer.state_dict()))
-    after = [gradients(one)[1] for one in (layer, copy.deepcopy(resumed), resumed)]
-    assert not torch.equal(after[0], gradients(copy.deepcopy(resumed))[1])  # a pass further
-    assert torch.equal(after[0], after[1])
-    assert torch.equal(after[0], after[2])
-    assert not torch.equal(gradients(other)[1], after[0])
+    weight_gradients = [gradients(one)[1] for one in (layer, copy.deepcopy(resumed), resumed)]
+    assert not torch.equal(
+        weight_gradients[0], gradients(copy.deepcopy(resumed))[1]
+    )  # a pass further
+    assert torch.equal(weight_gradients[0], weight_gradients[1])
+    assert torch.equal(weight_gradients[0], weight_gradients[2])
+    assert not torch.equal(gradients(reseeded)[1], weight_gradients[0])
 
 
 def test_one_models_layers_draw_apart() -> None:
@@ -235,7 +237,7 @@ def test_looking_at_a_layer_changes_nothing() -> None:
     )
     layer = layer_of(spec)
     layer(X)
-    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    old_state = {name: t.clone() for name, t in layer.state_dict().items()}
     (
         layer.weight_scale(),
         layer.quantized_weight(),
@@ -243,7 +245,7 @@ def test_looking_at_a_layer_changes_nothing() -> None:
         layer.quantized_input(X),
         repr(layer),
     )
-    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+    assert all(torch.equal(t, old_state[name]) for name, t in layer.state_dict().items())
 
 
 def test_a_scale_that_is_given_saturates() -> None:

@@ -11,8 +11,8 @@ from refused import check_refused
 from surgery_models import Model
 from tensor_cases import Net, parameter
 from test_in_place import Language, seeded
-from test_loading import bare, made
-from test_plain_state import made as plain
+from test_loading import bare, valued_model
+from test_plain_state import quantized_net as plain
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -39,9 +39,9 @@ def described(**changes) -> dict[str, str]:
     }
 
 
-def state(of, **changes) -> dict[str, Tensor]:
+def state(model, **changes) -> dict[str, Tensor]:
     """A state with changes of the parts of its first weight; what is None is left out."""
-    changed = of.state_dict() | {f"0.weight{part}": x for part, x in changes.items()}
+    changed = model.state_dict() | {f"0.weight{part}": x for part, x in changes.items()}
     return {name: x for name, x in changed.items() if x is not None}
 
 
@@ -84,15 +84,15 @@ SUBJECTS = {
     ),
     "bare": bare,
     "buffered": two_buffers,
-    "valued": made,
+    "valued": valued_model,
     "net": lambda: Net("E5M2"),
     "inputs": lambda: fm.quantize_model(nn.Linear(8, 4), fm.LayerSpec(activation="E4M3")),
     "exported": lambda: fm.quantize_model(
         nn.Sequential(nn.Linear(8, 8)), "E4M3", "fp8", granularity="square"
     ),
 }
-MORE = {"described": described, "state": state, "parameter": parameter, "Net": Net}
-MORE["of"] = lambda fmt, storage: fm.quantize_model(Model(), fmt, storage)
+HELPERS = {"described": described, "state": state, "parameter": parameter, "Net": Net}
+HELPERS["of"] = lambda fmt, storage: fm.quantize_model(Model(), fmt, storage)
 SIZES = {
     name: (m.in_features, m.out_features)
     for name, m in Model().named_modules()
@@ -224,12 +224,12 @@ OPTIONS = {
     "storage='grid', keep_remainder=True": "ValueError: keep_remainder=True needs storage='fp8'",
 }
 REFUSED |= {
-    **{f"LayerSpec({given})": said for given, said in SPECS.items()},
-    **{f"quantize_model(model, 'E4M3', {given})": said for given, said in OPTIONS.items()},
+    **{f"LayerSpec({options})": words for options, words in SPECS.items()},
+    **{f"quantize_model(model, 'E4M3', {options})": words for options, words in OPTIONS.items()},
     **{
-        f"{call}, '{storage}')": f"ValueError: {said}"
+        f"{call}, '{storage}')": f"ValueError: {words}"
         for storage in ("master", "grid", "fp8")
-        for call, said in {
+        for call, words in {
             "quantize_model(unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
             "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & "
             "give embeddings= the layer's format & tied='untie' & tied='leave'",
@@ -253,12 +253,12 @@ REFUSED |= {
     "averaged_model(linear, use_buffers=True)": "ValueError: use_buffers=True",
     # draws
     **{
-        f"{call}, {given})": f"ValueError: {said}"
+        f"{call}, {options})": f"ValueError: {words}"
         for call in (
             *(f"quantize_model(linear, {formats}" for formats in ("'E4M3'", "{'*': 'none'}")),
             "QuantizedLinear(linear, LayerSpec('E4M3')",
         )
-        for given, said in {
+        for options, words in {
             "storage='fp8', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
             "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid'",
             "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not "
@@ -267,8 +267,8 @@ REFUSED |= {
     },
     # parameters and embeddings
     **{
-        f"quantize_model(language, 'E4M3', 'fp8', {given})": said
-        for given, said in {
+        f"quantize_model(language, 'E4M3', 'fp8', {options})": words
+        for options, words in {
             "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters "
             "& 'experts'",
             "parameters={'inner': 'E4M3'}": "ValueError: pattern 'inner' matches none",
@@ -288,8 +288,8 @@ REFUSED |= {
     "'experts.up'",
     # states that are loaded
     **{
-        f"plain.load_state_dict(state(plain, {given}))": f"RuntimeError: {said}"
-        for given, said in {
+        f"plain.load_state_dict(state(plain, {options}))": f"RuntimeError: {words}"
+        for options, words in {
             "_scale=None": "0.weight holds codes & and 0.weight_scale is missing",
             "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale "
             "holds -0.3",
@@ -317,8 +317,8 @@ REFUSED |= {
     "mismatch",
     # files of earlier versions
     **{
-        f"unflatten_state_dict(flat, described({given}))": f"ValueError: {said}"
-        for given, said in {
+        f"unflatten_state_dict(flat, described({options}))": f"ValueError: {words}"
+        for options, words in {
             "format='E9M9'": "'w' can't be put together & E9M9",
             "format=8": "must be a str, not int",
             "block_size=32": "needs (4, 2)",
@@ -331,8 +331,8 @@ REFUSED |= {
     "unflatten_state_dict(flat, {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
     "unflatten_state_dict(flat, {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
     **{
-        f"unflatten_state_dict(flat | {given}, described())": f"ValueError: {said}"
-        for given, said in {
+        f"unflatten_state_dict(flat | {options}, described())": f"ValueError: {words}"
+        for options, words in {
             "{'w': zeros(4, 64)}": "w holds torch.float32, and w_traits says codes",
             "{'w_scale': full((4, 1), -0.3)}": "scale holds -0.3",
             "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
@@ -367,7 +367,7 @@ REFUSED |= {
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call) -> None:
-    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+    check_refused(call, REFUSED[call], SUBJECTS, **HELPERS)
 
 
 @pytest.mark.parametrize("formats", FORMATS)
@@ -398,9 +398,9 @@ def test_codes_of_another_kind_than_the_layers_are_not_assigned(storage, codes, 
     fmt, granularity, shape = codes
     layer = fm.quantize_model(nn.Linear(4, 4), "E4M3", storage)
     weight = layer.weight
-    other = fm.FP8Parameter(torch.ones(shape), fmt, granularity=granularity)
+    unlike_weight = fm.FP8Parameter(torch.ones(shape), fmt, granularity=granularity)
     with pytest.raises(ValueError, match=re.escape(message)):
-        layer.weight = other
+        layer.weight = unlike_weight
     assert layer.weight is weight
 
 

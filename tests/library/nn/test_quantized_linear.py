@@ -53,7 +53,7 @@ def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
     """
     linear = nn.Linear(64, 5, bias=bias)
     linear.weight.data = normal(5, 64, std=0.1)
-    before = linear.weight.detach().clone()
+    floats = linear.weight.detach().clone()
     layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "grid", headroom=16.0)
     scale, fmt = layer.weight_scale(), fm.FloatFormat.from_string(name)
     assert isinstance(layer.weight, geoopt.ManifoldParameter)
@@ -61,9 +61,9 @@ def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
     assert on_grid(layer.weight)
     assert scale.shape == ((5, 1) if granularity == "channel" else ())
     assert (torch.frexp(scale).mantissa == 0.5).all()
-    amax = before.abs().amax(1, keepdim=True) if granularity == "channel" else before.abs().amax()
+    amax = floats.abs().amax(1, keepdim=True) if granularity == "channel" else floats.abs().amax()
     assert (16 * amax <= scale * fmt.max).all()
-    assert ((layer.weight - before).abs() <= fm.ulp(before / scale, fmt) * scale / 2).all()
+    assert ((layer.weight - floats).abs() <= fm.ulp(floats / scale, fmt) * scale / 2).all()
     x = normal(3, 64)
     assert torch.equal(
         layer(x), F.linear(x, layer.weight.detach().as_subclass(Tensor), linear.bias)
@@ -178,11 +178,12 @@ def test_gradients_flow_to_what_they_did_before(storage) -> None:
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
 def test_options_reach_the_weights(storage) -> None:
     options = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
-    model, other = (
+    model, reseeded = (
         quantize_model(Model(), "E4M3", storage, seed=seed, **options) for seed in (3, 4)
     )
     seeds = [
-        {int(layer.weight.manifold.seed_word) for layer in layers(each)} for each in (model, other)
+        {int(layer.weight.manifold.seed_word) for layer in layers(each)}
+        for each in (model, reseeded)
     ]
     assert [len(each) for each in seeds] == [49, 49]
     assert not seeds[0] & seeds[1]

@@ -29,12 +29,12 @@ def net(spec: LayerSpec) -> nn.Module:
 
 @ways
 def test_a_pass_that_remembers_nothing_is_repeated(reentrant) -> None:
-    found = []
+    states = []
     for run in (lambda model, x: model(x), partial(checkpoint, use_reentrant=reentrant)):
         model = net(LayerSpec("E4M3", activation="E4M3"))
         run(model, normal(3, 8).requires_grad_()).square().sum().backward()
-        found.append(frozen((model.state_dict(), [p.grad for p in model.parameters()])))
-    assert found[0] == found[1]
+        states.append(frozen((model.state_dict(), [p.grad for p in model.parameters()])))
+    assert states[0] == states[1]
 
 
 @ways
@@ -101,16 +101,16 @@ def without_fused_operators():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, padding) -> None:
     stored = "fp8" if storage == "bare" else storage
-    made = quantize_model(
+    quantized = quantize_model(
         encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored
     )
-    for model in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+    for model in (quantized, copy.deepcopy(quantized), pickle.loads(pickle.dumps(quantized))):
         with mode():
-            seen = model(X, src_key_padding_mask=padding)
+            output = model(X, src_key_padding_mask=padding)
             with without_fused_operators():
                 expected = model(X, src_key_padding_mask=padding)
         tokens = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
-        torch.testing.assert_close(seen[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -158,14 +158,20 @@ def test_what_an_operand_leaves_out_is_the_layers_and_its_own_options_come_first
     assert activation == OperandSpec("E4M3", "tensor", "delayed", 20, "nearest", ste="clipped")
     for name in BACKWARD:
         assert spec.operand(name) == OperandSpec("E5M2", "tensor", "delayed", 20, "stochastic")
-    own = {
+    operand_options = {
         "format": "E3M4",
         "granularity": "channel",
         "policy": "dynamic",
         "rounding": "stochastic",
         "ste": "relu",
     }
-    spec = LayerSpec("E4M3", own, "tensor", "static", gradient={"activation": own | {"ste": None}})
+    spec = LayerSpec(
+        "E4M3",
+        operand_options,
+        "tensor",
+        "static",
+        gradient={"activation": operand_options | {"ste": None}},
+    )
     assert spec.operand("activation") == OperandSpec(
         "E3M4", "channel", "dynamic", None, "stochastic", ste="relu"
     )

@@ -55,15 +55,15 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize(("names", "taken"), MIXTURES.values(), ids=MIXTURES)
-def test_routers_stay_in_float_unless_a_pattern_names_them(names, taken) -> None:
+@pytest.mark.parametrize(("names", "linear_count"), MIXTURES.values(), ids=MIXTURES)
+def test_routers_stay_in_float_unless_a_pattern_names_them(names, linear_count) -> None:
     model = quantize_model(Mixture(*names), "E4M3")
-    assert [*formats_of(model)] == [f"mlp.{name}" for name in names[:taken]]
+    assert [*formats_of(model)] == [f"mlp.{name}" for name in names[:linear_count]]
     layers = {f"mlp.{name}": (8, 8) for name in names}
     assert check_formats("E4M3", layers).keys() == formats_of(model).keys()
-    left = {layer.name: layer.detail for layer in quantization_report(model).left}
-    assert left.keys() == {f"mlp.{name}" for name in names[taken:]}
-    assert all(why.startswith("a router: only a pattern that names it") for why in left.values())
+    details = {layer.name: layer.detail for layer in quantization_report(model).left}
+    assert details.keys() == {f"mlp.{name}" for name in names[linear_count:]}
+    assert all(why.startswith("a router: only a pattern that names it") for why in details.values())
     part = names[-1].split(".")[0]
     named = quantize_model(Mixture(*names), {"*": "E4M3", part: "E5M2"})
     assert formats_of(named)[f"mlp.{names[-1]}"] == "E5M2"
@@ -211,11 +211,11 @@ def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> Non
         with pytest.raises(ValueError, match=re.escape(str(error))):
             check_formats(formats, sizes, storage, tied=tied, shared=shared)
         return
-    found = check_formats(formats, sizes, storage, tied=tied, shared=shared)
-    assert found == {
+    specs = check_formats(formats, sizes, storage, tied=tied, shared=shared)
+    assert specs == {
         name: m.spec for name, m in model.named_modules() if isinstance(m, QuantizedLinear)
     }
-    again = quantize_model(Model(tied=True), found, storage, tied=tied)
+    again = quantize_model(Model(tied=True), specs, storage, tied=tied)
     assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import everyone, frozen, normal, with_factors
-from paths import PATHS, as_on_a_card, by
+from paths import PATHS, as_on_a_card, on_path
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -60,7 +60,7 @@ def make(
         parameters.insert(0, with_factors(p, factors))
     cls, defaults = KINDS[kind]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": defaults["lr"] / 2}]
-    optimizer = by(path, cls(groups, **{"refresh_every": 1000, **defaults, **options}))
+    optimizer = on_path(path, cls(groups, **{"refresh_every": 1000, **defaults, **options}))
     optimizer.keeps_plan = keeps
     return optimizer
 
@@ -250,7 +250,7 @@ OF_ADAMW = {
     "the option stiffness": "groups[0]['stiffness'] = 1.0",
 }
 #: Statements after which the steady plan can be used: what they change is read in every step.
-READ = {
+READERS = {
     "lr": "for group in groups: group['lr'] *= 0.7",
     "lr, a tensor": "groups[0]['lr'] = torch.tensor(1e-4)",
     "gradients elsewhere": "for q in p: q.grad = q.grad.clone()",
@@ -286,20 +286,20 @@ def apply_edit(edit, optimizer):
 
 def edits_and_kinds():
     """Yield every edit with AdamW, and most of them with one more of KINDS, in turn."""
-    for edit in [*EDITS, *OF_ADAMW, *READ]:
+    for edit in [*EDITS, *OF_ADAMW, *READERS]:
         yield edit, "adamw"
-    for i, edit in enumerate(EDITS | READ):
+    for i, edit in enumerate(EDITS | READERS):
         kind = [*KINDS][i % len(KINDS)]
         if kind != "adamw":
             yield edit, kind
 
 
-def assert_equal_steps(optimizer, forgetful, steps, *, edit="", at=-1, bad_at=-1):
+def assert_equal_steps(optimizer, forgetful, steps, *, edit="", edited_step=-1, bad_at=-1):
     """Step both and compare them after every step; one forgets everything in between."""
     for t in range(steps):
         for stepping in (optimizer, forgetful):
             put_gradients(stepping, t, torch.nan if t == bad_at else None)
-            if t == at:
+            if t == edited_step:
                 apply_edit(edit, stepping)
             if stepping is forgetful:
                 forget(forgetful)
@@ -314,20 +314,24 @@ def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path):
     # Roots of numbers below 0 have no definition: there both go by one path.
     plain = path if edit == "moments under other names" else "eager"
     optimizer, forgetful = make(kind, path=path), make(kind, path=plain, keeps=False)
-    assert_equal_steps(optimizer, forgetful, 8, edit=(EDITS | OF_ADAMW | READ)[edit], at=4)
+    assert_equal_steps(
+        optimizer, forgetful, 8, edit=(EDITS | OF_ADAMW | READERS)[edit], edited_step=4
+    )
     skips = edit in ("a gradient that is not finite", "a gradient too large")
     assert optimizer.skipped_steps == skips
 
 
-@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *READ])
+@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *READERS])
 def test_an_edit_drops_the_steady_plan_or_is_read(edit, served):
     optimizer = make()
     take_steps(optimizer, 4)
     put_gradients(optimizer, 4)
-    apply_edit((EDITS | OF_ADAMW | READ)[edit], optimizer)
+    apply_edit((EDITS | OF_ADAMW | READERS)[edit], optimizer)
     optimizer.step()
     # A dropped plan is refused when it is looked up, or is not there to be looked up.
-    assert served in ([[True, True, True]] if edit in READ else [[True, True, False], [True, True]])
+    assert served in (
+        [[True, True, True]] if edit in READERS else [[True, True, False], [True, True]]
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -338,10 +342,12 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_steady_plan(edit, path):
     take_steps(optimizer, 4)
     put_gradients(optimizer, 4)
     apply_edit(statement, optimizer)
-    before = frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)])
+    old_state = frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)])
     with pytest.raises(ValueError, match=message):
         optimizer.step()
-    assert frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == before
+    assert (
+        frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == old_state
+    )
 
 
 PERIODS = {
@@ -361,11 +367,11 @@ def test_what_is_due_is_done(options, path):
 def test_a_steady_step_raises_under_on_nonfinite_raise():
     optimizer = make(on_nonfinite="raise")
     take_steps(optimizer, 3)
-    before = bits(optimizer)
+    old_bits = bits(optimizer)
     put_gradients(optimizer, 3, torch.nan)
     with pytest.raises(FloatingPointError, match="is not finite"):
         optimizer.step()
-    assert bits(optimizer) == before
+    assert bits(optimizer) == old_bits
 
 
 @pytest.mark.parametrize("moves", [True, False])

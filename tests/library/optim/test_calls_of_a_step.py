@@ -106,8 +106,8 @@ def counted():
     is alive.
     """
     command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    rows = json.loads(done.stdout)
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = json.loads(process.stdout)
     return {name: Budget(**row) for name, row in rows.items()}
 
 

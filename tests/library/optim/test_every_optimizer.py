@@ -84,14 +84,14 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
 
     Both zeros and the smallest code are among the codes.
     """
-    weights, before, residuals_before = [], [], []
+    weights, old_bits, residuals_before = [], [], []
     for granularity, factors in itertools.product(STORED_GRANULARITIES, (False, True)):
         p = stored_weight(
             "E4M3", (130, 160), granularity=granularity, factors=factors, keep_remainder=False
         )
         p.codes[0, :3] = torch.tensor([0, 0x80, 1], dtype=torch.uint8)
         weights.append(p)
-        before += [bits_of(p.codes), bits_of(p.kept_scale)]
+        old_bits += [bits_of(p.codes), bits_of(p.kept_scale)]
     optimizer = make(name, weights, writeback=writeback, weight_decay=0.0, refresh_every=2)
     for step in range(4):
         for p in weights:
@@ -103,7 +103,7 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
                 x.copy_(normal(*x.shape, seed=1, std=40.0).clamp(-128, 127))
             residuals_before = [bits_of(x) for x in residuals]
     assert [bits_of(x) for x in residuals] == residuals_before
-    assert [bits_of(x) for p in weights for x in (p.codes, p.kept_scale)] == before
+    assert [bits_of(x) for p in weights for x in (p.codes, p.kept_scale)] == old_bits
 
 
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
@@ -117,7 +117,7 @@ def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name):
     x = grid[off.argmax()].expand(1000, 100).clone()
     x[0, :2] = torch.tensor([0.0, -0.0])
     weights = [
-        cases.on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x),
+        cases.manifold_parameter(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x),
         cases.free_weight(normal(40, 25), "E4M3", 0.3),
     ]
     wrapped = name == "StiffnessWrapper"
@@ -125,16 +125,19 @@ def test_what_a_zero_gradient_leaves_on_a_grid_is_the_same_to_the_bit(name):
         StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0) if wrapped else None
     )
     optimizer = optimizer or make(name, weights, writeback="stochastic", weight_decay=0.0)
-    before = values(weights)
+    old_values = values(weights)
     for _ in range(4):
         for weight in weights:
             weight.grad = torch.zeros(weight.shape)
         optimizer.step()
-    assert same_bits(before, values(weights))
+    assert same_bits(old_values, values(weights))
 
 
 def equal_weights(count):
-    return [cases.on(fm.FP8Manifold("E4M3"), torch.full((4000,), 0.8125)) for _ in range(count)]
+    return [
+        cases.manifold_parameter(fm.FP8Manifold("E4M3"), torch.full((4000,), 0.8125))
+        for _ in range(count)
+    ]
 
 
 def step_equally(optimizer, weights, steps):
@@ -306,7 +309,7 @@ def test_a_valid_combination_learns(name, writeback, moments):
             p.grad = cases.value_of(p) - target if p.requires_grad else None
         gradients = [(p.grad, bits_of(p.grad)) for p in parameters if p.grad is not None]
         optimizer.step()
-        assert all(bits_of(gradient) == before for gradient, before in gradients)
+        assert all(bits_of(gradient) == old_bits for gradient, old_bits in gradients)
     shares = [b / a for a, b in zip(start, distances(parameters, targets), strict=True)]
     share_of = dict(zip([kind for kind, p in kinds.items() if moves(p)], shares, strict=True))
     # To nearest a weight may stall, where steps are shorter than half an ULP: the other
@@ -367,8 +370,8 @@ def test_the_state_is_what_moments_and_write_back_say(name, writeback, moments):
             expected["residual"] = torch.int8
         assert {k: v.dtype for k, v in elementwise.items()} == expected, kind
         assert {v.numel() for v in elementwise.values()} == {p.numel()}, kind
-        most = max(p.numel() // 32, p.shape[0] if p.dim() else 1)
-        assert all(v.dtype == torch.float32 and v.numel() <= most for v in bounds)
+        largest = max(p.numel() // 32, p.shape[0] if p.dim() else 1)
+        assert all(v.dtype == torch.float32 and v.numel() <= largest for v in bounds)
         assert len(bounds) == (len(averages) if stored == "8bit" else 0), kind
         assert bool(metric) == (name == "FisherNaturalGradient" and is_layer(p)), kind
         assert len(repr(numbers)) < 400, kind
@@ -473,12 +476,15 @@ def test_a_step_is_left_out_as_a_whole(name, writeback, moments):
         for count, (kind, value) in enumerate(bad.items(), 1):
             put_gradients(kinds.values(), t, 0.1)
             kinds[kind].grad.view(-1)[0] = value
-            before = snapshot(optimizer)
+            old_state = snapshot(optimizer)
             optimizer.step()
             assert optimizer.skipped_steps == count + t * len(bad)
             assert optimizer.skipped_in_row == count
-            before["state"] |= {"skipped_steps": optimizer.skipped_steps, "skipped_in_row": count}
-            assert snapshot(optimizer) == before, kind
+            old_state["state"] |= {
+                "skipped_steps": optimizer.skipped_steps,
+                "skipped_in_row": count,
+            }
+            assert snapshot(optimizer) == old_state, kind
         take_steps((optimizer, untroubled), (kinds.values(), twins.values()), range(t, t + 1), 0.1)
         assert same_bits(values(kinds.values()), values(twins.values()))
 
@@ -514,10 +520,10 @@ def test_one_group_that_raises_is_enough(name, place):
     kinds["fp8 tensor"].grad[0, 0] = math.nan
     optimizer.step()
     kinds["fp8 channel"].grad[4, 32] = math.nan
-    before = snapshot(optimizer)
+    old_state = snapshot(optimizer)
     with pytest.raises(FloatingPointError, match=r"\(5, 33\)"):
         optimizer.step()
-    assert snapshot(optimizer) == before
+    assert snapshot(optimizer) == old_state
     assert optimizer.skipped_steps == 1
 
 
@@ -541,7 +547,7 @@ def test_a_code_gradient_whose_square_overflows_does_not_stick(name):
 
     The weight moves again afterwards.
     """
-    p = cases.on(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
+    p = cases.manifold_parameter(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
     optimizer = make(name, [p], lr=0.5, **({"momentum": 0.0} if name == "RiemannianSGD" else {}))
     for t in range(60):
         cases.step_from(optimizer, p, torch.full((4,), 3e17 if t == 3 else 1e-4))
@@ -561,7 +567,9 @@ def assert_finite_state(optimizer):
 def test_a_run_that_diverges_stays_finite(name, fmt):
     """Far too long steps end in codes of numbers, in formats of few and of many binades."""
     p = fm.FP8Parameter(normal(6, 7, std=0.1), fmt, headroom=1.0)
-    q = cases.on(fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1))
+    q = cases.manifold_parameter(
+        fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1)
+    )
     optimizer = make(name, [p, q], lr=1e5 * OPTIONS[name]["lr"], refresh_every=2)
     for t in range(6):
         put_gradients([p, q], t, 10.0 ** (3 * t - 3))
@@ -725,8 +733,8 @@ def test_loss_scaling_over_stored_and_ordinary_weights(name):
         assert same_bits(values(pair[0]), values(pair[1]))
     for bad in (math.inf, math.nan):
         backward(pair[0], scaled, 9, bad)
-        before = snapshot(scaled)
+        old_state = snapshot(scaled)
         scaler.step(scaled)
         scaler.update()
-        assert snapshot(scaled) == before
+        assert snapshot(scaled) == old_state
     assert scaler.get_scale() == 2.0**12

@@ -539,12 +539,12 @@ def test_a_scheduler_divides_each_learning_rate_once(name, origin):
         for group in saved["param_groups"]:
             group["lr"] = saved["param_groups"][0]["lr"]
         optimizer.load_state_dict(through_disk(saved))
-    before = [float(group["lr"]) for group in optimizer.param_groups]
-    assert len(before) > 1
+    old_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    assert len(old_rates) > 1
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     for _ in range(3):
         schedule.step(1.0)
-    assert [float(group["lr"]) for group in optimizer.param_groups] == [lr / 4 for lr in before]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [lr / 4 for lr in old_rates]
 
 
 def test_the_tensor_of_a_single_group_stays_the_users():

@@ -125,12 +125,12 @@ def test_direction_averages_and_decays():
     optimizer = optimizer_of(model, lr=0.01, momentum=0.75, weight_decay=0.5)
     weight, buffer = model.head.weight, torch.zeros(5, 12)
     for step in range(1, 5):
-        before = values([weight])[0]
+        old_values = values([weight])[0]
         train(model, optimizer, 1, step)
         buffer_before, buffer = buffer, optimizer.state[weight]["momentum_buffer"].clone()
         direction = (buffer - 0.75 * buffer_before) / 0.25
         assert direction.square().mean().sqrt().item() == pytest.approx(1.0, rel=1e-4)
-        expected = before * (1 - 0.005) - 0.01 / (1 - 0.75**step) * buffer
+        expected = old_values * (1 - 0.005) - 0.01 / (1 - 0.75**step) * buffer
         torch.testing.assert_close(values([weight])[0], expected)
 
 
@@ -242,25 +242,25 @@ def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
         model, [(torch.tensor([[1, 2]]), None)], representation=representation, damping=0.0
     )
     put_gradients(model)
-    before = snapshot(optimizer)
+    old_state = snapshot(optimizer)
     with pytest.warns(
         RuntimeWarning, match=r"skipped a step: layer 'h.*not positive definite.*raise damping"
     ):
         optimizer.step()
-    after = snapshot(optimizer)
+    new_state = snapshot(optimizer)
     assert optimizer.skipped_steps == 1
-    after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
-    assert after == before
+    new_state["state"]["skipped_steps"] = new_state["state"]["skipped_in_row"] = 0
+    assert new_state == old_state
     for group in optimizer.param_groups:
         group["on_nonfinite"] = "raise"
     with pytest.raises(FloatingPointError, match="not positive definite"):
         optimizer.step()
-    assert snapshot(optimizer)["parameters"] == before["parameters"]
+    assert snapshot(optimizer)["parameters"] == old_state["parameters"]
     for group in optimizer.param_groups:
         group["damping"] = 0.1
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert snapshot(optimizer)["parameters"] != before["parameters"]
+    assert snapshot(optimizer)["parameters"] != old_state["parameters"]
 
 
 @every_representation
@@ -268,17 +268,17 @@ def test_an_indefinite_metric_leaves_the_step_out_or_raises(representation):
 def test_resume_is_bit_exact_for_every_representation(representation, storage):
     options = {"representation": representation, "refresh": 4, "weight_decay": 0.1}
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
-    model, other = tagger(storage), tagger(storage, seed=1)
+    model, resumed = tagger(storage), tagger(storage, seed=1)
     optimizer = optimizer_of(model, loader, **options)
     train(model, optimizer, 1)
     for step in range(1, 15):
         saved = through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        other.load_state_dict(saved["model"])
-        again = optimizer_of(other, loader, **options)
+        resumed.load_state_dict(saved["model"])
+        again = optimizer_of(resumed, loader, **options)
         again.load_state_dict(saved["optimizer"])
         train(model, optimizer, 1, step)
-        train(other, again, 1, step)
-        assert same_bits(values(model.parameters()), values(other.parameters())), (
+        train(resumed, again, 1, step)
+        assert same_bits(values(model.parameters()), values(resumed.parameters())), (
             f"after step {step}"
         )
         assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
@@ -460,8 +460,8 @@ def test_every_call_of_a_layer_counts(representation):
         def forward(self, x):
             self.calls = []
             for _ in range(2):
-                before, x = x, self.inner(x)
-                self.calls.append((before.detach().clone(), x))
+                layer_input, x = x, self.inner(x)
+                self.calls.append((layer_input.detach().clone(), x))
                 x = F.relu(x)
             return self.head(x)
 
@@ -492,7 +492,7 @@ def test_measuring_leaves_no_trace(representation):
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     model[2].eval()
     model[0].weight.grad = torch.ones(5, 6)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    old_state = {name: value.clone() for name, value in model.state_dict().items()}
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()
     layers = layers_of(model)
     batches = nngeometry.first_batches([normal(20, 6)], 1, seed=0, step=0)
@@ -501,7 +501,7 @@ def test_measuring_leaves_no_trace(representation):
         assert all(name.startswith(nngeometry.METRIC_PREFIXES) for name in metric)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, old_state[name]) for name, value in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(5, 6))
     assert model[3].weight.grad is None
     assert not any(m._forward_hooks for m in model.modules())

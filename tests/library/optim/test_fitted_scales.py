@@ -10,7 +10,7 @@ import pytest
 import torch
 from family_cases import is_valid
 from optimizer_cases import frozen, normal, step_from
-from paths import PATHS, by
+from paths import PATHS, on_path
 from test_step_oracle import OPTIONS, SCALES, follow, scaled, stored
 
 import fp8manifold as fm
@@ -32,7 +32,7 @@ MAKE = {
 }
 #: The share of the targets' variance that may be left after training, whether it began
 #: at zeros or at small random weights.
-LEFT = {"E4M3": 0.005, "E2M5": 0.001, "E1M6": 0.003, "E5M2": 0.02}
+REMAINING_SHARES = {"E4M3": 0.005, "E2M5": 0.001, "E1M6": 0.003, "E5M2": 0.02}
 GRANULARITIES = ("tensor", "channel", "block", "square")
 
 
@@ -55,12 +55,14 @@ def variance_left(p, optimizer, steps=300):
     return float((p.detach() - targets).square().sum() / targets.square().sum())
 
 
-@pytest.mark.parametrize("fmt", LEFT)
+@pytest.mark.parametrize("fmt", REMAINING_SHARES)
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_layer_of_zeros_learns(kind, fmt):
     p = zeros(fmt, (8, 32))
     optimizer = MAKE[kind](p)
-    bound = {"lion": 0.2, "stiff": 5 * LEFT[fmt], "sgd": 2 * LEFT[fmt]}.get(kind, LEFT[fmt])
+    bound = {"lion": 0.2, "stiff": 5 * REMAINING_SHARES[fmt], "sgd": 2 * REMAINING_SHARES[fmt]}.get(
+        kind, REMAINING_SHARES[fmt]
+    )
     assert variance_left(p, optimizer) < bound
     assert optimizer.fitted_scales >= 8
 
@@ -75,7 +77,7 @@ def test_paths_have_the_same_bits(kind, granularity):
     results = []
     for path in PATHS:
         p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=0)
-        optimizer = by(path, MAKE[kind if kind in MAKE else "adamw"](p, **options))
+        optimizer = on_path(path, MAKE[kind if kind in MAKE else "adamw"](p, **options))
         for t in range(5):
             p.grad = normal(160, 160, seed=t) * (0.001 if kind == "sgd" else 1.0)
             p.grad[:4] *= t > 1
@@ -113,22 +115,22 @@ def test_narrowed_scales_are_those_of_the_definition(kind, writeback, factor):
     p = stored("E4M3", scale=SCALES * factor)
     # Sign and mantissa: subnormals and zeros, far below the scale.
     p.codes[2] = p.codes[2] & 0x87
-    before = p.scale.clone()
+    old_scale = p.scale.clone()
     options = OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "refresh_every": 2}
     follow(kind, p, options, steps=3, moved=0.0)
-    assert p.scale[2] <= before[2] / 16
-    assert torch.equal(*(torch.frexp(scale).mantissa for scale in (p.scale, before)))
+    assert p.scale[2] <= old_scale[2] / 16
+    assert torch.equal(*(torch.frexp(scale).mantissa for scale in (p.scale, old_scale)))
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.2345679])
 def test_narrowing_moves_no_weight_and_does_not_flap(factor, caplog):
     p = fm.FP8Parameter(normal(*SHAPE, seed=3) * 1e-3, "E2M5", scale=factor / 64, seed=0)
-    before = p.dequantize()
+    old_values = p.dequantize()
     optimizer = optim.StiffnessAdamW([p], lr=0.0, refresh_every=2)
     with caplog.at_level(logging.INFO, logger="fp8manifold"):
         for _ in range(9):
             step_from(optimizer, p, normal(*SHAPE, seed=4))
-    assert torch.equal(p.dequantize(), before)
+    assert torch.equal(p.dequantize(), old_values)
     assert (p.scale <= factor * 2.0**-10).all()
     assert optimizer.fitted_scales == 4
     assert optimizer.widened_scales == 0

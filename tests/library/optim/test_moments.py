@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal, step_from, stored_weight
-from paths import PATHS, by
+from paths import PATHS, on_path
 from scalar_grid import Codes, exponent_of, f32
 
 import fp8manifold as fm
@@ -126,7 +126,7 @@ SHAPES = ((3, 14, 14), (4, 300, 150), (3, 1301, 1301), (3, 512, 256))
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_codes_and_largest_are_those_of_the_definition(rows, columns, block, path, draws):
     weight = stored_weight(shape=(rows, columns))
-    optimizer = by(
+    optimizer = on_path(
         path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws)
     )
     slow = None

@@ -19,7 +19,7 @@ from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 KINDS = {kind.__name__: kind for kind in cases.CLASSES}
 #: Options that all of them refuse, that those with `betas` do, and those with `momentum`.
 #: Errors are written as `check_refused` reads them.
-EVERY = {
+COMMON = {
     **named(
         "ValueError",
         "lr=-0.1; lr=nan; lr=inf; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5",
@@ -87,7 +87,7 @@ OPTIONS = {
 }
 ALL_OF = {
     kind: {
-        **EVERY,
+        **COMMON,
         **(BETAS if kind in ("StiffnessAdamW", "RiemannianAdam") else {}),
         **(MOMENTUM if kind in ("StiffnessSGD", "RiemannianSGD") else {}),
         **({} if kind.startswith("Riemannian") else WITHOUT_LR),
@@ -179,19 +179,20 @@ FISHER = {
     "refresch=3": "TypeError: unexpected keyword argument 'refresch'",
     "logits=3": "TypeError: logits must be a function",
 }
-OTHERS = {
-    **{f"StiffnessMuon([nn.Parameter(ones([{shape}]))])": said for shape, said in MUON.items()},
+SPECIAL = {
+    **{f"StiffnessMuon([nn.Parameter(ones([{shape}]))])": words for shape, words in MUON.items()},
     "StiffnessMuon([nn.Parameter(ones(2, 3, 4, 5))], matrix_shape='batch')": "ValueError: "
     "matrix_shape",
     "StiffnessMuon.for_model(nn.Linear(2, 3), direction='adam')": "TypeError: leave direction out",
     **{
-        f"StiffnessMuon([nn.Parameter(ones(2, 3))], {given})": said
-        for given, said in MUON_OPTIONS.items()
+        f"StiffnessMuon([nn.Parameter(ones(2, 3))], {arguments})": words
+        for arguments, words in MUON_OPTIONS.items()
     },
     "muon_report(3)": "TypeError: not int",
     "muon_report(tagger(), others=['nothing'])": "ValueError: names no module",
     **{
-        f"StiffnessWrapper(SGD([weight], lr=0.1), {given})": said for given, said in WRAPPER.items()
+        f"StiffnessWrapper(SGD([weight], lr=0.1), {arguments})": words
+        for arguments, words in WRAPPER.items()
     },
     "StiffnessWrapper([weight])": "TypeError: not list",
     "StiffnessWrapper(SGD([weight], 0.1)).load_state_dict(SGD([weight], 0.1).state_dict())": (
@@ -211,12 +212,12 @@ OTHERS = {
     },
     "anneal(1.0, -inf, 5)": "ValueError: end=-inf is out of range: (-inf, inf)",
     # of a metric that is measured
-    **{f"fisher(tagger(), {given})": said for given, said in FISHER.items()},
+    **{f"fisher(tagger(), {arguments})": words for arguments, words in FISHER.items()},
     "fisher(tags).load_state_dict(StiffnessAdamW([weight]).state_dict())": "ValueError: "
     "FisherNaturalGradient",
     **{
-        f"FisherNaturalGradient({given})": said
-        for given, said in {
+        f"FisherNaturalGradient({arguments})": words
+        for arguments, words in {
             "tags.parameters(), 'model', [1]": "TypeError: model must be an nn.Module",
             "tags.parameters(), tags, iter([1])": "TypeError: used up after one pass",
             "tags.parameters(), tags, 3": "TypeError: loader must be iterable",
@@ -256,7 +257,7 @@ def calls():
     for kind in [name for name in KINDS if name not in ("RiemannianAdam", "RiemannianSGD")]:
         yield f"{kind}([sphere])", "ValueError: RiemannianAdam"
         yield f"own_{kind}.add_param_group({{'params': [sphere]}})", "ValueError: RiemannianAdam"
-    yield from OTHERS.items()
+    yield from SPECIAL.items()
 
 
 REFUSED = dict(calls())
@@ -270,15 +271,15 @@ SUBJECTS = {
     ),
     "tags": tagger,
 }
-MORE = {
+HELPERS = {
     "sparse": sparse,
-    "on": cases.on,
+    "on": cases.manifold_parameter,
     "tagger": tagger,
     "fisher": optimizer_of,
     "optim": torch.optim,
-    "changed": lambda own, **options: {
-        **own.state_dict(),
-        "param_groups": [{**own.state_dict()["param_groups"][0], **options}],
+    "changed": lambda optimizer, **options: {
+        **optimizer.state_dict(),
+        "param_groups": [{**optimizer.state_dict()["param_groups"][0], **options}],
     },
     "other": lambda kind: trained(
         RiemannianSGD if kind is not RiemannianSGD else StiffnessAdamW, stored_weight()
@@ -294,14 +295,14 @@ MORE = {
 )
 @pytest.mark.parametrize("call", [call for call in REFUSED if call not in OF_FISHER])
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call):
-    message = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+    message = check_refused(call, REFUSED[call], SUBJECTS, **HELPERS)
     assert "load_state_dict" not in call or len(message) < 300
 
 
 @pytest.mark.extra("nngeometry")
 @pytest.mark.parametrize("call", OF_FISHER)
 def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call):
-    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+    check_refused(call, REFUSED[call], SUBJECTS, **HELPERS)
 
 
 @cases.every_class
@@ -313,7 +314,7 @@ def test_what_is_off_may_be_said(kind):
 
 
 #: Options that no constructor takes, and values that the state does not have.
-ASTRAY = {option: expected for option, expected in EVERY.items() if "supported" not in expected}
+ASTRAY = {option: expected for option, expected in COMMON.items() if "supported" not in expected}
 ASTRAY |= {
     "lr=tensor(nan)": "ValueError: lr=",
     "moments='8bit'": "ValueError: moments='8bit'",
@@ -326,21 +327,21 @@ ASTRAY |= {
 @pytest.mark.parametrize("option", ASTRAY)
 def test_options_set_between_steps_are_checked(kind, option):
     weight, plain = stored_weight(), nn.Parameter(normal(5))
-    more = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
-    more |= {"float_lr": 0.01} if kind in cases.RIEMANNIAN else {}
-    optimizer = kind([{"params": [plain]}, {"params": [weight]}], writeback="residual8", **more)
+    extra = {"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}
+    extra |= {"float_lr": 0.01} if kind in cases.RIEMANNIAN else {}
+    optimizer = kind([{"params": [plain]}, {"params": [weight]}], writeback="residual8", **extra)
     put_gradients([plain, weight], 0)
     optimizer.step()
     group = optimizer.param_groups[1]
     original = dict(group)
     group.update(eval(f"dict({option})", NAMES))
     put_gradients([plain, weight], 1)
-    before = snapshot(optimizer)
+    old_state = snapshot(optimizer)
     error, words = ASTRAY[option].split(": ", 1)
     with pytest.raises(getattr(builtins, error)) as raised:
         optimizer.step()
     assert all(word in str(raised.value) for word in words.split(" & "))
-    assert snapshot(optimizer) == before
+    assert snapshot(optimizer) == old_state
     group.update(original)
     optimizer.step()
     assert optimizer.state[weight]["step"] == 2
@@ -383,10 +384,10 @@ ANOTHER = {
 def test_a_state_made_for_another_parameter_is_refused(kind, saved, current, message):
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
     optimizer = trained(kind, current(), moments="8bit", writeback="residual8")
-    before, state_before = snapshot(optimizer), frozen(state)
+    old_state, state_before = snapshot(optimizer), frozen(state)
     with pytest.raises(ValueError, match=message) as raised:
         optimizer.load_state_dict(state)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 300
-    assert snapshot(optimizer) == before
+    assert snapshot(optimizer) == old_state
     assert frozen(state) == state_before

@@ -28,7 +28,7 @@ STEPS = 50
 #: Steps that are taken from every ninth file; one is taken from all others.
 AHEAD = 4
 #: A run is resumed from every third file.
-EVERY = 3
+INTERVAL = 3
 
 by_name = pytest.mark.parametrize("name", NAMES)
 
@@ -90,7 +90,7 @@ class Run:
         return {"weights": [bits_of(p) for p in self.module], **frozen(states)}
 
 
-def resume(label, begin, every=EVERY):
+def resume(label, begin, interval=INTERVAL):
     """Resume from files in a new module and optimizer, and compare with the whole run."""
     whole = begin(0)
     files, trajectory = [], []
@@ -100,12 +100,12 @@ def resume(label, begin, every=EVERY):
         trajectory.append(whole.bits())
     # Weights move in most steps: there is something to get wrong.
     assert len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2
-    for t in range(len(label) % every, STEPS, every):
+    for t in range(len(label) % interval, STEPS, interval):
         resumed = begin(100)
         resumed.load(files[t])
         assert resumed.bits() == trajectory[t], f"{label}: loaded after step {t}"
         # More from one of the files of each nine steps.
-        steps = AHEAD if t % 9 >= 9 - every else 1
+        steps = AHEAD if t % 9 >= 9 - interval else 1
         for later in range(t + 1, t + 1 + steps):
             resumed.step(later)
             message = f"{label}: saved after step {t}, differs after {later}"
@@ -117,8 +117,8 @@ def resume(label, begin, every=EVERY):
 @pytest.mark.parametrize(
     ("name", "writeback", "moments"), VALID, ids=["-".join(combination) for combination in VALID]
 )
-@pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_combination_resumes(name, writeback, moments, every):
+@pytest.mark.parametrize("interval", [INTERVAL, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_combination_resumes(name, writeback, moments, interval):
     """S_ref is renewed every 7 steps, scales are widened, and one step is left out."""
     options = {
         "writeback": writeback,
@@ -127,8 +127,8 @@ def test_every_combination_resumes(name, writeback, moments, every):
         "weight_decay": 0.01,
         "seed": 3,
     }
-    label = f"{name}-{writeback}-{moments}-{every}"
-    whole = resume(label, lambda seed: Run(lambda p: make(name, p, **options), seed=seed), every)
+    label = f"{name}-{writeback}-{moments}-{interval}"
+    whole = resume(label, lambda seed: Run(lambda p: make(name, p, **options), seed=seed), interval)
     assert whole.optimizer.skipped_steps == 1
 
 
@@ -195,14 +195,14 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
         states.append(copy.deepcopy(run.parts()))
         trajectory.append(run.bits())
     for t in (16, 3, 12, 0):
-        before = frozen(states[t])
+        saved_bits = frozen(states[t])
         loads = [(run.module, states[t]["module"]), (run.optimizer, states[t]["optimizer"])]
         for taker, state in loads[:: 1 if t % 2 else -1]:
             taker.load_state_dict(state)
         for later in range(t + 1, t + 3):
             run.step(later)
             assert run.bits() == trajectory[later], f"back to {t}, differs after {later}"
-        assert frozen(states[t]) == before
+        assert frozen(states[t]) == saved_bits
 
 
 @by_name

@@ -124,9 +124,9 @@ def test_what_has_the_new_parameters_goes_on():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     in_codes(model)
     optimizer.param_groups[0]["params"] = list(model.parameters())
-    before = model[1].weight.dequantize()
+    old_values = model[1].weight.dequantize()
     step(model, optimizer)
-    assert not torch.equal(model[1].weight.dequantize(), before)
+    assert not torch.equal(model[1].weight.dequantize(), old_values)
 
 
 def test_frozen_parameters_may_be_replaced():
@@ -143,8 +143,8 @@ def test_a_parameter_that_another_model_has_too_is_trained_there():
     sharing[1].weight = model[1].weight
     optimizer = torch.optim.SGD(sharing.parameters(), 0.1)
     in_codes(model)
-    before = sharing[1].weight.detach().clone()
+    old_weight = sharing[1].weight.detach().clone()
     step(sharing, optimizer)
-    assert not torch.equal(sharing[1].weight.detach(), before)
+    assert not torch.equal(sharing[1].weight.detach(), old_weight)
     copied = in_codes(copy.deepcopy(sharing))
     step(copied, torch.optim.SGD(copied.parameters(), 0.1))

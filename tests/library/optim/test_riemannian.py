@@ -15,12 +15,12 @@ from optimizer_cases import (
     frozen,
     grid_weight,
     normal,
-    on,
+    manifold_parameter,
     on_grid,
     step_from,
     values,
 )
-from paths import PATHS, by
+from paths import PATHS, on_path
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -137,7 +137,7 @@ by_kind = pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 def test_default_learning_rates(kind):
     assert kind([grid_weight()]).param_groups[0]["lr"] == 0.5
     assert kind([nn.Parameter(torch.ones(2))]).param_groups[0]["lr"] == 1e-3
-    assert kind([on(geoopt.Sphere(), normal(4))]).param_groups[0]["lr"] == 1e-3
+    assert kind([manifold_parameter(geoopt.Sphere(), normal(4))]).param_groups[0]["lr"] == 1e-3
     groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": grid_weight()}]
     assert [group["lr"] for group in kind(groups).param_groups] == [1e-3, 0.5]
 
@@ -192,9 +192,9 @@ def test_a_plain_group_that_is_added_needs_float_lr(kind):
 
 
 def float_step(optimizer, plain):
-    before = plain.detach().clone()
+    old_values = plain.detach().clone()
     step_from(optimizer, plain, torch.ones_like(plain))
-    return float((before - plain.detach()).max())
+    return float((old_values - plain.detach()).max())
 
 
 @pytest.mark.parametrize("kind", [RiemannianSGD, RiemannianAdam])
@@ -240,7 +240,7 @@ def test_weights_of_any_size_take_the_same_steps(amsgrad, path):
     results = []
     for exponent in (0, -40, -64, -80, -100, 60, 90):
         p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
-        optimizer = by(
+        optimizer = on_path(
             path, RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad)
         )
         for t in range(6):
@@ -264,7 +264,9 @@ def assert_follows_geoopt(manifold, shape, kind, **options):
     """Compare 100 steps of our and geoopt's optimizer called `kind`, to 1e-12."""
     x, target = normal(*shape, seed=1, dtype=double, std=0.3), normal(*shape, seed=2, dtype=double)
     point, peer = (
-        nn.Parameter(x.clone()) if manifold is None else on(copy.deepcopy(manifold), x)
+        nn.Parameter(x.clone())
+        if manifold is None
+        else manifold_parameter(copy.deepcopy(manifold), x)
         for _ in "ab"
     )
     start = values([point])[0]
@@ -444,7 +446,7 @@ def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel():
     """There `proju` is no projection, and geoopt's steps with `stabilize` end elsewhere."""
     x = geoopt.Stiefel().projx(normal(5, 3, seed=1, dtype=double))
     target = normal(5, 3, seed=2, dtype=double)
-    point, peer = (on(geoopt.Stiefel(), x.clone()) for _ in range(2))
+    point, peer = (manifold_parameter(geoopt.Stiefel(), x.clone()) for _ in range(2))
     optimizer = RiemannianAdam([point], 0.02, stabilize=1)
     reference = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
     for t in range(20):

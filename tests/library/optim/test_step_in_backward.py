@@ -179,10 +179,10 @@ def test_what_needs_gradients_that_are_gone_is_refused(use):
     model, optimizer, _ = stepping()
     train(model, optimizer, 1)
     assert repr(model[1].weight.grad) == "SpentGradient(shape=(16, 16), dtype=torch.float32)"
-    before = everything(model, optimizer)
+    old_state = everything(model, optimizer)
     with pytest.raises(RuntimeError, match=GONE[use][1]):
         GONE[use][0](model, optimizer)
-    assert everything(model, optimizer) == before
+    assert everything(model, optimizer) == old_state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -210,9 +210,9 @@ def test_groups_of_a_loaded_state_and_those_that_come_later_are_stepped():
     optimizer.load_state_dict(optimizer.state_dict())
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    before = [p.detach().clone() for p in model.parameters()]
+    old_values = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1)
-    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+    assert all(map(torch.equal, old_values, [p.detach() for p in model.parameters()]))
     late = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
     assert len({group["previous_norm"] for group in optimizer.param_groups}) == 1
@@ -221,7 +221,9 @@ def test_groups_of_a_loaded_state_and_those_that_come_later_are_stepped():
     (loss(model) + late.sum()).backward()
     optimizer.step()
     assert bool((late < 1).all())
-    assert [int(state["step"]) for state in optimizer.state.values()] == [2] * (len(before)) + [1]
+    assert [int(state["step"]) for state in optimizer.state.values()] == [2] * (len(old_values)) + [
+        1
+    ]
 
 
 def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to():
@@ -283,10 +285,10 @@ def test_what_it_cannot_be_over_is_refused(monkeypatch):
     optim.step_in_backward(optimizer)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    before = everything(model, optimizer)
+    old_state = everything(model, optimizer)
     with pytest.raises(RuntimeError, match="one process, and here are 2"):
         loss(model).backward()
-    assert everything(model, optimizer) == before
+    assert everything(model, optimizer) == old_state
 
 
 @pytest.mark.parametrize("keeps_handle", [False, True])
@@ -445,7 +447,7 @@ def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it():
 
 def test_a_sum_that_is_not_finite_leaves_out_all_steps():
     model, optimizer, _ = stepping("muon", accumulate="bfloat16")
-    before = everything(model, optimizer)
+    old_state = everything(model, optimizer)
     hook = model[3].weight.register_hook(lambda g: g * math.nan)
     optimizer.warn_after = 1
     with pytest.warns(RuntimeWarning, match=r"has skipped 1 steps in a row.*'3.weight'"):
@@ -461,7 +463,7 @@ def test_a_sum_that_is_not_finite_leaves_out_all_steps():
     for group in optimizer.param_groups:
         group["on_nonfinite"] = "skip"
     optimizer.skipped_steps = optimizer.skipped_in_row = 0
-    assert everything(model, optimizer) == before
+    assert everything(model, optimizer) == old_state
     pass_all(model, optimizer)
     assert optimizer.skipped_in_row == 0
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
@@ -635,13 +637,13 @@ def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one():
 def test_a_first_pass_without_a_norm_is_refused_or_measured():
     model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     assert [group["previous_norm"] for group in optimizer.param_groups] == [None]
-    before = everything(model, optimizer)
+    old_state = everything(model, optimizer)
     with pytest.raises(
         RuntimeError, match=r"clip='previous' has no norm to clip by: .*with handle.measure\(\)"
     ):
         loss(model).backward()
     optimizer.zero_grad()
-    assert everything(model, optimizer) == before
+    assert everything(model, optimizer) == old_state
     handle.remove()
     optim.step_in_backward(optimizer, clip="previous", max_norm=SMALL, first="measure")
     train(model, optimizer, 1)
@@ -660,14 +662,16 @@ def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad):
     train(model, optimizer, 1)
     norm = optimizer.param_groups[0]["previous_norm"]
     hook = model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    old_values = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.warns(
         RuntimeWarning, match=r"parameter 3 of group 0 \(shape \(16, 16\)\) is not finite: its step"
     ):
         train(model, optimizer, 1)
     hook.remove()
     moved = {
-        name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])
+        name
+        for name, p in model.named_parameters()
+        if not torch.equal(p.detach(), old_values[name])
     }
     assert "3.weight" not in moved
     assert {"1.weight", "5.weight"} <= moved
@@ -694,13 +698,13 @@ def bad_pass(model, optimizer, *, ends_step=True):
 def test_a_pass_of_nan_is_warned_of_and_counted_once(ends_step):
     """It used to be once for each parameter, and never in a row."""
     model, optimizer, _ = stepping()
-    before = everything(model, optimizer)[0]
+    old_weights = everything(model, optimizer)[0]
     warned = [bad_pass(model, optimizer, ends_step=ends_step) for _ in range(11)]
     assert [len(messages) for messages in warned] == [1] * 11
     assert "its step was skipped, and so was that of every parameter with such" in warned[0][0]
     assert "has skipped steps in 10 backward passes in a row" in warned[9][0]
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (11, 11)
-    assert everything(model, optimizer)[0] == before
+    assert everything(model, optimizer)[0] == old_weights
     optimizer.zero_grad()
     loss(model).backward()
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (11, 0)
@@ -837,7 +841,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
     optimizer = optim.StiffnessAdamW(model.parameters(), on_nonfinite="raise" if raises else "skip")
     handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
     model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
-    before = everything(model, optimizer)
+    old_state = everything(model, optimizer)
     measure(model, handle)
     loss(model).backward()
     if raises:
@@ -852,7 +856,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
         optimizer.step()
     assert (optimizer.skipped_steps, optimizer.skipped_in_row) == (1, 1)
     optimizer.skipped_steps = optimizer.skipped_in_row = 0
-    assert everything(model, optimizer) == before
+    assert everything(model, optimizer) == old_state
 
 
 def test_infinity_takes_norms_and_clips_nothing():

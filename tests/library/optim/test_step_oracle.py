@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from family_cases import NAMES, is_valid
-from optimizer_cases import normal, on, step_from
+from optimizer_cases import normal, manifold_parameter, step_from
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
 from step_oracle import Slow
@@ -78,13 +78,13 @@ def gradient(p, step):
     return g
 
 
-def slow_of(kind, p, options, **more):
+def slow_of(kind, p, options, **slow_options):
     entries = torch.arange(p.scale.numel()).view(p.scale.shape)
     entries = entries.repeat_interleave(p.block_size, -1) if p.block_size else entries
     groups = entries.expand(p.shape).reshape(-1).tolist()
     scales = [p.scale.view(-1).tolist()[g] for g in groups]
     facts = (kind, p.format, tuple(p.shape), scales, p.codes.view(-1).tolist(), options)
-    return Slow(*facts, groups=groups, one_scale=not p.scale.dim(), **more)
+    return Slow(*facts, groups=groups, one_scale=not p.scale.dim(), **slow_options)
 
 
 def bit_list(x):
@@ -110,20 +110,20 @@ def assert_same(p, optimizer, slow, context):
         assert state["residual"].view(-1).tolist() == slow.residual, context
 
 
-def follow(kind, p, options, steps=STEPS, moved=0.2, **more):
+def follow(kind, p, options, steps=STEPS, moved=0.2, **slow_options):
     """Step both, and compare after every step.
 
     At least the share `moved` of the weights or residuals has to move.
     """
     optimizer = getattr(optim, kind)([p], **options)
-    slow = slow_of(kind, p, options, **more)
-    before = p.codes.clone()
+    slow = slow_of(kind, p, options, **slow_options)
+    old_codes = p.codes.clone()
     for t in range(steps):
         step_from(optimizer, p, gradient(p, t))
         slow.stream = optimizer.state[p]["stream"]
         slow.step(p.grad.view(-1).tolist())
         assert_same(p, optimizer, slow, f"step {t + 1}")
-    changed = (p.codes != before) | (optimizer.state[p].get("residual", torch.zeros(())) != 0)
+    changed = (p.codes != old_codes) | (optimizer.state[p].get("residual", torch.zeros(())) != 0)
     assert changed.float().mean().item() >= moved
 
 
@@ -224,12 +224,12 @@ GRANULARITIES = {
 @pytest.mark.covering(1)
 @varied
 @pytest.mark.parametrize(
-    ("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES
+    ("shape", "scale", "scaling", "block"), GRANULARITIES.values(), ids=GRANULARITIES
 )
-def test_shapes(shape, scale, more, block, kind, options):
+def test_shapes(shape, scale, scaling, block, kind, options):
     follow(
         kind,
-        stored("E4M3", shape, scale, **more),
+        stored("E4M3", shape, scale, **scaling),
         OPTIONS[kind] | options,
         steps=2,
         moved=0,
@@ -237,7 +237,7 @@ def test_shapes(shape, scale, more, block, kind, options):
     )
 
 
-OTHERS = {
+VARIANTS = {
     "k = 0": ("StiffnessAdamW", {"stiffness": 0.0}),
     "k = 1/2": ("StiffnessAdamW", {"stiffness": 0.5, "writeback": "momentum"}),
     "k = 2": ("StiffnessAdamW", {"stiffness": 2.0, "writeback": "residual8"}),
@@ -273,7 +273,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "options"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(("kind", "options"), VARIANTS.values(), ids=VARIANTS)
 @scaled
 def test_options(kind, options, factor):
     follow(kind, stored("E4M3", scale=SCALES * factor), OPTIONS[kind] | options, moved=0.02)
@@ -299,10 +299,10 @@ def test_scales_are_widened_where_a_weight_is_at_an_end(factor, kind, options):
     """With one unbiased rounding, after the step; the other scales stay."""
     p = stored("E4M3", scale=SCALES * factor)
     p.codes[1, 3:5] = torch.tensor([126, 254], dtype=torch.uint8)
-    before = p.scale.clone()
+    old_scale = p.scale.clone()
     follow(kind, p, OPTIONS[kind] | options | {"refresh_every": 2}, moved=0.02)
-    assert (p.scale > before).sum() >= 1
-    assert (p.scale >= before).all()
+    assert (p.scale > old_scale).sum() >= 1
+    assert (p.scale >= old_scale).all()
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -341,7 +341,7 @@ def on_manifold(p, storage, scale):
     manifold = kind(fmt, scale)
     x = fm.decode(p.codes, fmt) * torch.as_tensor(scale)
     x = torch.where(x.isnan(), 0.0, x) * (1.01 if storage == "free" else 1.0)
-    return on(manifold, x)
+    return manifold_parameter(manifold, x)
 
 
 @pytest.mark.parametrize("storage", ["grid", "free", "plain"])
@@ -352,12 +352,12 @@ def test_floats(storage, scale, kind, options):
         return
     scale = 1.0 if storage == "plain" else scale
     weight = on_manifold(stored("E4M3"), storage, scale)
-    given = OPTIONS[kind] | options
-    optimizer = getattr(optim, kind)([weight], **given)
+    all_options = OPTIONS[kind] | options
+    optimizer = getattr(optim, kind)([weight], **all_options)
     first = weight.detach().as_subclass(Tensor).view(-1).numpy().copy()
     scales = torch.as_tensor(scale).expand(weight.shape).reshape(-1).tolist()
     fmt = fm.FloatFormat.from_string("E4M3")
-    slow = Slow(kind, fmt, tuple(weight.shape), scales, list(first), given, storage=storage)
+    slow = Slow(kind, fmt, tuple(weight.shape), scales, list(first), all_options, storage=storage)
     for t in range(STEPS):
         step_from(optimizer, weight, gradient(weight, t))
         slow.stream = optimizer.state[weight]["stream"]

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from optimizer_cases import free_weight, grid_weight, normal, snapshot, with_factors
-from paths import PATHS, by
+from paths import PATHS, on_path
 from torch import nn
 
 import fp8manifold as fm
@@ -42,29 +42,30 @@ def take(optimizer, t):
 
 def same_steps(kind, make, options, factors, steps=4):
     weights = ([with_factors(p, factors) for p in make()] for _ in PATHS)
-    ours, eager = (
-        by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True)
+    native, eager = (
+        on_path(path, getattr(optim, kind)(w, **options))
+        for path, w in zip(PATHS, weights, strict=True)
     )
-    first = snapshot(ours)["parameters"]
+    first = snapshot(native)["parameters"]
     for t in range(steps):
         take(eager, t)
-        take(ours, t)
-        expected, found = everything(eager), everything(ours)
-        different = [name for name in expected if expected[name] != found[name]]
+        take(native, t)
+        expected, stepped = everything(eager), everything(native)
+        different = [name for name in expected if expected[name] != stepped[name]]
         assert not different, f"step {t + 1}"
-        assert expected.keys() == found.keys()
-    assert all(a != b for a, b in zip(first, snapshot(ours)["parameters"], strict=True))
+        assert expected.keys() == stepped.keys()
+    assert all(a != b for a, b in zip(first, snapshot(native)["parameters"], strict=True))
 
 
 def everything(optimizer):
     saved = snapshot(optimizer)
-    found = {(i, "weight"): bits for i, bits in enumerate(saved["parameters"])}
+    entries = {(i, "weight"): bits for i, bits in enumerate(saved["parameters"])}
     for i, state in saved["state"]["state"].items():
-        found |= {(i, name): value for name, value in state.items()}
+        entries |= {(i, name): value for name, value in state.items()}
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
         if isinstance(p, fm.FP8Tensor):
-            found[i, "codes"] = p.codes.numpy().tobytes()
-    return found
+            entries[i, "codes"] = p.codes.numpy().tobytes()
+    return entries
 
 
 ADAMW, LION = "StiffnessAdamW", "StiffnessLion"
@@ -148,15 +149,15 @@ def test_native_steps_have_the_bits_of_eager_ones(kind, make, options, factors):
     same_steps(kind, make, options, factors)
 
 
-def strided(g, how):
+def strided(g, layout):
     """Return the gradient under other strides; if "expanded" every row is the first one."""
-    if how == "transposed":
+    if layout == "transposed":
         return g.t().contiguous().t()
-    if how == "sliced":
+    if layout == "sliced":
         return torch.stack([g, -g], -1).flatten(-2)[..., ::2]
-    if how == "shifted":
+    if layout == "shifted":
         return torch.cat([g.new_zeros(1), g.flatten()])[1:].view(g.shape)
-    return g[:1].expand(g.shape) if how == "expanded" else g
+    return g[:1].expand(g.shape) if layout == "expanded" else g
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
@@ -173,8 +174,8 @@ def test_gradients_of_any_strides(moments):
         "sliced",
     ]
     for skip in (0, 1):
-        ours, eager = (
-            by(
+        native, eager = (
+            on_path(
                 path,
                 optim.StiffnessAdamW(
                     of_codes(shapes=((64, 33), (31, 31))), lr=0.01, moments=moments
@@ -182,12 +183,12 @@ def test_gradients_of_any_strides(moments):
             )
             for path in PATHS
         )
-        for t, how in enumerate(order[skip:]):
-            for optimizer in (eager, ours):
+        for t, layout in enumerate(order[skip:]):
+            for optimizer in (eager, native):
                 for i, p in enumerate(optimizer.param_groups[0]["params"]):
-                    p.grad = strided(normal(*p.shape, seed=10 * t + i), how)
+                    p.grad = strided(normal(*p.shape, seed=10 * t + i), layout)
                 optimizer.step()
-            assert everything(eager) == everything(ours), (how, t)
+            assert everything(eager) == everything(native), (layout, t)
 
 
 @pytest.mark.usefixtures("each_path")
@@ -223,15 +224,15 @@ def test_positions_beyond_32_bits():
             ]
         )
 
-    found = []
+    states = []
     for offset in (0, 2**32 - 100, 2**40):
         whole, cut = ({name: x.clone() for name, x in slot.arrays.items()} for _ in "ab")
         step(whole, 0, 9, offset)
         for start, end in ((0, 2), (2, 4), (4, 9)):
             step(cut, start, end, offset)
         assert not [name for name, x in whole.items() if not torch.equal(x, cut[name])]
-        found.append(whole["residual"])
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+        states.append(whole["residual"])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(states, 2))
 
 
 @pytest.mark.parametrize("block", [1, 70])

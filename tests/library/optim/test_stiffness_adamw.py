@@ -14,7 +14,7 @@ from optimizer_cases import (
     free_weight,
     grid_weight,
     normal,
-    on,
+    manifold_parameter,
     put_gradients,
     record,
     step_from,
@@ -66,11 +66,11 @@ def test_every_metric_is_the_definition(metric, scale, k):
     """In float64, unrounded, the first step is ``lr (S / S_ref)^k``, weight by weight."""
     field, field_of = FIELDS[metric]
     weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
-    before = values([weight])[0]
+    old_values = values([weight])[0]
     scales = torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist()
     fmt = fm.FloatFormat(4, 3)
     fields = [
-        s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)
+        s * field_of(w / s, fmt) for w, s in zip(old_values.flatten().tolist(), scales, strict=True)
     ]
     mean = float(sum(Fraction(f) for f in fields) / 15)
     factors = [min(max(f / mean, 0.25), 2.0) ** k for f in fields]
@@ -85,7 +85,7 @@ def test_every_metric_is_the_definition(metric, scale, k):
     optimizer = StiffnessAdamW([weight], LR, **options)
     step_from(optimizer, weight, torch.ones(3, 5, dtype=double))
     expected = torch.tensor(factors, dtype=double).view(3, 5)
-    assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11
+    assert ((old_values - weight.detach()) / LR - expected).abs().max() < 1e-11
 
 
 #: S of these is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0. The mean is 4106/6 of that,
@@ -117,7 +117,7 @@ def test_the_reference_is_the_exact_mean_in_any_order(metric, dtype):
     order = torch.randperm(1001, generator=torch.Generator().manual_seed(3))
     references = []
     for points in (x, x[order], x[order].view(7, 143).t().contiguous()):
-        weight = on(fm.FP8Manifold("E7M0", 0.3), points)
+        weight = manifold_parameter(fm.FP8Manifold("E7M0", 0.3), points)
         put_gradients([weight], 0)
         optimizer = StiffnessAdamW([weight], metric=metric)
         views = record(optimizer)
@@ -141,10 +141,10 @@ def test_a_schedule_that_leaves_its_range_changes_nothing():
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter.detach())
     optimizer.step()
-    before = [parameter.detach().clone() for parameter in parameters]
+    old_values = [parameter.detach().clone() for parameter in parameters]
     with pytest.raises(ValueError, match=r"stiffness=99"):
         optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(old_values, parameters, strict=True))
     assert [int(optimizer.state[parameter]["step"]) for parameter in parameters] == [1, 1]
 
 

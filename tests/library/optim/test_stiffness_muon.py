@@ -7,7 +7,7 @@ import pytest
 import torch
 from family_cases import VALID
 from optimizer_cases import grid_weight, normal, put_gradients, step_from, stored_weight
-from paths import PATHS, by
+from paths import PATHS, on_path
 from test_ranks_fsdp import stepped
 from torch import nn
 
@@ -50,7 +50,7 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, in_bac
     optimizer = StiffnessMuon.for_model(model, 1e-2)
     if in_backward:
         fm.optim.step_in_backward(optimizer)
-    before = [p.detach().clone() for p in model.parameters()]
+    old_values = [p.detach().clone() for p in model.parameters()]
 
     def step():
         getattr(torch.optim.lr_scheduler, kind)(optimizer, max_lr=0.1, **CYCLES[kind])
@@ -62,7 +62,7 @@ def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(kind, in_bac
         ValueError, match=r"cycle_momentum=True, .*: give the scheduler cycle_momentum=False$"
     ):
         step()
-    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+    assert all(map(torch.equal, old_values, [p.detach() for p in model.parameters()]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -186,7 +186,7 @@ def test_native_steps_have_the_bits_of_eager_ones(products, shape, storage, writ
     results = []
     for path in PATHS:
         weight = weight_of(storage, KINDS[shape])
-        optimizer = by(path, muon(weight, shape, writeback=writeback, moments=moments))
+        optimizer = on_path(path, muon(weight, shape, writeback=writeback, moments=moments))
         for step in range(3):
             put_gradients([weight], step)
             optimizer.step()
@@ -203,11 +203,11 @@ def test_a_step_goes_along_the_factor(products, shape, storage):
     matrices = gradient.double() if shape == "batch" else gradient.double().flatten(1)
     factor = orthogonal_factor(matrices, COEFFICIENTS, 5, 1e-7, torch.float64)
     rate = adjusted_rate(1.0, None, *matrices.shape[-2:])
-    before = weight.detach().clone().double()
+    old_values = weight.detach().clone().double()
     optimizer = muon(weight, shape, lr=1.0, momentum=0.0, weight_decay=0.0)
     step_from(optimizer, weight, gradient.to(weight.dtype))
     expected = rate * factor.view(weight.shape)
-    error = (before - weight.detach().double() - expected).norm() / expected.norm()
+    error = (old_values - weight.detach().double() - expected).norm() / expected.norm()
     assert float(error) < 0.1
 
 

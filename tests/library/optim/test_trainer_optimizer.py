@@ -28,7 +28,7 @@ def quantised():
     return fm.huggingface.attach(fm.quantize_model(llama(), "E4M3", "fp8", tied="leave"))
 
 
-def settings(folder, micro_batches, **more):
+def settings(folder, micro_batches, **changes):
     logs = {
         "output_dir": str(folder),
         "save_steps": 3,
@@ -47,13 +47,13 @@ def settings(folder, micro_batches, **more):
         "gradient_accumulation_steps": micro_batches,
         "per_device_train_batch_size": 4 // micro_batches,
     }
-    return {**logs, **steps, **parts, **more}
+    return {**logs, **steps, **parts, **changes}
 
 
 def by_trainer(model, arguments, rule, resume=None, **options):
     passes = []
     hook = model.register_forward_pre_hook(
-        lambda _, args, given: passes.append(dict(given)), with_kwargs=True
+        lambda _, args, inputs: passes.append(dict(inputs)), with_kwargs=True
     )
     trainer = transformers.Trainer(
         model,
@@ -70,9 +70,9 @@ def by_hand(model, passes, optimizer, micro_batches, *, clips=True):
     schedule = transformers.get_scheduler("linear", optimizer, 0, STEPS)
     norms = []
     model.train()
-    for i, given in enumerate(passes):
-        loss = model(**given).loss
-        (loss if "num_items_in_batch" in given else loss / micro_batches).backward()
+    for i, inputs in enumerate(passes):
+        loss = model(**inputs).loss
+        (loss if "num_items_in_batch" in inputs else loss / micro_batches).backward()
         if (i + 1) % micro_batches:
             continue
         norms.append(
@@ -90,8 +90,8 @@ def made_by_hand(model, rule):
             model, 1e-2, weight_decay=0.0, betas=(0.9, 0.999), adam_eps=1e-8, moments="8bit"
         )
     decays = [(n, p) for n, p in model.named_parameters() if "norm" not in n]
-    others = [(n, p) for n, p in model.named_parameters() if "norm" in n]
-    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    norms = [(n, p) for n, p in model.named_parameters() if "norm" in n]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     return fm.optim.StiffnessAdamW(groups, 1e-2, betas=(0.9, 0.999), eps=1e-8, moments="8bit")
 
 
@@ -131,10 +131,10 @@ def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
     if in_backward and micro_batches == 1:
         assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS - 1}
         assert all(group["previous_norm"] > 0 for group in saved["param_groups"])
-    other = transformers.TrainingArguments(
+    resuming = transformers.TrainingArguments(
         **settings(tmp_path / "cut", micro_batches, weight_decay=decay)
     )
-    resumed, _ = by_trainer(again, other, rule, tmp_path / "whole" / "checkpoint-3", **options)
+    resumed, _ = by_trainer(again, resuming, rule, tmp_path / "whole" / "checkpoint-3", **options)
     assert bits(again) == bits(whole)
     assert frozen(resumed.optimizer.state_dict()) == frozen(saved)
     assert losses(resumed)[-3:] == losses(trainer)[-3:]
@@ -226,10 +226,10 @@ def test_a_float_reference_of_a_quantised_model_is_refused(attached, tmp_path):
 @pytest.mark.extra("trl", "datasets")
 def test_a_float_model_beside_a_quantised_one_has_a_float_reference(tmp_path):
     llama().save_pretrained(tmp_path / "floats")
-    model, other = (
+    model, quantised_model = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats") for _ in range(2)
     )
-    quantize_model(other, "E4M3", tied="leave")
+    quantize_model(quantised_model, "E4M3", tied="leave")
     trainer = preferences_trainer(model, tmp_path)
     assert bits(trainer.ref_model) == bits(model)
 
@@ -312,8 +312,8 @@ def test_what_is_read_of_the_arguments():
     asked = trainer_optimizer(arguments, "muon", in_backward=True)[1]["in_backward"]
     assert asked == {"clip": "previous", "max_norm": math.inf, "first": "measure"}
     factory, chosen = trainer_optimizer(arguments, "muon", other_lr=1e-4)
-    made = factory()(nn.Sequential(nn.Linear(4, 4)), **chosen)
-    assert [(group["direction"], group["lr"]) for group in made.param_groups] == [
+    optimizer = factory()(nn.Sequential(nn.Linear(4, 4)), **chosen)
+    assert [(group["direction"], group["lr"]) for group in optimizer.param_groups] == [
         ("muon", 3e-4),
         ("adam", 1e-4),
     ]
@@ -329,11 +329,11 @@ def test_what_cannot_be_is_refused():
         TypeError, match="arguments is a dict without learning_rate: TrainingArguments are needed"
     ):
         trainer_optimizer({})
-    some = SimpleNamespace(
+    arguments = SimpleNamespace(
         learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0, gradient_accumulation_steps=1
     )
     with pytest.raises(TypeError, match="arguments is a SimpleNamespace without adam_beta1"):
-        trainer_optimizer(some)
+        trainer_optimizer(arguments)
     scaled = SimpleNamespace(**{**vars(arguments), "fp16": True})
     with pytest.raises(ValueError, match="in_backward=True does not go with fp16=True"):
         trainer_optimizer(scaled, in_backward=True)

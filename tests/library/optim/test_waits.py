@@ -218,8 +218,8 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
         y = F.linear(x, w)
         cast, view = w.to(torch.bfloat16), w.t().to(torch.bfloat16)
         clone = w.to(torch.bfloat16).clone()
-        before = clone.dequantize()
-        assert torch.equal(cast.dequantize(), before)
+        old_values = clone.dequantize()
+        assert torch.equal(cast.dequantize(), old_values)
         CHANGED[change](w)
         for use in (
             cast.dequantize,
@@ -230,7 +230,7 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
         ):
             with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
                 use()
-    assert torch.equal(clone.dequantize(), before)
+    assert torch.equal(clone.dequantize(), old_values)
     with torch.autocast("cpu", torch.bfloat16):
         F.linear(x, w).float().sum().backward()
 

@@ -41,12 +41,12 @@ def test_an_update_is_scaled_element_by_element(inner, exponent):
     optimizer = StiffnessWrapper(inner([weight], lr=0.01), 0.3, exponent, damping=0.25, clip=2.0)
     put_gradients([weight, plain], 0)
     plain.grad = weight.grad.clone()
-    before = values([weight])[0]
+    old_values = values([weight])[0]
     inner([plain], lr=0.01).step()
     optimizer.step()
-    factor = 0.3 * ratio(before, ROWS.double() * 1.3, exponent, 0.25, 2.0)
+    factor = 0.3 * ratio(old_values, ROWS.double() * 1.3, exponent, 0.25, 2.0)
     assert torch.allclose(
-        weight.detach(), before + factor * (plain.detach() - before), rtol=1e-12, atol=1e-14
+        weight.detach(), old_values + factor * (plain.detach() - old_values), rtol=1e-12, atol=1e-14
     )
 
 
@@ -56,18 +56,18 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
     optimizer = StiffnessWrapper(SGD([weight], lr=0.02), exponent=1.0, writeback=writeback, seed=9)
     for t in range(3):
         put_gradients([weight], t)
-        before, gradient = values([weight])[0], weight.grad.clone()
+        old_values, gradient = values([weight])[0], weight.grad.clone()
         optimizer.step()
         assert cases.on_grid(weight)
         if t == 0:  # afterwards S_ref is that of the first step
-            update = (before - 0.02 * gradient) - before
-            target = before + update * ratio(before, ROWS, 1.0)
+            update = (old_values - 0.02 * gradient) - old_values
+            target = old_values + update * ratio(old_values, ROWS, 1.0)
             stream = optimizer.streams.get(weight)
             draws = {"seed": 9, "step": 0, "stream": stream} if writeback == "stochastic" else {}
             expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
             # The factor may differ in its last bit.
             assert (weight.detach() == expected).double().mean() > 0.98
-            largest_ulp = fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
+            largest_ulp = fm.ulp(old_values / ROWS, "E4M3").max() * ROWS.max()
             assert (weight.detach() - expected).abs().max() <= largest_ulp
 
 
@@ -75,7 +75,9 @@ def test_by_default_the_manifold_says_how_to_round():
     """A tenth of an ULP: nearest stays, stochastic moves a tenth of the weights."""
     shares = []
     for rounding in ("nearest", "stochastic"):
-        weight = cases.on(fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5))
+        weight = cases.manifold_parameter(
+            fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5)
+        )
         optimizer = StiffnessWrapper(SGD([weight], lr=0.0125))
         step_from(optimizer, weight, torch.ones(10_000))
         shares.append((weight != 1.5).double().mean().item())
@@ -91,10 +93,12 @@ def test_scale_and_exponent_follow_their_schedules():
     )
     for t in range(6):
         put_gradients([weight], t)
-        before = values([weight])[0]
+        old_values = values([weight])[0]
         optimizer.step()
-        at = min(t / 4, 1)
-        expected = before - 0.01 * (1 - at / 2) * ratio(before, 1.0, 1 - at) * weight.grad
+        share = min(t / 4, 1)
+        expected = (
+            old_values - 0.01 * (1 - share / 2) * ratio(old_values, 1.0, 1 - share) * weight.grad
+        )
         assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=1e-14)
 
 
@@ -106,9 +110,9 @@ def test_the_reference_is_kept_between_refreshes():
         with torch.no_grad():
             weight.copy_(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=double) * 2**t)
         weight.grad = torch.ones(4, dtype=double)
-        before = values([weight])[0]
+        old_values = values([weight])[0]
         optimizer.step()
-        moved.append(round(((before - weight.detach())[0] * 2**6).item(), 9))
+        moved.append(round(((old_values - weight.detach())[0] * 2**6).item(), 9))
     at_first = 4 / 15
     assert moved == pytest.approx([at_first, 2 * at_first, 4 * at_first, at_first], rel=1e-8)
 
@@ -213,16 +217,16 @@ def test_resume_is_exact_mid_schedule(inner):
     for t in range(7):
         put_gradients(weights, t)
         optimizer.step()
-    others = cases.same_parameters(weights)
-    resumed = make(others)
+    copies = cases.same_parameters(weights)
+    resumed = make(copies)
     resumed.load_state_dict(cases.through_disk(optimizer.state_dict()))
     assert cases.frozen(resumed.state_dict()) == cases.frozen(optimizer.state_dict())
     for t in range(7, 14):
         put_gradients(weights, t)
-        put_gradients(others, t)
+        put_gradients(copies, t)
         optimizer.step()
         resumed.step()
-        assert same_bits(values(weights), values(others))
+        assert same_bits(values(weights), values(copies))
 
 
 def test_an_optimizer_that_needs_a_closure_says_so():
@@ -238,7 +242,7 @@ def test_an_optimizer_that_needs_a_closure_says_so():
     with pytest.raises(TypeError, match=r"step\(\) needs a closure .*: LBFGS calls it"):
         optimizer.step()
     assert optimizer.steps_taken == 0
-    before = model.weight.detach().clone()
+    old_weight = model.weight.detach().clone()
     optimizer.step(closure)
     assert optimizer.steps_taken == 1
-    assert not torch.equal(model.weight.detach(), before)
+    assert not torch.equal(model.weight.detach(), old_weight)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from family_cases import NAMES
 from optimizer_cases import free_weight, muon_groups, normal, step_from, take_steps
-from paths import PATHS, by
+from paths import PATHS, on_path
 from torch import nn
 
 import fp8manifold as fm
@@ -189,7 +189,7 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype, writeback, monkeypatch)
             free_weight(weights.clone()),
             nn.Parameter(weights[0].clone()),
         ]
-        optimizer = by(path, optim.StiffnessAdamW(parameters, lr=1e-3, writeback=writeback))
+        optimizer = on_path(path, optim.StiffnessAdamW(parameters, lr=1e-3, writeback=writeback))
         take_steps([optimizer], [parameters], range(3))
         results.append([p.detach().view(torch.int16) for p in parameters])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

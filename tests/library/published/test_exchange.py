@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_cases import gpt2, llama, logits, transformers
-from hf_cases import read as read_whole
+from hf_cases import gpt2, llama, logits, read_folder, transformers
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
@@ -34,17 +33,17 @@ stored = pytest.mark.parametrize(
 )
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return read_whole(folder, dtype=dtype, **options).eval()
+def read_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return read_folder(folder, dtype=dtype, **options).eval()
 
 
-def assert_same(model: Any, other: Any, outputs: bool = True) -> None:
-    assert torch.equal(logits(other), logits(model)) or not outputs
+def assert_same(model: Any, reloaded: Any, outputs: bool = True) -> None:
+    assert torch.equal(logits(reloaded), logits(model)) or not outputs
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear) and layer.weight_format is not None:
-            assert type(other.get_submodule(name)) is nn.Linear
+            assert type(reloaded.get_submodule(name)) is nn.Linear
             theirs, ours = (
-                other.get_submodule(name).weight.detach(),
+                reloaded.get_submodule(name).weight.detach(),
                 layer.quantized_weight().detach(),
             )
             theirs = (
@@ -68,9 +67,9 @@ def test_transformers_reads_compressed_tensors(storage, granularity, dequantize,
         else {}
     )
     if granularity == "block" and not dequantize:  # whose weights become bfloat16 at the first pass
-        assert_same(model, read(tmp_path, torch.bfloat16), outputs=False)
+        assert_same(model, read_model(tmp_path, torch.bfloat16), outputs=False)
     else:
-        assert_same(model, read(tmp_path, **options))
+        assert_same(model, read_model(tmp_path, **options))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
@@ -92,15 +91,15 @@ def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
     assert all(inputs[key] == weights[key] for key in ("num_bits", "type", "symmetric"))
     if granularity == "block":  # MXFP8, whose weights become bfloat16
         assert all(inputs[key] == weights[key] for key in ("strategy", "group_size", "scale_dtype"))
-        assert (logits(read(tmp_path, torch.bfloat16)) - logits(model)).abs().max() > 2e-3
+        assert (logits(read_model(tmp_path, torch.bfloat16)) - logits(model)).abs().max() > 2e-3
         return
     assert inputs["strategy"] == "token"
-    other, floats = read(tmp_path), logits(model)
+    reloaded, floats = read_model(tmp_path), logits(model)
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
             layer.register_forward_pre_hook(lambda _, x: rounded_by_token(x[0]))
-    torch.testing.assert_close(logits(other), logits(model), rtol=1e-5, atol=1e-6)
-    assert (logits(other) - floats).abs().max() > 1e-3
+    torch.testing.assert_close(logits(reloaded), logits(model), rtol=1e-5, atol=1e-6)
+    assert (logits(reloaded) - floats).abs().max() > 1e-3
 
 
 def rounded_by_token(x: Tensor) -> Tensor:
@@ -109,9 +108,9 @@ def rounded_by_token(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("vocabulary", [48, 256])
-def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype, tmp_path):
+def test_transformers_reads_what_was_trained_in_squares(vocabulary, dequantize, dtype, tmp_path):
     """A head of 48 rows is one partial square; untold, transformers dequantises by
     itself where no GPU is.
     """
@@ -143,19 +142,21 @@ def test_transformers_reads_what_was_trained_in_squares(vocabulary, told, dtype,
     scale = saved["model.layers.0.mlp.up_proj.weight_scale_inv"]
     assert (scale.dtype, scale.shape) == (torch.float32, (3, 2))
     assert scale.unique().numel() > 1
-    if torch.cuda.is_available() and not told:
+    if torch.cuda.is_available() and not dequantize:
         pytest.skip("transformers keeps the codes where there is a GPU")
-    how = (
-        {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if told else {}
+    options = (
+        {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+        if dequantize
+        else {}
     )
-    other = read(tmp_path, dtype, **how)
+    reloaded = read_model(tmp_path, dtype, **options)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
-            theirs = other.get_submodule(name).weight.detach()
-            assert theirs.dtype == dtype
-            assert torch.equal(theirs, layer.weight.dequantize().to(dtype)), name
+            values = reloaded.get_submodule(name).weight.detach()
+            assert values.dtype == dtype
+            assert torch.equal(values, layer.weight.dequantize().to(dtype)), name
     if dtype is torch.float32:
-        assert torch.equal(logits(other), logits(model))
+        assert torch.equal(logits(reloaded), logits(model))
 
 
 def test_partial_squares_are_written_as_their_layout_has_them():
@@ -166,10 +167,10 @@ def test_partial_squares_are_written_as_their_layout_has_them():
         tensors, config = exported_state_dict(nn.Sequential(layer), "fp8")
     with pytest.warns(
         UserWarning, match=r"'0\.weight' of shape .* and 2 more end in partial squares"
-    ) as said:
+    ) as record:
         exported_state_dict(nn.Sequential(layer, *(copy.deepcopy(layer) for _ in range(2))), "fp8")
-    assert len(said) == 1
-    assert "\n" not in str(said[0].message)
+    assert len(record) == 1
+    assert "\n" not in str(record[0].message)
     codes, scale = tensors["0.weight"], tensors["0.weight_scale_inv"]
     assert scale.shape == (2, 3)
     for i in range(200):
@@ -183,13 +184,13 @@ def test_torchao_reads_its_own(storage, granularity, tmp_path):
     for fmt in ("E4M3", "E5M2"):
         model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
         tensors, _ = exported_state_dict(model, "torchao")
-        own = llama()
-        own.load_state_dict(
+        reloaded = llama()
+        reloaded.load_state_dict(
             tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True
         )
-        assert_same(model, own)
+        assert_same(model, reloaded)
         export_model(model, tmp_path / fmt, "torchao")
-        assert_same(model, read(tmp_path / fmt))
+        assert_same(model, read_model(tmp_path / fmt))
 
 
 def test_bfloat16_weights_are_exact_too(tmp_path):
@@ -199,7 +200,7 @@ def test_bfloat16_weights_are_exact_too(tmp_path):
     for layout in ("compressed-tensors", "torchao"):
         export_model(model, tmp_path / layout, layout)
         wanted = quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave")
-        assert_same(wanted, read(tmp_path / layout, torch.bfloat16), outputs=False)
+        assert_same(wanted, read_model(tmp_path / layout, torch.bfloat16), outputs=False)
 
 
 def test_granularities_and_layers_are_mixed(tmp_path):
@@ -219,10 +220,10 @@ def test_granularities_and_layers_are_mixed(tmp_path):
     export_model(model, tmp_path / "one")
     assert model.config.tie_word_embeddings
     assert_same(
-        model, read(tmp_path / "one", torch.bfloat16), outputs=False
+        model, read_model(tmp_path / "one", torch.bfloat16), outputs=False
     )  # dequantize=True reads one kind of scale
     export_model(model, tmp_path / "other", "torchao")
-    assert_same(model, read(tmp_path / "other"))
+    assert_same(model, read_model(tmp_path / "other"))
 
 
 def test_what_is_held_beside_a_weight_stays_behind():
@@ -281,8 +282,8 @@ def test_what_no_layout_takes_is_refused(tmp_path):
     quantized = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", "fp8")
     quantized.append(nn.Linear(4, 4))
     quantized[1].weight = fm.FP8Parameter(quantized[1].weight)
-    written, _ = exported_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
-    assert torch.equal(written["1.weight"], quantized[1].weight.dequantize())
+    tensors, _ = exported_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
+    assert torch.equal(tensors["1.weight"], quantized[1].weight.dequantize())
     with pytest.raises(
         ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is transformers' Conv1D"
     ):
@@ -296,9 +297,9 @@ def test_block_scales_are_written_as_they_are_kept():
     )
     for exponent in (-126, 0, 127):
         layer.weight.set_scale_(2.0**exponent)
-        written = exported_state_dict(layer)[0]["weight_scale"]
-        assert written.tolist() == [[exponent + 127] * 2]
-        assert torch.equal(written, layer.weight.exponents)
+        scales = exported_state_dict(layer)[0]["weight_scale"]
+        assert scales.tolist() == [[exponent + 127] * 2]
+        assert torch.equal(scales, layer.weight.exponents)
 
 
 def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
@@ -313,9 +314,9 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
         (3.0, torch.float32),
     ):
         layer.weight_scaler.value.fill_(scale)
-        written = exported_state_dict(layer)[0]["weight_scale"]
-        assert written.tolist() == [[1, 1] if dtype is torch.uint8 else [scale, scale]]
-        assert written.dtype is dtype
+        scales = exported_state_dict(layer)[0]["weight_scale"]
+        assert scales.tolist() == [[1, 1] if dtype is torch.uint8 else [scale, scale]]
+        assert scales.dtype is dtype
 
 
 def checkpointed(model: Any) -> Any:
@@ -347,12 +348,12 @@ def test_names_are_those_of_the_model_inside_wrappers(wrapped, layout):
         llama(), {"*": "E4M3"}, granularity=granularity, tied="leave", embeddings="E5M2"
     )
     tensors, described = exported_state_dict(model, layout)
-    other, same = exported_state_dict(wrapped(model), layout)
+    wrapped_tensors, same = exported_state_dict(wrapped(model), layout)
     assert same == described
-    assert other.keys() == tensors.keys()
+    assert wrapped_tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert other[name].dtype == tensor.dtype
-        assert torch.equal(other[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert wrapped_tensors[name].dtype == tensor.dtype
+        assert torch.equal(wrapped_tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @WRAPPERS
@@ -361,7 +362,7 @@ def test_a_folder_is_that_of_the_model_inside_wrappers(wrapped, tmp_path):
     expected = logits(model)
     export_model(wrapped(model), tmp_path)
     assert "hf_quantizer" not in vars(model)
-    assert torch.equal(logits(read(tmp_path)), expected)
+    assert torch.equal(logits(read_model(tmp_path)), expected)
 
 
 @pytest.mark.extra("peft")
@@ -378,7 +379,7 @@ def test_a_model_with_adapters_is_refused(part, tmp_path):
         export_model(exported, tmp_path)
     assert list(tmp_path.iterdir()) == []
     export_model(adapted.unload(), tmp_path)
-    assert_same(model, read(tmp_path))
+    assert_same(model, read_model(tmp_path))
 
 
 def test_a_weight_that_a_hook_of_the_model_renames_is_refused():

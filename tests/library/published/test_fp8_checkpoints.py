@@ -32,7 +32,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def written(model: Any, folder: Path, **options: Any) -> dict[str, bytes]:
+def saved_files(model: Any, folder: Path, **options: Any) -> dict[str, bytes]:
     save_fp8(model, folder, **options)
     return files(folder)
 
@@ -66,10 +66,10 @@ def test_a_published_model_is_averaged_in_floats(name: str, tmp_path: Path) -> N
     for _ in range(2):
         average.update_parameters(model)
     assert not average.module.is_quantized
-    for ours, values in zip(average.module.parameters(), floats.parameters(), strict=True):
-        assert type(ours) is nn.Parameter
-        assert ours.dtype is torch.float32
-        assert torch.equal(ours, values)
+    for parameter, values in zip(average.module.parameters(), floats.parameters(), strict=True):
+        assert type(parameter) is nn.Parameter
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter, values)
     average.module.save_pretrained(tmp_path / "average")
 
 
@@ -80,20 +80,20 @@ def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Pat
     folder = make(name, tmp_path / "published")
     (folder / "tokenizer.model").write_bytes(b"\0words")
     model = load_fp8(folder)
-    assert written(model, tmp_path / "same") == files(folder)
+    assert saved_files(model, tmp_path / "same") == files(folder)
     (folder / "pytorch_model.bin").write_bytes(b"a second copy of the weights")
-    assert "pytorch_model.bin" not in written(load_fp8(folder), tmp_path / "without it")
+    assert "pytorch_model.bin" not in saved_files(load_fp8(folder), tmp_path / "without it")
     (folder / "pytorch_model.bin").unlink()
     train(model, adamw(model), 1)
     model.save_pretrained(tmp_path / "saved")
-    again, said = transformers().AutoModelForCausalLM.from_pretrained(
+    again, info = transformers().AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", output_loading_info=True
     )
-    assert not any(said.values()), said
-    expected = written(model, tmp_path / "trained")
+    assert not any(info.values()), info
+    expected = saved_files(model, tmp_path / "trained")
     assert expected.keys() == files(folder).keys()
     assert expected != files(folder)
-    assert written(again, tmp_path / "again", source=folder) == expected
+    assert saved_files(again, tmp_path / "again", source=folder) == expected
     assert train(model, adamw(model), 2) == train(again, adamw(again), 2)
 
 
@@ -151,11 +151,11 @@ def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(
     model = transformers().T5ForConditionalGeneration(config).to(torch.bfloat16)
     fm.export_model(fm.quantize_model(model, "E4M3", tied="leave"), tmp_path / "published")
     expected = transformers().AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "published")
-    found = load_fp8(tmp_path / "published")
-    assert sum(isinstance(module, QuantizedLinear) for module in found.modules()) > 10
-    given = {"input_ids": TOKENS, "labels": TOKENS}
-    assert torch.equal(found(**given).logits, expected(**given).logits)
-    assert written(found, tmp_path / "same") == files(tmp_path / "published")
+    loaded = load_fp8(tmp_path / "published")
+    assert sum(isinstance(module, QuantizedLinear) for module in loaded.modules()) > 10
+    inputs = {"input_ids": TOKENS, "labels": TOKENS}
+    assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
+    assert saved_files(loaded, tmp_path / "same") == files(tmp_path / "published")
 
 
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
@@ -175,15 +175,15 @@ def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(
     ) == ("row", 4, 8)
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, writeback=writeback)
     train(model, optimizer, 5)
-    before, own = weight.scale.clone(), weight.dequantize()
-    halves = before.view(8, 128)
+    old_scale, old_values = weight.scale.clone(), weight.dequantize()
+    halves = old_scale.view(8, 128)
     assert not torch.equal(halves, halves[:, :1].expand(8, 128))
-    files_after = written(model, tmp_path / "trained")
+    files_after = saved_files(model, tmp_path / "trained")
     assert torch.equal(weight.scale.view(8, 128), halves.amax(1, keepdim=True).expand(8, 128))
-    kept = (weight.scale == before).expand_as(own)
-    assert torch.equal(weight.dequantize()[kept], own[kept])
-    assert (weight.dequantize() - own).abs().max() <= weight.scale.max() * 2**-9
-    assert written(model, tmp_path / "again") == files_after
+    has_old_scale = (weight.scale == old_scale).expand_as(old_values)
+    assert torch.equal(weight.dequantize()[has_old_scale], old_values[has_old_scale])
+    assert (weight.dequantize() - old_values).abs().max() <= weight.scale.max() * 2**-9
+    assert saved_files(model, tmp_path / "again") == files_after
     assert torch.equal(
         load_fp8(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits
     )
@@ -191,7 +191,7 @@ def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(
     again = transformers().AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", dtype=torch.float32
     )
-    assert written(again, tmp_path / "again", source=folder) == files_after
+    assert saved_files(again, tmp_path / "again", source=folder) == files_after
     train(model, optimizer, 1)
 
 
@@ -202,17 +202,17 @@ def test_transposed_experts_are_trained_as_the_file_has_them(
     name = "model.layers.0.mlp.experts.gate_up_proj"
     model = load_fp8(folder, dtype=torch.float32, experts_implementation="eager").train()
     plain = fm.dequantize_model(copy.deepcopy(model))
-    theirs = transformers().GptOssForCausalLM(plain.config).model.layers[0].mlp.experts
-    assert type(plain.model.layers[0].mlp.experts) is type(theirs)
+    reference = transformers().GptOssForCausalLM(plain.config).model.layers[0].mlp.experts
+    assert type(plain.model.layers[0].mlp.experts) is type(reference)
     codes, floats = model.get_parameter(name), plain.get_parameter(name)
     assert (codes.granularity, codes.format.name, codes.shape) == ("block", "E2M1", floats.mT.shape)
     decoded, rows = [], fm.FP8Tensor.decoded_rows
     monkeypatch.setattr(
         fm.FP8Tensor,
         "decoded_rows",
-        lambda own, take: decoded.append(take(own.codes).numel()) or rows(own, take),
+        lambda weight, take: decoded.append(take(weight.codes).numel()) or rows(weight, take),
     )
-    losses = [each(TOKENS, labels=TOKENS).loss for each in (model, plain)]
+    losses = [net(TOKENS, labels=TOKENS).loss for net in (model, plain)]
     assert losses[0].item() == losses[1].item()
     assert set(decoded) == {
         codes[0].numel(),
@@ -230,8 +230,8 @@ def test_transposed_experts_are_trained_as_the_file_has_them(
     )
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     assert (
-        written(again, tmp_path / "again", source=folder)
-        == written(model, tmp_path / "trained")
+        saved_files(again, tmp_path / "again", source=folder)
+        == saved_files(model, tmp_path / "trained")
         != files(folder)
     )
     fm.dequantize_model(again).save_pretrained(tmp_path / "floats")
@@ -246,9 +246,9 @@ def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
     folder = make("rows", tmp_path / "published")
     lines = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS] * 4
 
-    def trained(model: Any, where: str, resume: bool = False) -> Any:
+    def trained(model: Any, name: str, resume: bool = False) -> Any:
         arguments = library.TrainingArguments(
-            str(tmp_path / where),
+            str(tmp_path / name),
             max_steps=4,
             save_steps=2,
             learning_rate=1e-3,
@@ -269,7 +269,9 @@ def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
     halfway = library.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
     again = trained(halfway, "resumed", resume=True)
     assert (
-        written(again, tmp_path / "again") == written(model, tmp_path / "trained") != files(folder)
+        saved_files(again, tmp_path / "again")
+        == saved_files(model, tmp_path / "trained")
+        != files(folder)
     )
 
 
@@ -293,9 +295,9 @@ def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
     again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(model(TOKENS).logits, again(TOKENS).logits)
     save_fp8(again, tmp_path / "trained")
-    after = tensors_of(tmp_path / "trained")
+    saved = tensors_of(tmp_path / "trained")
     assert all(
-        torch.equal(after[key], value)
+        torch.equal(saved[key], value)
         for key, value in tensors_of(folder).items()
         if key.endswith(ends)
     )
@@ -344,33 +346,33 @@ def test_floats_are_never_rounded(tmp_path: Path) -> None:
     ):
         load_fp8(folder)
     model = load_fp8(folder, dtype=torch.float32)
-    assert written(model, tmp_path / "same") == files(folder)
+    assert saved_files(model, tmp_path / "same") == files(folder)
     model.model.norm.weight.data.fill_(1 / 3)
     model.model.embed_tokens.weight.data.fill_(0.5)
     save_fp8(model, tmp_path / "changed")
-    after, before = tensors_of(tmp_path / "changed"), tensors_of(folder)
-    assert torch.equal(after.pop("model.norm.weight"), third)
-    assert all(after[name].dtype == before[name].dtype for name in after)
+    saved, published = tensors_of(tmp_path / "changed"), tensors_of(folder)
+    assert torch.equal(saved.pop("model.norm.weight"), third)
+    assert all(saved[name].dtype == published[name].dtype for name in saved)
 
 
 def test_what_the_model_has_no_place_for_is_copied(tmp_path: Path) -> None:
     """Layers for drafts, which transformers leaves out, beside experts."""
     folder = make("squares, deepseek", tmp_path / "published")
-    more = {
+    drafts = {
         "model.layers.61.mlp.down_proj.weight": torch.ones(128, 256).to(torch.float8_e4m3fn),
         "model.layers.61.mlp.down_proj.weight_scale_inv": torch.full((1, 2), 0.3),
         "model.layers.61.enorm.weight": torch.ones(128, dtype=torch.bfloat16),
     }
     first = next(iter(tensors_of(folder)))
-    rewritten(folder, lambda name, value: {name: value, **(more if name == first else {})}, None)
+    rewritten(folder, lambda name, value: {name: value, **(drafts if name == first else {})}, None)
     model = load_fp8(folder)
-    assert written(model, tmp_path / "same") == files(folder)
+    assert saved_files(model, tmp_path / "same") == files(folder)
     moved = folder.rename(tmp_path / "moved")
     with refused(FileNotFoundError, str(folder), "layers.61", "give source="):
         save_fp8(model, tmp_path / "lost")
     assert not (tmp_path / "lost").exists()
-    assert written(model, tmp_path / "found", source=moved) == files(moved)
-    rewritten(moved, lambda name, value: {} if name in more else {name: value}, None)
+    assert saved_files(model, tmp_path / "found", source=moved) == files(moved)
+    rewritten(moved, lambda name, value: {} if name in drafts else {name: value}, None)
     moved.rename(folder)
     with refused(ValueError, "layers.61", "has changed since"):
         save_fp8(model, tmp_path / "lost")
@@ -380,8 +382,8 @@ def test_it_can_be_written_over_what_was_read(tmp_path: Path) -> None:
     folder = make("squares, tied", tmp_path / "published")
     model = load_fp8(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    before = files(folder)
-    assert written(model, folder) == before
+    published = files(folder)
+    assert saved_files(model, folder) == published
     train(model, adamw(model), 1)
     save_fp8(model, folder)
     assert torch.equal(load_fp8(folder)(TOKENS).logits, model(TOKENS).logits)
@@ -430,13 +432,13 @@ REFUSED: list[tuple[str, Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "said"), REFUSED)
+@pytest.mark.parametrize(("name", "change", "words"), REFUSED)
 def test_what_does_not_fit_is_refused_by_its_name(
-    name: str, change: Change, said: str, tmp_path: Path
+    name: str, change: Change, words: str, tmp_path: Path
 ) -> None:
     folder = make(name, tmp_path / "published")
     rewritten(folder, change, None)
-    with refused(ValueError, *said.split(" & ")):
+    with refused(ValueError, *words.split(" & ")):
         load_fp8(folder)
 
 
@@ -482,9 +484,9 @@ def test_calls_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     floats = library.LlamaForCausalLM(
         library.LlamaConfig(**{k: v for k, v in config.items() if k != "dtype"})
     )
-    for other in (floats, torch.nn.Linear(2, 2)):
+    for unread in (floats, torch.nn.Linear(2, 2)):
         with refused(ValueError, "was not read by fm.load_fp8", "fm.export_model"):
-            save_fp8(other, tmp_path / "trained")
+            save_fp8(unread, tmp_path / "trained")
     floats.save_pretrained(tmp_path / "floats")
     assert fm.published_weights(tmp_path / "floats") == {}
     with refused(ValueError, "no weight in FP8 codes", "from_pretrained"):

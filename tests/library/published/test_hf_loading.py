@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_cases import SIZES, gpt2, llama, seeded, transformers
-from hf_cases import read as read_whole
+from hf_cases import SIZES, gpt2, llama, read_folder, seeded, transformers
 from safetensors.torch import load_file, save_file
 from surgery_models import bits
-from test_loading import LAYOUTS, in_codes, said
+from test_loading import LAYOUTS, in_codes, refusal_line
 from torch import Tensor
 
 import fp8manifold as fm
@@ -36,7 +35,7 @@ MAKERS = {
 }
 
 
-def read(
+def read_quantized(
     folder: Path,
     formats: Any = "E4M3",
     *,
@@ -45,7 +44,7 @@ def read(
     **options: Any,
 ) -> Any:
     config = huggingface.quantization_config(formats, storage, **options)
-    return read_whole(folder, quantization_config=config, dtype=dtype)
+    return read_folder(folder, quantization_config=config, dtype=dtype)
 
 
 def plain(folder: Path, dtype: Any = "auto", **options: Any) -> Any:
@@ -73,18 +72,18 @@ def test_the_bits_of_quantising_the_float_model(
     wanted = quantize_model(
         plain(tmp_path, dtype), formats, "fp8", seed=3, keep_remainder=True, **options
     )
-    other = read(tmp_path, formats, dtype=dtype, seed=3, keep_remainder=True, **options)
-    assert bits(other) == bits(wanted)
-    head, embedding = other.get_output_embeddings().weight, other.get_input_embeddings().weight
+    loaded = read_quantized(tmp_path, formats, dtype=dtype, seed=3, keep_remainder=True, **options)
+    assert bits(loaded) == bits(wanted)
+    head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
     assert (head is embedding) == (tied == "leave")
-    other.save_pretrained(tmp_path / "again")
-    assert bits(plain(tmp_path / "again", dtype)) == bits(other)
+    loaded.save_pretrained(tmp_path / "again")
+    assert bits(plain(tmp_path / "again", dtype)) == bits(loaded)
 
 
 @pytest.mark.parametrize("storage", ["grid", "master"])
 def test_other_storages_are_quantised_at_the_end(storage: Any, tmp_path: Path) -> None:
     llama(False).save_pretrained(tmp_path)
-    assert bits(read(tmp_path, storage=storage)) == bits(
+    assert bits(read_quantized(tmp_path, storage=storage)) == bits(
         quantize_model(plain(tmp_path), "E4M3", storage)
     )
 
@@ -102,7 +101,7 @@ def test_each_tensor_is_encoded_in_its_turn(
         return own(self, model, name, value)
 
     monkeypatch.setattr(_loading.Reader, "encode", watched)
-    model = read(tmp_path, {"*": "E4M3"}, tied="leave")
+    model = read_quantized(tmp_path, {"*": "E4M3"}, tied="leave")
     assert alive == [1] * sum(isinstance(m, fm.QuantizedLinear) for m in model.modules())
 
 
@@ -116,17 +115,17 @@ def test_pages_are_given_back_unless_they_were_written_to(
 
     def resident() -> int:
         lines = _tensor_files._MAPPINGS.read_text().splitlines()
-        at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
-        return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
+        start = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+        return int(next(line for line in lines[start:] if line.startswith("Rss:")).split()[1])
 
     monkeypatch.setattr(_tensor_files, "_FEWEST_BYTES", 2**10)
     monkeypatch.setattr(_tensor_files, "_RELEASES_PER_READ", 2**10)
     files = _tensor_files.MappedFiles([path])
     values = torch.from_file(str(path), shared=False, size=2**18, dtype=torch.uint8)
     assert int(values.sum()) > 0
-    for read, kept in ((2**9, 256), (2**9, 0)):
-        files.was_read(read)
-        assert resident() == kept
+    for count, resident_bytes in ((2**9, 256), (2**9, 0)):
+        files.was_read(count)
+        assert resident() == resident_bytes
     assert values[:3].tolist() == [0, 1, 2]
     values[0] = 7  # a page of the process's own by now
     files.was_read(2**10)
@@ -139,9 +138,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = llama(True)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="pattern 'nothing' matches none"):
-        read(tmp_path, {"nothing": "E4M3"})
+        read_quantized(tmp_path, {"nothing": "E4M3"})
     with pytest.raises(ValueError, match=r"the weight of 'lm_head' is shared"):
-        read(tmp_path)
+        read_quantized(tmp_path)
     config = huggingface.quantization_config(tied="leave")
     with pytest.raises(ValueError, match="device_map has 'disk'"):
         plain(
@@ -154,7 +153,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "nan")
     with pytest.raises(ValueError, match=r"a weight of shape \(96, 64\) holds NaN or Inf"):
-        read(tmp_path / "nan", tied="leave")
+        read_quantized(tmp_path / "nan", tied="leave")
 
 
 def test_a_missing_layer_is_drawn_and_quantised(tmp_path: Path) -> None:
@@ -167,8 +166,8 @@ def test_a_missing_layer_is_drawn_and_quantised(tmp_path: Path) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-def folder_of(model: Any, layout: str, folder: Path, **how: Any) -> Path:
-    model.save_pretrained(folder, **how)
+def folder_of(model: Any, layout: str, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
     for path in folder.glob("*.safetensors"):
         save_file(in_codes(load_file(path), layout, "proj.weight"), path, {"format": "pt"})
     return folder
@@ -180,29 +179,29 @@ def folder_of(model: Any, layout: str, folder: Path, **how: Any) -> Path:
 )
 def test_from_pretrained(layout: str, storage: str, tmp_path: Path) -> None:
     folder = folder_of(llama(False), layout, tmp_path)
-    line = said(layout, "model.layers.0.mlp.down_proj.weight", "model.safetensors")
+    line = refusal_line(layout, "model.layers.0.mlp.down_proj.weight", "model.safetensors")
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-        read(folder, storage=storage, dtype=torch.float32)
+        read_quantized(folder, storage=storage, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["DeepSeek, Qwen", "raw int8"])
 def test_from_pretrained_of_shards_pickles_and_bases(layout: str, tmp_path: Path) -> None:
     model = llama(False)
     with pytest.raises(ValueError, match=r"of 'model-\d+-of-\d+\.safetensors' holds codes"):
-        read(folder_of(model, layout, tmp_path / "shards", max_shard_size="40KB"))
+        read_quantized(folder_of(model, layout, tmp_path / "shards", max_shard_size="40KB"))
     with pytest.raises(
         ValueError, match=r"^layers\.0\.mlp\.down_proj\.weight of 'model\.safetensors' holds codes"
     ):
-        read(folder_of(model.model, layout, tmp_path / "base"))
+        read_quantized(folder_of(model.model, layout, tmp_path / "base"))
     pickled = tmp_path / "pickled"
     model.save_pretrained(pickled)
     state = load_file(pickled / "model.safetensors")
     (pickled / "model.safetensors").unlink()
     torch.save(in_codes(state, layout, "proj.weight"), pickled / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"of 'pytorch_model\.bin' holds codes"):
-        read(pickled)
+        read_quantized(pickled)
     torch.save(state, pickled / "pytorch_model.bin")
-    assert isinstance(read(pickled).lm_head.weight, fm.FP8Parameter)
+    assert isinstance(read_quantized(pickled).lm_head.weight, fm.FP8Parameter)
 
 
 def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> None:
@@ -216,20 +215,20 @@ def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> No
     }
     save_file(load_file(path) | extra, path, {"format": "pt"})
     huggingface.check_floats(model, tmp_path)
-    other = plain(tmp_path, quantization_config=huggingface.quantization_config())
-    assert isinstance(other.lm_head.weight, fm.FP8Parameter)
+    loaded = plain(tmp_path, quantization_config=huggingface.quantization_config())
+    assert isinstance(loaded.lm_head.weight, fm.FP8Parameter)
 
 
 def test_tensors_in_memory_are_cast_before_anybody_is_asked() -> None:
     model = llama(False)
-    given = {
+    arguments = {
         "state_dict": model.state_dict(),
         "quantization_config": huggingface.quantization_config(),
     }
     with pytest.raises(
         ValueError, match=r"^state_dict= does not go with quantization_config=: call quantize_model"
     ):
-        type(model).from_pretrained(None, config=model.config, **given)
+        type(model).from_pretrained(None, config=model.config, **arguments)
 
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -252,8 +251,8 @@ def options_of(kind: str) -> dict[str, Any]:
     return {"parameters": {"*.experts.*": "E4M3", **biases}, "embeddings": "E4M3"}
 
 
-def quantized(kind: str, **more: Any) -> Any:
-    return quantize_model(mixture(kind), "E4M3", "fp8", **options_of(kind), **more)
+def quantized(kind: str, **options: Any) -> Any:
+    return quantize_model(mixture(kind), "E4M3", "fp8", **options_of(kind), **options)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -283,9 +282,9 @@ def test_logits_and_gradients_are_those_of_the_values(kind: str) -> None:
     assert torch.equal(model(TOKENS).logits, floats(TOKENS).logits)
     for one in (model, floats):
         one(TOKENS, labels=TOKENS).loss.backward()
-    theirs = dict(floats.named_parameters())
+    expected = dict(floats.named_parameters())
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, theirs[name].grad), name
+        assert torch.equal(parameter.grad, expected[name].grad), name
     for way in ("grouped_mm", "batched_mm"):
         for one in (model, floats):
             one.set_experts_implementation(way)
@@ -299,16 +298,16 @@ def test_they_are_saved_and_read(kind: str, tmp_path: Path) -> None:
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
     huggingface.attach(model).save_pretrained(tmp_path)
-    other, said = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
-    assert not any(said.values()), said
-    assert bits(other) == bits(model)
-    other.save_pretrained(tmp_path / "again")
+    assert not any(info.values()), info
+    assert bits(loaded) == bits(model)
+    loaded.save_pretrained(tmp_path / "again")
     assert bits(plain(tmp_path / "again")) == bits(model)
     base = transformers.AutoModel.from_pretrained(tmp_path)
-    ours = bits(model)["held"]
-    assert all(ours[f"model.{name}"] == value for name, value in bits(base)["held"].items())
+    state = bits(model)["tensors"]
+    assert all(state[f"model.{name}"] == value for name, value in bits(base)["tensors"].items())
 
 
 def test_a_conversion_that_transformers_has_for_the_same_name_leaves_the_codes(
@@ -332,9 +331,9 @@ def test_a_conversion_that_transformers_has_for_the_same_name_leaves_the_codes(
     monkeypatch.setitem(known, "gpt_oss", [conversion])
     model = quantized("GptOss", seed=3)
     huggingface.attach(model).save_pretrained(tmp_path)
-    other = plain(tmp_path)
-    assert bits(other) == bits(model)
-    other.save_pretrained(tmp_path / "again")
+    loaded = plain(tmp_path)
+    assert bits(loaded) == bits(model)
+    loaded.save_pretrained(tmp_path / "again")
     assert load_file(tmp_path / "again/model.safetensors").keys() == (
         load_file(tmp_path / "model.safetensors").keys()
     )
@@ -357,10 +356,16 @@ def test_a_tied_embedding_in_codes_is_saved_and_read(tied: Any, tmp_path: Path) 
     quantize_model(model, "E4M3", "fp8", embeddings="E4M3", tied=tied)
     huggingface.attach(model).save_pretrained(tmp_path / "codes")
     asked = huggingface.quantization_config("E4M3", embeddings="E4M3", tied=tied)
-    for other in (plain(tmp_path / "codes"), plain(tmp_path / "floats", quantization_config=asked)):
-        assert bits(other) == bits(model)
-        assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
-        head, embedding = other.get_output_embeddings().weight, other.get_input_embeddings().weight
+    for loaded in (
+        plain(tmp_path / "codes"),
+        plain(tmp_path / "floats", quantization_config=asked),
+    ):
+        assert bits(loaded) == bits(model)
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+        head, embedding = (
+            loaded.get_output_embeddings().weight,
+            loaded.get_input_embeddings().weight,
+        )
         assert (head is embedding) == (tied != "untie")
         assert all(isinstance(weight, FP8Parameter) for weight in (head, embedding))
 
@@ -368,8 +373,8 @@ def test_a_tied_embedding_in_codes_is_saved_and_read(tied: Any, tmp_path: Path) 
 def test_the_experts_are_exported_as_the_floats_that_they_are(tmp_path: Path) -> None:
     model = quantized("Mixtral")
     fm.export_model(model, tmp_path)
-    other = plain(tmp_path)
-    ours, theirs = (each.model.layers[0].mlp.experts.down_proj for each in (model, other))
+    exported = plain(tmp_path)
+    ours, theirs = (each.model.layers[0].mlp.experts.down_proj for each in (model, exported))
     assert torch.equal(theirs, ours.dequantize())
-    other.set_experts_implementation("eager")
-    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+    exported.set_experts_implementation("eager")
+    assert torch.equal(exported(TOKENS).logits, model(TOKENS).logits)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_cases import gpt2, llama, logits, read, transformers
+from hf_cases import gpt2, llama, logits, read_folder, transformers
 from optimizer_cases import frozen
 from surgery_models import bits
 from torch import nn
@@ -55,17 +55,17 @@ def learnt(model: Any, steps: int = 2) -> Any:
 @pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
 def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     tmp_path = tmp_path / tied
-    how = "refuse" if tied == "was not" else tied
-    model = quantize_model(maker(tied != "was not"), {"*": "E4M3"}, storage, tied=how)
+    ties = "refuse" if tied == "was not" else tied
+    model = quantize_model(maker(tied != "was not"), {"*": "E4M3"}, storage, tied=ties)
     huggingface.attach(learnt(model)).save_pretrained(tmp_path)
-    other = read(tmp_path)
-    assert bits(other) == bits(model)
-    assert torch.equal(logits(other), logits(model))
-    head, embedding = other.get_output_embeddings().weight, other.get_input_embeddings().weight
+    loaded = read_folder(tmp_path)
+    assert bits(loaded) == bits(model)
+    assert torch.equal(logits(loaded), logits(model))
+    head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
     assert (head is embedding) == (tied == "leave")
-    other.save_pretrained(tmp_path / "again")
-    assert bits(read(tmp_path / "again")) == bits(model)
-    assert bits(learnt(other)) == bits(learnt(model))  # and goes on as it would have
+    loaded.save_pretrained(tmp_path / "again")
+    assert bits(read_folder(tmp_path / "again")) == bits(model)
+    assert bits(learnt(loaded)) == bits(learnt(model))  # and goes on as it would have
 
 
 def test_each_part_of_a_weight_is_named_whole():
@@ -99,7 +99,7 @@ def test_every_format_and_scale_comes_back(name, granularity, tmp_path):
     folder = tmp_path / f"{name}-{granularity}"
     model.save_pretrained(folder, max_shard_size="20KB" if granularity == "channel" else "1GB")
     assert (len(list(folder.glob("*.safetensors"))) > 2) == (granularity == "channel")
-    assert bits(read(folder)) == bits(model)
+    assert bits(read_folder(folder)) == bits(model)
 
 
 FIXED = {"format": "E4M3", "ste": "clipped", "scale": 0.25}
@@ -126,21 +126,21 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     formats = {"*": "none", "mlp": "E5M2", "lm_head": "none"}
     quantize_model(model, formats, "fp8", seed=5, headroom=4.0, keep_remainder=True)
     huggingface.attach(learnt(model, 3)).save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert said["quant_method"] == "fp8manifold"
-    assert [len(group["seeds"]) for group in said["layers"]] == (
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "fp8manifold"
+    assert [len(group["seeds"]) for group in settings["layers"]] == (
         [2, 6] if maker is llama else [2, 4]
     )
-    other = read(tmp_path)
-    assert bits(other) == bits(model)
+    loaded = read_folder(tmp_path)
+    assert bits(loaded) == bits(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
-            mine, its = (vars(each.get_submodule(name)) for each in (model, other))
+            mine, its = (vars(each.get_submodule(name)) for each in (model, loaded))
             assert all(
                 mine[key] == its[key]
                 for key in ("_headroom", "_keep_remainder", "_defers", "_seed")
             )
-    assert bits(learnt(other)) == bits(learnt(model))
+    assert bits(learnt(loaded)) == bits(learnt(model))
 
 
 @pytest.mark.parametrize("storage", ["fp8", "grid"])
@@ -148,7 +148,9 @@ def test_the_retraction_comes_back(storage, tmp_path):
     euclidean = {"retraction": "euclidean"}
     model = quantize_model(llama(), {"*": "none", "mlp": "E5M2"}, storage, **euclidean)
     huggingface.attach(model).save_pretrained(tmp_path)
-    layers = [layer for layer in read(tmp_path).modules() if isinstance(layer, QuantizedLinear)]
+    layers = [
+        layer for layer in read_folder(tmp_path).modules() if isinstance(layer, QuantizedLinear)
+    ]
     assert {layer.weight.manifold.retraction for layer in layers} == {"euclidean"}
 
 
@@ -160,14 +162,14 @@ def test_the_retraction_comes_back(storage, tmp_path):
 def test_a_model_is_read_in_the_dtype_asked_for(maker, storage, saved, wanted, tmp_path):
     model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
     huggingface.attach(model).save_pretrained(tmp_path)
-    other = read(tmp_path, dtype=wanted)
-    assert {p.dtype for p in other.parameters()} == {wanted}
+    loaded = read_folder(tmp_path, dtype=wanted)
+    assert {p.dtype for p in loaded.parameters()} == {wanted}
     for name, p in model.to(wanted).named_parameters():
-        assert torch.equal(other.get_parameter(name), p)
+        assert torch.equal(loaded.get_parameter(name), p)
     torch.testing.assert_close(
-        logits(other), logits(model), rtol=0.05, atol=0.05
+        logits(loaded), logits(model), rtol=0.05, atol=0.05
     )  # .to() casts positions, too
-    learnt(other, 1)
+    learnt(loaded, 1)
 
 
 def test_scales_are_not_cast_with_the_model(tmp_path):
@@ -176,7 +178,7 @@ def test_scales_are_not_cast_with_the_model(tmp_path):
     scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(1 / 3)
     huggingface.attach(model).save_pretrained(tmp_path)
     assert torch.equal(
-        read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale
+        read_folder(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale
     )
 
 
@@ -190,7 +192,7 @@ class Lines(torch.utils.data.Dataset):
 
 
 def trained(
-    model: Any, folder: Path, optimizer: str, resume: Path | None = None, **more: Any
+    model: Any, folder: Path, optimizer: str, resume: Path | None = None, **options: Any
 ) -> Any:
     """A Trainer that has taken six steps of four sequences, with a checkpoint after
     three.
@@ -209,9 +211,11 @@ def trained(
     }
     quiet: Any = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 0}
     steps = {"output_dir": str(folder), "max_steps": 6, "save_steps": 3, "logging_steps": 1}
-    arguments = transformers.TrainingArguments(**steps, **quiet, **(sizes | more))
-    made = makers[optimizer](model.parameters())
-    trainer = transformers.Trainer(model, arguments, train_dataset=Lines(), optimizers=(made, None))
+    arguments = transformers.TrainingArguments(**steps, **quiet, **(sizes | options))
+    stepping = makers[optimizer](model.parameters())
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=Lines(), optimizers=(stepping, None)
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
@@ -237,24 +241,24 @@ def test_a_trainer_goes_on_where_it_was(maker, optimizer, tmp_path):
     )
     assert losses(resumed)[-3:] == losses(ended)[-3:]
     assert bits(again) == bits(whole)
-    assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
+    assert bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
     assert frozen(resumed.optimizer.state_dict()) == frozen(ended.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("more", [{"bf16": True}, {"gradient_checkpointing": True}])
-def test_a_trainer_goes_on_from_what_was_read(more, tmp_path):
+@pytest.mark.parametrize("options", [{"bf16": True}, {"gradient_checkpointing": True}])
+def test_a_trainer_goes_on_from_what_was_read(options, tmp_path):
     """Under autocast, and with activations computed again where no scale is delayed, of
     a model out of a folder.
     """
-    spec = DELAYED if "bf16" in more else LayerSpec("E4M3", activation="E4M3", gradient="E5M2")
+    spec = DELAYED if "bf16" in options else LayerSpec("E4M3", activation="E4M3", gradient="E5M2")
     huggingface.attach(quantize_model(llama(), {"*": spec}, "fp8", tied="leave")).save_pretrained(
         tmp_path / "start"
     )
-    whole, again = read(tmp_path / "start"), read(tmp_path / "start")
-    trained(whole, tmp_path / "whole", "8bit", **more)
-    trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3", **more)
+    whole, again = read_folder(tmp_path / "start"), read_folder(tmp_path / "start")
+    trained(whole, tmp_path / "whole", "8bit", **options)
+    trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3", **options)
     assert bits(again) == bits(whole)
-    assert bits(whole) != bits(read(tmp_path / "start"))
+    assert bits(whole) != bits(read_folder(tmp_path / "start"))
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
@@ -262,7 +266,7 @@ def test_layers_are_placed_by_accelerate(device_map, tmp_path):
     """Whose estimates count a byte for each of these weights."""
     model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
     model.save_pretrained(tmp_path)
-    assert bits(read(tmp_path, device_map=device_map)) == bits(model)
+    assert bits(read_folder(tmp_path, device_map=device_map)) == bits(model)
     sizes = {
         name: model.hf_quantizer.param_element_size(model, name, x)
         for name, x in model.named_parameters()
@@ -275,12 +279,12 @@ def test_what_is_saved_is_what_the_model_is_now(tmp_path):
     model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
     quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "fp8")
     model.save_pretrained(tmp_path / "more")
-    assert bits(read(tmp_path / "more")) == bits(model)
+    assert bits(read_folder(tmp_path / "more")) == bits(model)
     fm.dequantize_model(model).save_pretrained(tmp_path / "floats")
     assert "quantization_config" not in json.loads(
         (tmp_path / "floats" / "config.json").read_text()
     )
-    assert torch.equal(logits(read(tmp_path / "floats")), logits(model))
+    assert torch.equal(logits(read_folder(tmp_path / "floats")), logits(model))
 
 
 def test_the_base_of_a_model_is_read_and_written(tmp_path):
@@ -290,19 +294,19 @@ def test_the_base_of_a_model_is_read_and_written(tmp_path):
     assert bits(base) == bits(model.model)
     base.save_pretrained(tmp_path / "base")
     huggingface.register()
-    other = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base"
     )  # its output layer is drawn
-    assert bits(other.model) == bits(base)
-    assert type(other.lm_head) is nn.Linear
+    assert bits(loaded.model) == bits(base)
+    assert type(loaded.lm_head) is nn.Linear
 
 
 def test_a_model_is_read_under_another_head(tmp_path):
     model = quantize_model(llama(tied=False), "E4M3")
     huggingface.attach(model).save_pretrained(tmp_path)
-    other = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert bits(other.model) == bits(model.model)
-    assert type(other.score) is nn.Linear
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert bits(loaded.model) == bits(model.model)
+    assert type(loaded.score) is nn.Linear
 
 
 @MAKERS
@@ -327,7 +331,7 @@ def test_a_model_that_is_dequantised_is_no_quantised_one(maker, tmp_path):
     assert not floats.is_quantized
     assert copy.deepcopy(floats).half().dtype is torch.float16
     floats.float().save_pretrained(tmp_path)
-    assert torch.equal(logits(read(tmp_path)), logits(floats))
+    assert torch.equal(logits(read_folder(tmp_path)), logits(floats))
     assert model.is_quantized
     assert model.config.quantization_config.quant_method == "fp8manifold"
 
@@ -343,11 +347,11 @@ def test_a_model_that_is_attached_is_averaged(maker, tmp_path):
             p.mul_(1.5)
     average.update_parameters(model)
     second = fm.dequantize_model(copy.deepcopy(model))
-    ours = dict(average.module.named_parameters())
+    averages = dict(average.module.named_parameters())
     for (name, one), two in zip(first.named_parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(ours[name], (one + two) / 2)
+        torch.testing.assert_close(averages[name], (one + two) / 2)
     average.module.save_pretrained(tmp_path)
-    assert torch.equal(logits(read(tmp_path)), logits(average.module))
+    assert torch.equal(logits(read_folder(tmp_path)), logits(average.module))
     assert model.is_quantized
 
 
@@ -365,7 +369,7 @@ def test_an_attached_model_is_read_from_a_pickle_by_another_process(tmp_path):
     path.write_bytes(pickle.dumps(model))
     command = [sys.executable, "-W", "ignore", "-c", READS_A_PICKLE, path, tmp_path / "saved"]
     subprocess.run(command, check=True, timeout=300)
-    assert bits(read(tmp_path / "saved")) == bits(model)
+    assert bits(read_folder(tmp_path / "saved")) == bits(model)
 
 
 def test_names_that_a_module_has_not_are_no_classes():
@@ -380,12 +384,12 @@ def test_a_weight_that_is_computed_later_is_not_saved(tmp_path):
         model.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("which", ["model", "copy", "base"])
-def test_a_model_is_attached_when_it_is_saved(which, tmp_path):
+@pytest.mark.parametrize("part", ["model", "copy", "base"])
+def test_a_model_is_attached_when_it_is_saved(part, tmp_path):
     model = quantize_model(llama(), "E4M3", "fp8", tied="leave")
-    saved = {"model": model, "copy": copy.deepcopy(model), "base": model.model}[which]
+    saved = {"model": model, "copy": copy.deepcopy(model), "base": model.model}[part]
     saved.save_pretrained(tmp_path)
-    kind = transformers.AutoModel if which == "base" else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModel if part == "base" else transformers.AutoModelForCausalLM
     assert bits(kind.from_pretrained(tmp_path)) == bits(saved)
 
 
@@ -394,7 +398,7 @@ def test_a_trainer_saves_and_resumes_without_attach(tmp_path):
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
     assert bits(again) == bits(whole)
-    assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
+    assert bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "master"])
@@ -427,9 +431,9 @@ def test_a_given_state_is_saved(tied, by_position, tmp_path):
         model.save_pretrained(tmp_path / "best", True, best)
     else:
         model.save_pretrained(tmp_path / "best", state_dict=best)
-    assert bits(read(tmp_path / "best")) == expected
+    assert bits(read_folder(tmp_path / "best")) == expected
     model.save_pretrained(tmp_path / "last")
-    assert bits(read(tmp_path / "last")) == bits(model) != expected
+    assert bits(read_folder(tmp_path / "last")) == bits(model) != expected
 
 
 def of_another_format(state: Any) -> None:
@@ -475,7 +479,7 @@ def test_a_model_with_wrapped_modules_comes_back(wrap, tmp_path):
     )
     wrap(model)
     huggingface.attach(model).save_pretrained(tmp_path)
-    assert bits(read(tmp_path)) == bits(again)
+    assert bits(read_folder(tmp_path)) == bits(again)
 
 
 @WRAPPED
@@ -487,7 +491,7 @@ def test_a_trainer_goes_on_with_wrapped_modules(wrap, tmp_path):
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
     assert bits(again) == bits(whole)
-    read_again = read(tmp_path / "whole" / "checkpoint-6")
+    read_again = read_folder(tmp_path / "whole" / "checkpoint-6")
     assert torch.equal(logits(read_again), logits(whole))
 
 
@@ -502,10 +506,10 @@ def test_embeddings_that_the_class_leaves_out_are_saved_in_codes(tmp_path):
     assert bits(again) == bits(model)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_head_in_codes_that_is_tied_later_is_refused(when, tmp_path):
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_head_in_codes_that_is_tied_later_is_refused(moment, tmp_path):
     model = quantize_model(llama(tied=False), "E4M3", embeddings="E4M3")
-    if when == "after":
+    if moment == "after":
         huggingface.attach(model)
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match=r"'lm_head\.weight', .* is also 'model\.embed_tokens"):
@@ -553,7 +557,7 @@ def test_a_folder_that_was_tampered_with_is_refused(changes, message, tmp_path):
     settings["quantization_config"]["layers"][0] |= changes
     path.write_text(json.dumps(settings))
     with pytest.raises((ValueError, RuntimeError), match=message):
-        read(tmp_path)
+        read_folder(tmp_path)
 
 
 def test_a_missing_or_old_package_is_named(monkeypatch):

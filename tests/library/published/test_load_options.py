@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 #: options, and what the model then is
-TAKEN: dict[str, tuple[dict[str, Any], str]] = {
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "model.dtype == torch.bfloat16"),
     "torch_dtype": ({"torch_dtype": torch.float32}, "model.dtype == torch.float32"),
     "torch_dtype by name": ({"torch_dtype": "float32"}, "model.dtype == torch.float32"),
@@ -45,7 +45,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("options", "expected"), TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize(("options", "expected"), OPTIONS.values(), ids=OPTIONS)
 def test_an_option_does_what_it_does_in_from_pretrained(
     options: dict[str, Any], expected: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -113,9 +113,9 @@ def test_an_option_without_a_meaning_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(error) as caught:
         fm.load_fp8(folder, **options)
-    said = str(caught.value)
-    assert [part for part in words.split(" & ") if part not in said] == [], said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert [part for part in words.split(" & ") if part not in message] == [], message
+    assert "\n" not in message
 
 
 def test_a_folder_inside(folder: Path, tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_headers_need_no_options_of_a_model(options: dict[str, Any], folder: Pat
         fm.published_weights(folder, **options)
 
 
-@pytest.mark.parametrize("given", [str, Path], ids=["name", "path"])
-def test_a_model_says_where_it_was_read(given: Any, folder: Path) -> None:
-    model = fm.load_fp8(given(folder))
+@pytest.mark.parametrize("path_type", [str, Path], ids=["name", "path"])
+def test_a_model_says_where_it_was_read(path_type: Any, folder: Path) -> None:
+    model = fm.load_fp8(path_type(folder))
     names = [model.name_or_path, model.model.name_or_path, model.config.name_or_path]
     assert names == [str(folder)] * 3
 

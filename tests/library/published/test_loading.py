@@ -34,7 +34,7 @@ class Small(nn.Module):
         return self.head(self.norm(self.two(self.one(self.tokens(tokens)))))
 
 
-def made(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small:
+def valued_model(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Small(dtype, tied)
@@ -64,35 +64,37 @@ def test_the_bits_of_quantising_the_float_model(
     if tied != "was not":
         options["tied"] = tied
     formats = {"*": "E4M3", "two": {"weight": "E5M2", "activation": "E4M3"}}
-    model = made(dtype, tied != "was not")
+    model = valued_model(dtype, tied != "was not")
     state = state_of(model)
-    kept = {name: x for name, x in state.items() if name != "head.weight" or tied == "was not"}
-    safetensors.save_file(kept, tmp_path / "model.safetensors")
+    file_state = {
+        name: x for name, x in state.items() if name != "head.weight" or tied == "was not"
+    }
+    safetensors.save_file(file_state, tmp_path / "model.safetensors")
     wanted = quantize_model(model, formats, "fp8", **options)
     for source in (state, tmp_path, tmp_path / "model.safetensors"):
-        read = load_quantized(bare(dtype, tied != "was not"), source, formats, **options)
-        assert bits(read) == bits(wanted)
-        assert (read.head.weight is read.tokens.weight) == (tied == "leave")
-        assert not any(p.is_meta for p in read.parameters())
+        loaded = load_quantized(bare(dtype, tied != "was not"), source, formats, **options)
+        assert bits(loaded) == bits(wanted)
+        assert (loaded.head.weight is loaded.tokens.weight) == (tied == "leave")
+        assert not any(p.is_meta for p in loaded.parameters())
     state["norm.bias"].fill_(7.0)
-    assert bits(read) == bits(wanted)  # nothing is shared with what was given
+    assert bits(loaded) == bits(wanted)  # nothing is shared with what was given
 
 
 def test_shards_of_another_dtype(tmp_path: Path) -> None:
     state = {
         name: x.bfloat16() if x.is_floating_point() else x
-        for name, x in state_of(made(tied=False)).items()
+        for name, x in state_of(valued_model(tied=False)).items()
     }
     names = sorted(state)
     parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
-    for file, its in parts.items():
-        safetensors.save_file({name: state[name] for name in its}, tmp_path / file)
+    for file, members in parts.items():
+        safetensors.save_file({name: state[name] for name in members}, tmp_path / file)
     index = {
         "metadata": {},
-        "weight_map": {name: file for file, its in parts.items() for name in its},
+        "weight_map": {name: file for file, members in parts.items() for name in members},
     }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = made(tied=False)
+    model = valued_model(tied=False)
     model.load_state_dict(state)
     wanted = bits(quantize_model(model, "E4M3", "fp8"))
     for source in (
@@ -132,9 +134,9 @@ def test_no_more_than_one_float_tensor_is_alive() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     watched = Watched(state)
-    read = load_quantized(model, watched)
+    loaded = load_quantized(model, watched)
     assert watched.most == 1
-    assert bits(read) == bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
+    assert bits(loaded) == bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
 
 
 #: changes of a state, without what is None, and the refusal
@@ -167,16 +169,16 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
 def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(
     changes: Any, line: str, tmp_path: Path
 ) -> None:
-    changed = state_of(made()) | {"head.weight": None} | changes
+    changed = state_of(valued_model()) | {"head.weight": None} | changes
     state = {name: x for name, x in changed.items() if x is not None}
     safetensors.save_file(state, tmp_path / "model.safetensors")
     sources: list[Any] = [state, Watched(state), tmp_path]
     for source in sources:
         model = bare()
-        before = [(name, id(p)) for name, p in model.named_parameters()]
+        old_parameters = [(name, id(p)) for name, p in model.named_parameters()]
         with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
             load_quantized(model, source, tied="leave")
-        assert [(name, id(p)) for name, p in model.named_parameters()] == before
+        assert [(name, id(p)) for name, p in model.named_parameters()] == old_parameters
         assert type(model.one) is nn.Linear
 
 
@@ -184,7 +186,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     model = bare()
     model.register_buffer("angles", torch.zeros(2, device="meta"), persistent=False)
     model.angles = torch.zeros(2)
-    assert load_quantized(model, state_of(made()), tied="leave").angles.tolist() == [0, 0]
+    assert load_quantized(model, state_of(valued_model()), tied="leave").angles.tolist() == [0, 0]
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
         load_quantized(bare(), tmp_path, tied="leave")
     with pytest.raises(FileNotFoundError, match="does not exist"):
@@ -203,9 +205,9 @@ def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
         linear = nn.Linear(1100, 2000)  # rounded some rows at a time
     with torch.device("meta"):
         model = nn.Linear(1100, 2000)
-    read = load_quantized(model, state_of(linear), "E4M3", keep_remainder=True)
-    assert bits(read) == bits(quantize_model(linear, "E4M3", "fp8", keep_remainder=True))
-    assert isinstance(read, fm.QuantizedLinear)
+    loaded = load_quantized(model, state_of(linear), "E4M3", keep_remainder=True)
+    assert bits(loaded) == bits(quantize_model(linear, "E4M3", "fp8", keep_remainder=True))
+    assert isinstance(loaded, fm.QuantizedLinear)
 
 
 WANTED = "here a weight must be float64, float32, float16 or bfloat16; decode it and multiply by its scales first"
@@ -250,17 +252,17 @@ LAYOUTS: dict[str, tuple[torch.dtype, str, str, str]] = {
 
 def in_codes(state: Mapping[str, Tensor], layout: str, end: str) -> dict[str, Tensor]:
     """The state with codes where a name ends so, and their scales."""
-    dtype, _, beside, kind = LAYOUTS[layout]
+    dtype, _, scale_name, kind = LAYOUTS[layout]
     chosen = {name: value for name, value in state.items() if name.endswith(end)}
     scales = {
-        name.removesuffix("weight") + beside: SCALES[kind](x)
+        name.removesuffix("weight") + scale_name: SCALES[kind](x)
         for name, x in chosen.items()
-        if beside
+        if scale_name
     }
     return {**state, **{name: codes(x, dtype) for name, x in chosen.items()}, **scales}
 
 
-def said(layout: str, name: str, file: str = "") -> str:
+def refusal_line(layout: str, name: str, file: str = "") -> str:
     dtype, in_file, beside, _ = LAYOUTS[layout]
     where, kind = (f" of {file!r}", in_file) if file else ("", str(dtype))
     scales = name.removesuffix("weight") + beside
@@ -271,12 +273,12 @@ def said(layout: str, name: str, file: str = "") -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_quantized(layout: str, tmp_path: Path) -> None:
-    state = in_codes(state_of(made(tied=False)), layout, NAME)
+    state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
     safetensors.save_file(state, tmp_path / "part.safetensors")
     sources: list[tuple[Any, str]] = [(state, ""), (tmp_path, "part.safetensors")]
     for source, file in [*sources, *([(Watched(state), "")] if layout.startswith("raw") else [])]:
         model = bare(tied=False)
-        with pytest.raises(ValueError, match=f"^{re.escape(said(layout, NAME, file))}$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME, file))}$"):
             load_quantized(model, source, "E4M3")
         assert model.one.weight.is_meta
 
@@ -289,16 +291,16 @@ def test_load_state_dict(layout: str, storage: Any) -> None:
     """Float8 with scales beside it that are called ``weight_scale`` or
     ``weight_scale_inv`` is read.
     """
-    net, embedded = made(tied=False), storage == "embedded"
+    net, embedded = valued_model(tied=False), storage == "embedded"
     net.one = nn.Embedding(64, 32) if embedded else net.one
     state = in_codes(state_of(net), layout, NAME)
     model: Any = quantize_model(
         net, "E4M3", "fp8" if embedded else storage, embeddings="E4M3" if embedded else None
     )
-    before = torch.as_tensor(model.one.weight.detach()).clone()
-    with pytest.raises(RuntimeError, match=re.escape(said(layout, NAME))):
+    old_weight = torch.as_tensor(model.one.weight.detach()).clone()
+    with pytest.raises(RuntimeError, match=re.escape(refusal_line(layout, NAME))):
         model.load_state_dict(state, strict=False)
-    assert torch.equal(torch.as_tensor(model.one.weight.detach()), before)
+    assert torch.equal(torch.as_tensor(model.one.weight.detach()), old_weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, F8, E8M0])

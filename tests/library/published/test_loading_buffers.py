@@ -58,9 +58,9 @@ def test_buffers_are_those_of_the_model_that_was_made_with_values(name: str) -> 
         empty = MODELS[name]()
     expected, state = buffers_of(floats), floats.state_dict()
     model = fm.load_quantized(empty, state, "E4M3", tied="leave")
-    made = buffers_of(model)
-    assert all(torch.equal(made[entry], value) for entry, value in expected.items())
-    assert all(made[entry].dtype == value.dtype for entry, value in expected.items())
+    buffers = buffers_of(model)
+    assert all(torch.equal(buffers[entry], value) for entry, value in expected.items())
+    assert all(buffers[entry].dtype == value.dtype for entry, value in expected.items())
     quantised = fm.quantize_model(floats, "E4M3", "fp8", tied="leave")
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
@@ -120,12 +120,12 @@ class ResetFromWeights(Rotated):
 def test_a_module_computes_its_own(kind: type[Rotated]) -> None:
     with torch.device("meta"):
         empty = kind()
-    before = torch.random.get_rng_state()
+    rng_state = torch.random.get_rng_state()
     state = {"layer.weight": torch.ones(32, 32), "layer.bias": torch.ones(32)}
     model = fm.load_quantized(empty, state)
     assert torch.equal(model.angles, torch.arange(32.0))
     assert torch.equal(model.known, torch.ones(2))
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(torch.random.get_rng_state(), rng_state)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import fp8manifold as fm
 from fp8manifold import exported_state_dict, quantize_model
 
 
-def made(
+def quantized_net(
     fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any
 ) -> Any:
     with torch.random.fork_rng():
@@ -37,17 +37,18 @@ def through_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_path: Path) -> None:
-    model, other = (made(name, granularity=granularity, seed=seed) for seed in (0, 1))
+    model, loaded = (quantized_net(name, granularity=granularity, seed=seed) for seed in (0, 1))
     with torch.no_grad():
         model[0].weight.mul_(0.7)
-    before = copy.deepcopy(model)
+    original = copy.deepcopy(model)
     assert (
-        other.load_state_dict(through_file(model, tmp_path / "m"), assign=assign).missing_keys == []
+        loaded.load_state_dict(through_file(model, tmp_path / "m"), assign=assign).missing_keys
+        == []
     )
-    for ours, theirs in ((model, other), (before, other)):
+    for ours, theirs in ((model, loaded), (original, loaded)):
         assert same_store(ours[0].weight, theirs[0].weight)
         assert same_store(ours[2].weight, theirs[2].weight)
-    own, others = model[0].weight, other[0].weight
+    own, others = model[0].weight, loaded[0].weight
     assert (own.seed, int(own.counter), own.by_operator) == (
         others.seed,
         int(others.counter),
@@ -60,20 +61,20 @@ def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_
 
 
 def test_every_trait_survives(tmp_path: Path) -> None:
-    model = made("P3109_8P3F", rounding="nearest").bfloat16()
+    model = quantized_net("P3109_8P3F", rounding="nearest").bfloat16()
     model[0].weight.by_operator = False
     model[0].weight.retraction = "euclidean"
-    others = {"seed": 2**63 - 1, "draws": "dither", "retraction": "euclidean"}
-    model[2].weight = fm.FP8Parameter(normal(4, 4), "P3109_8P3F", **others)
-    other = made("P3109_8P3F", seed=1).bfloat16()
-    other.load_state_dict(through_file(model, tmp_path / "m"), assign=True)
+    traits = {"seed": 2**63 - 1, "draws": "dither", "retraction": "euclidean"}
+    model[2].weight = fm.FP8Parameter(normal(4, 4), "P3109_8P3F", **traits)
+    loaded = quantized_net("P3109_8P3F", seed=1).bfloat16()
+    loaded.load_state_dict(through_file(model, tmp_path / "m"), assign=True)
     for index in (0, 2):
-        assert other[index].weight._traits() == model[index].weight._traits()
-        assert other[index].weight.requires_grad
+        assert loaded[index].weight._traits() == model[index].weight._traits()
+        assert loaded[index].weight.requires_grad
 
 
 def test_the_names_and_what_is_left_as_it_is() -> None:
-    model = made()
+    model = quantized_net()
     names = ["weight", "weight_scale", "weight_counter", "weight_traits"]
     assert set(model.state_dict()) == {
         "0.bias",
@@ -84,7 +85,7 @@ def test_the_names_and_what_is_left_as_it_is() -> None:
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
     assert model.state_dict()["0.weight_scale"].data_ptr() == model[0].weight.scale.data_ptr()
     for storage in ("grid", "master"):
-        keys = (plain := made(storage=storage)).state_dict().keys()
+        keys = (plain := quantized_net(storage=storage)).state_dict().keys()
         assert (
             keys == quantize_model(fm.dequantize_model(plain), "E4M3", storage).state_dict().keys()
         )
@@ -92,43 +93,46 @@ def test_the_names_and_what_is_left_as_it_is() -> None:
 
 @pytest.mark.parametrize("storage", ["grid", "master", "fp8"])
 def test_every_storage_takes_them(storage: Any) -> None:
-    model, other = made(), made(storage=storage, seed=1)
+    model, loaded = quantized_net(), quantized_net(storage=storage, seed=1)
     state = model.state_dict()
     if storage == "master":
-        state |= {key: x for key, x in other.state_dict().items() if "scaler" in key}
-    other.load_state_dict(state)
+        state |= {key: x for key, x in loaded.state_dict().items() if "scaler" in key}
+    loaded.load_state_dict(state)
     for index in (0, 2):
-        value = other[index].weight.detach()
+        value = loaded[index].weight.detach()
         value = value.dequantize() if storage == "fp8" else value.as_subclass(Tensor)
         assert torch.equal(value, model[index].weight.dequantize())
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
-    model, other = made(granularity=granularity), made(granularity=granularity, seed=1)
+    model, loaded = (
+        quantized_net(granularity=granularity),
+        quantized_net(granularity=granularity, seed=1),
+    )
     tensors, _ = exported_state_dict(model)
     assert tensors["0.weight_scale"].dtype == (
         torch.uint8 if granularity == "block" else torch.float32
     )
-    other.load_state_dict(tensors)
-    assert same_store(other[0].weight, model[0].weight)
-    assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)
+    loaded.load_state_dict(tensors)
+    assert same_store(loaded[0].weight, model[0].weight)
+    assert (loaded[0].weight.seed, int(loaded[0].weight.counter)) == (1 << 32, 0)
 
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
     import accelerate
 
-    model, other, placed = made(), made(seed=1), made(seed=2)
-    kept = copy.deepcopy(placed[0].weight)
+    model, loaded, placed = quantized_net(), quantized_net(seed=1), quantized_net(seed=2)
+    old_weight = copy.deepcopy(placed[0].weight)
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
-    accelerate.load_checkpoint_in_model(other, tmp_path)
-    assert same_store(other[0].weight, model[0].weight)
+    accelerate.load_checkpoint_in_model(loaded, tmp_path)
+    assert same_store(loaded[0].weight, model[0].weight)
     with pytest.raises(
         ValueError, match="does not have a parameter or a buffer named weight_counter"
     ):
         accelerate.load_checkpoint_in_model(placed, tmp_path, device_map={"": "cpu"})
-    assert placed[0].weight.seed == kept.seed
+    assert placed[0].weight.seed == old_weight.seed
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -140,7 +144,7 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
     ended = []
     for load in (False, True):
         accelerator = accelerate.Accelerator(cpu=True)
-        model = made()
+        model = quantized_net()
         model, steps = accelerator.prepare(
             model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options)
         )
@@ -169,14 +173,14 @@ def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: b
     if storage == "embedded":
         first = second = quantize_model(model, name, "fp8", embeddings=name).state_dict()
     else:
-        model = made(name, storage=storage)
-        first, second = (made(name, seed).state_dict() for seed in (0, 1))
+        model = quantized_net(name, storage=storage)
+        first, second = (quantized_net(name, seed).state_dict() for seed in (0, 1))
     averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
-    before = model[0].weight.detach().clone()
+    old_weight = model[0].weight.detach().clone()
     line = r"0\.weight holds torch\.float32, and 0\.weight_traits says codes, .* average decoded weights \(fm\.aver"
     with pytest.raises(RuntimeError, match=line):
         model.load_state_dict(averaged, strict=strict)
-    assert torch.equal(model[0].weight.detach(), before)
+    assert torch.equal(model[0].weight.detach(), old_weight)
 
 
 def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) -> None:
@@ -204,8 +208,8 @@ def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None
     """Whose header has in JSON what the numbers of a state say, and whose codes have a
     dtype of torch's.
     """
-    p = made(name, granularity=granularity, rounding="nearest")[0].weight
-    said = {
+    p = quantized_net(name, granularity=granularity, rounding="nearest")[0].weight
+    description = {
         "format": name,
         "block_size": p.block_size,
         "rounding": "nearest",
@@ -214,24 +218,24 @@ def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None
     }
     header = {
         "fp8:a.w": json.dumps(
-            said | {"draws": "independent", "dtype": "float32", "remainder": True}
+            description | {"draws": "independent", "dtype": "float32", "remainder": True}
         )
     }
     codes = p.codes.view(torch.float8_e4m3fn) if name == "E4M3" else p.codes
-    left = torch.ones(4, 64, dtype=torch.int8)
+    remainder = torch.ones(4, 64, dtype=torch.int8)
     tensors = {
         "a.w": codes,
         "a.w_scale": p.kept_scale,
         "a.w_counter": torch.tensor(3),
-        "a.w_remainder": left,
+        "a.w_remainder": remainder,
     }
     state = fm.unflatten_state_dict(tensors, header)
-    own: Any = state.pop("a.w")
+    weight: Any = state.pop("a.w")
     assert state == {}
-    assert same_store(own, p) is (int(p.counter) == 3)
-    assert torch.equal(own.codes, p.codes)
-    assert own._traits() == p._traits()
-    assert (int(own.counter), torch.equal(own.remainder, left)) == (3, True)
+    assert same_store(weight, p) is (int(p.counter) == 3)
+    assert torch.equal(weight.codes, p.codes)
+    assert weight._traits() == p._traits()
+    assert (int(weight.counter), torch.equal(weight.remainder, remainder)) == (3, True)
 
 
 def test_published_scales_are_looked_up_by_name() -> None:

@@ -46,8 +46,8 @@ def test_every_shape_of_scales_is_read_and_written(
         stored, tensors["a.weight_scale"]
     )
     for dtype in (torch.float32, torch.bfloat16):
-        read = weight_of(stored, tensors, dtype).dequantize()
-        torch.testing.assert_close(read, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+        weight = weight_of(stored, tensors, dtype).dequantize()
+        torch.testing.assert_close(weight, values.to(dtype), rtol=0, atol=0, equal_nan=True)
     assert_written_as_read(stored, tensors)
 
 
@@ -78,9 +78,9 @@ def test_partial_squares_of_any_size(
     tensors = {"w": codes((*lead, rows, columns)), "w_scale_inv": scales(shape, dtype)}
     stored = only(tensors)
     expanded = weight_of(stored, tensors).expanded_scale().broadcast_to(stored.shape)
-    at = tensors["w_scale_inv"].float()
+    scale = tensors["w_scale_inv"].float()
     i, j = torch.arange(rows) // 128, torch.arange(columns) // 128
-    assert torch.equal(expanded, at[..., i[:, None], j[None, :]])
+    assert torch.equal(expanded, scale[..., i[:, None], j[None, :]])
     assert_written_as_read(stored, tensors)
 
 
@@ -102,16 +102,16 @@ def test_packed_codes(
         "e.down_blocks": packed.view(dtype),
         "e.down_scales": scales((*stored[:-1], 2), scale),
     }
-    found = only(tensors)
-    assert (found.name, found.format.name, found.granularity, found.shape) == (
+    weight = only(tensors)
+    assert (weight.name, weight.format.name, weight.granularity, weight.shape) == (
         "e.down",
         "E2M1",
         "block",
         stored,
     )
     flat = [code for byte in packed.flatten().tolist() for code in (byte % 16, byte // 16)]
-    assert read_parts(found, tensors.__getitem__)[0].flatten().tolist() == flat
-    assert_written_as_read(found, tensors)
+    assert read_parts(weight, tensors.__getitem__)[0].flatten().tolist() == flat
+    assert_written_as_read(weight, tensors)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_extras_go_with_the_weight_whose_they_are() -> None:
     experts = {
         f"l.experts.{k}{n}": x for k in ("up", "down") for n, x in {"": W, "_scale": S}.items()
     }
-    others = {
+    loose_scales = {
         "l.attn.k_proj.k_scale": ONE,
         "l.attn.v_scale": ONE,
         "l.experts.down_activation_scale": ONE,
@@ -167,8 +167,8 @@ def test_extras_go_with_the_weight_whose_they_are() -> None:
         "l.layer_scale": ONE,
         "other.input_scale": ONE,  # of no weight in codes
     }
-    found = stored_weights(headers_of(linear | experts | others))
-    assert {name: weight.extras for name, weight in found.items()} == {
+    weights = stored_weights(headers_of(linear | experts | loose_scales))
+    assert {name: weight.extras for name, weight in weights.items()} == {
         "l.attn.q_proj.weight": ("l.attn.q_proj.input_scale", "l.attn.v_scale"),
         "l.attn.k_proj.weight": ("l.attn.k_proj.input_scale", "l.attn.k_proj.k_scale"),
         "l.experts.up": (),
@@ -177,10 +177,10 @@ def test_extras_go_with_the_weight_whose_they_are() -> None:
 
 
 def test_settings_are_found_wherever_they_are_and_a_folder_of_floats_has_none() -> None:
-    own = {"quant_method": "fp8"}
-    assert quantization_of({"quantization_config": own}) == own
-    assert quantization_of({"compression_config": own}) == own
-    assert quantization_of({"text_config": {"quantization_config": own}}) == own
+    config = {"quant_method": "fp8"}
+    assert quantization_of({"quantization_config": config}) == config
+    assert quantization_of({"compression_config": config}) == config
+    assert quantization_of({"text_config": {"quantization_config": config}}) == config
     modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     assert quantization_of({}, modelopt) == {"quant_method": "modelopt", "quant_algo": "FP8"}
     assert quantization_of({}) is None

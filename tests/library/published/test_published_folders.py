@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 #: and the rest not at all
 NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"}
 NOT_SERVED |= {"blocks, experts", "mxfp8, experts", "rows, flat"}
-READ = list(LAYOUTS)
+NAMES = list(LAYOUTS)
 
 
 def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
@@ -54,10 +54,10 @@ def widest(name: str) -> torch.dtype:
     return torch.float32 if exact or options.get("wide") else torch.bfloat16
 
 
-def some(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
+def sampled(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
     return [
-        pytest.param(*pair, marks=[pytest.mark.slow] * (at >= default))
-        for at, pair in enumerate(pairs)
+        pytest.param(*pair, marks=[pytest.mark.slow] * (place >= default))
+        for place, pair in enumerate(pairs)
     ]
 
 
@@ -80,41 +80,41 @@ def contents(folder: Path) -> dict[str, Any]:
     """The bytes of every file; of tensors, with the header read, in which the order of
     torchao's metadata varies.
     """
-    found = {}
+    files = {}
     for path in folder.iterdir():
         data = path.read_bytes()
         size = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 0
-        found[path.name] = json.loads(data[8:size] or "0"), data[size:]
-    return found
+        files[path.name] = json.loads(data[8:size] or "0"), data[size:]
+    return files
 
 
-def check_same_files(folder: Path, other: Path) -> None:
-    ours, theirs = contents(folder), contents(other)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name] != theirs[name]] == []
+def check_same_files(folder: Path, expected_folder: Path) -> None:
+    files, expected = contents(folder), contents(expected_folder)
+    assert files.keys() == expected.keys()
+    assert [name for name in files if files[name] != expected[name]] == []
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_step_and_the_same_files(published, name, tmp_path):
     fm.save_fp8(fm.load_fp8(published(name)), tmp_path)
     check_same_files(tmp_path, published(name))
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_the_one_that_others_decode(published, name, tmp_path):
     for dtype in sorted({torch.bfloat16, widest(name)}, key=str):
         model = fm.load_fp8(published(name), dtype=dtype)
-        other = as_served(name, published(name), dtype, tmp_path / str(dtype))
+        served_model = as_served(name, published(name), dtype, tmp_path / str(dtype))
         values = dict(model.named_parameters())
         turned = model.config.quantization_config.published.get("turned", ())
         assert any(isinstance(value, fm.FP8Tensor) for value in values.values())
-        for key, expected in other.named_parameters():
+        for key, expected in served_model.named_parameters():
             mine = (
                 values[key].dequantize() if isinstance(values[key], fm.FP8Tensor) else values[key]
             )
             mine = mine.mT if key in turned else mine
             assert torch.equal(mine.to(expected.dtype), expected), key
-        assert torch.equal(logits(model), logits(other))
+        assert torch.equal(logits(model), logits(served_model))
 
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
@@ -146,12 +146,12 @@ PAIRS = [
     (name, optimizer)
     for start in range(len(OPTIMIZERS))
     for name, optimizer in zip(
-        READ, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False
+        NAMES, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False
     )
 ]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), some(PAIRS, len(READ)))
+@pytest.mark.parametrize(("name", "optimizer"), sampled(PAIRS, len(NAMES)))
 def test_gradients_of_zero_and_the_same_files(published, name, optimizer, tmp_path):
     model = fm.load_fp8(published(name))
     stepping = OPTIMIZERS[optimizer](model, 1e-2)
@@ -163,11 +163,11 @@ def test_gradients_of_zero_and_the_same_files(published, name, optimizer, tmp_pa
     check_same_files(tmp_path, published(name))
 
 
-@pytest.mark.parametrize(("name", "optimizer"), some(PAIRS, len(OPTIMIZERS)))
+@pytest.mark.parametrize(("name", "optimizer"), sampled(PAIRS, len(OPTIMIZERS)))
 def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optimizer, tmp_path):
     dtype = widest(name)
     model = fm.load_fp8(published(name), dtype=dtype)
-    before = {
+    old_codes = {
         key: value.codes.clone()
         for key, value in model.named_parameters()
         if isinstance(value, fm.FP8Tensor)
@@ -178,11 +178,11 @@ def test_what_is_served_after_20_steps_is_what_is_trained(published, name, optim
         ids = tokens(step + 1)
         model(ids, labels=ids).loss.backward()
         stepping.step()
-    moved = [(before[key] != model.get_parameter(key).codes).float().mean() for key in before]
+    moved = [(old_codes[key] != model.get_parameter(key).codes).float().mean() for key in old_codes]
     assert min(moved) > 0.01
     fm.save_fp8(model, tmp_path / "trained")
-    other = as_served(name, tmp_path / "trained", dtype, tmp_path / "floats")
-    assert torch.equal(logits(other), logits(model))
+    served_model = as_served(name, tmp_path / "trained", dtype, tmp_path / "floats")
+    assert torch.equal(logits(served_model), logits(model))
 
 
 @pytest.mark.skipif(
@@ -198,13 +198,13 @@ def test_reading_takes_the_codes_and_little_more(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     importlib.import_module("loading").write(tmp_path / "fp8", "50M", 3)
 
-    def read() -> int:
+    def count_codes() -> int:
         model = fm.load_fp8(tmp_path / "fp8")
         return sum(p.codes.numel() for p in model.parameters() if isinstance(p, fm.FP8Tensor))
 
     fm.save_fp8(
         fm.load_fp8(make("squares", tmp_path / "squares")), tmp_path / "other"
     )  # what is imported on the way
-    found = watched(read)
-    assert found.returned == 3 * 2**24, found.raised
-    assert found.grown < 3 * 2**24 + 2**24 + 2**24 + 2**23
+    usage = watched(count_codes)
+    assert usage.returned == 3 * 2**24, usage.raised
+    assert usage.grown < 3 * 2**24 + 2**24 + 2**24 + 2**23

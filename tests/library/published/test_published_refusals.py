@@ -76,15 +76,15 @@ def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(
     file's dtype has.
     """
     tensors, stored, group = emptied(kind, scale, 0)
-    read, at = read_parts(stored, tensors.__getitem__)
+    old_codes, old_scale = read_parts(stored, tensors.__getitem__)
     weight = FP8Parameter.from_codes(
-        read.clone(), at.clone(), stored.format, block_size=stored.block_size, seed=1
+        old_codes.clone(), old_scale.clone(), stored.format, block_size=stored.block_size, seed=1
     )
     optimizer = StiffnessAdamW([weight.requires_grad_()], lr=0.01, weight_decay=0.0)
     step_from(optimizer, weight, torch.zeros(weight.shape))
-    made = written_parts(stored, weight)
-    assert {name: as_bytes(x) for name, x in made.items()} == {
-        name: as_bytes(tensors[name]) for name in made
+    parts = written_parts(stored, weight)
+    assert {name: as_bytes(x) for name, x in parts.items()} == {
+        name: as_bytes(tensors[name]) for name in parts
     }
     step_from(optimizer, weight, torch.ones(weight.shape))
     again = written_parts(stored, weight)
@@ -153,10 +153,10 @@ def test_an_inf_among_the_codes_is_refused_by_tensor_and_file() -> None:
         read_parts(only(tensors), tensors.__getitem__)
 
 
-def a(weight: Tensor | None = W, **more: Tensor) -> Tensors:
+def a(weight: Tensor | None = W, **companions: Tensor) -> Tensors:
     """Tensors ``a.weight``, which may be missing, and ``a.weight_...``."""
     parts = {} if weight is None else {"a.weight": weight}
-    return parts | {f"a.weight_{name}": tensor for name, tensor in more.items()}
+    return parts | {f"a.weight_{name}": tensor for name, tensor in companions.items()}
 
 
 F32, F8 = torch.float32, codes((4, 8))
@@ -245,24 +245,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a sparsity_config": {"sparsity_config": {"format": "sparse-24-bitmask"}},
 }
 CASES: list[tuple[Tensors, Any, str]] = [
-    (tensors, None, said) for tensors, said in REFUSED.values()
+    (tensors, None, words) for tensors, words in REFUSED.values()
 ]
 CASES += [
-    (tensors, {"quant_method": method}, said) for method, (tensors, said) in OF_METHODS.items()
+    (tensors, {"quant_method": method}, words) for method, (tensors, words) in OF_METHODS.items()
 ]
 CASES += [
-    (a(scale=S), {"quant_method": "compressed-tensors", **given}, said)
-    for said, given in SETTINGS.items()
+    (a(scale=S), {"quant_method": "compressed-tensors", **settings}, words)
+    for words, settings in SETTINGS.items()
 ]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "said"), CASES, ids=[*REFUSED, *OF_METHODS, *SETTINGS]
+    ("tensors", "config", "words"), CASES, ids=[*REFUSED, *OF_METHODS, *SETTINGS]
 )
 def test_what_is_not_known_is_refused_by_tensor_and_file(
-    tensors: Tensors, config: Any, said: str
+    tensors: Tensors, config: Any, words: str
 ) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=words) as caught:
         stored_weights(headers_of(tensors), config)
     (line,) = str(caught.value).splitlines()
     assert "of 'model.safetensors' holds " in line

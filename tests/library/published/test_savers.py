@@ -51,7 +51,7 @@ def read_in_place(model: Any, folder: Any) -> None:
 
 
 READERS = pytest.mark.parametrize(
-    "read",
+    "load",
     [
         read_by_torch,
         read_by_safetensors,
@@ -62,21 +62,21 @@ READERS = pytest.mark.parametrize(
 
 
 @READERS
-def test_a_float_model_does_not_read_codes_as_numbers(read, tmp_path):
+def test_a_float_model_does_not_read_codes_as_numbers(load, tmp_path):
     """Not even where names that it does not know are ignored."""
     safetensors.save_model(in_codes(), str(tmp_path / "model.safetensors"))
     model = network()
     with pytest.raises((RuntimeError, ValueError), match=r"size mismatch|set a tensor of shape"):
-        read(model, tmp_path)
+        load(model, tmp_path)
 
 
-@pytest.mark.parametrize("read", [read_by_torch, read_by_safetensors])
-def test_a_model_in_codes_reads_them(read, tmp_path):
+@pytest.mark.parametrize("load", [read_by_torch, read_by_safetensors])
+def test_a_model_in_codes_reads_them(load, tmp_path):
     model, again = in_codes(), in_codes()
     with torch.no_grad():
         model[1].weight.mul_(0.5)
     safetensors.save_model(model, str(tmp_path / "model.safetensors"))
-    read(again, tmp_path)
+    load(again, tmp_path)
     assert torch.equal(outputs(again), outputs(model))
     assert torch.equal(again[1].weight.codes, model[1].weight.codes)
 

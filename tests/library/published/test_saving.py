@@ -160,9 +160,9 @@ def test_a_tensor_that_lost_its_place_is_refused_by_name(
         model.config.quantization_config.published.pop("copied", None)
     with pytest.raises(ValueError, match=r"the files|read from") as caught:
         fm.save_fp8(change(model), tmp_path / "out")
-    said = str(caught.value)
-    assert [part for part in words.split(" & ") if part not in said] == [], said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert [part for part in words.split(" & ") if part not in message] == [], message
+    assert "\n" not in message
     assert not (tmp_path / "out").exists()
 
 
@@ -188,12 +188,12 @@ def test_a_compiled_model_is_saved_over_its_source(
 @pytest.mark.parametrize("settings", ["new settings", "settings of older versions"])
 def test_what_never_had_a_place_is_copied(settings: str, tmp_path: Path) -> None:
     folder = make("squares, deepseek", tmp_path / "published")
-    more = {"model.layers.61.enorm.weight": torch.ones(128, dtype=torch.bfloat16)}
+    drafts = {"model.layers.61.enorm.weight": torch.ones(128, dtype=torch.bfloat16)}
     first = next(iter(tensors_of(folder)))
-    rewritten(folder, lambda name, value: {name: value} | (more if name == first else {}), None)
+    rewritten(folder, lambda name, value: {name: value} | (drafts if name == first else {}), None)
     model = fm.load_fp8(folder)
     published = model.config.quantization_config.published
-    assert published["copied"] == list(more)
+    assert published["copied"] == list(drafts)
     if settings == "settings of older versions":
         published.pop("copied")
     fm.save_fp8(model, tmp_path / "same")
@@ -249,7 +249,7 @@ def test_adapters_that_were_merged_are_written(folders: dict[str, Path], tmp_pat
     from peft import get_peft_model
 
     base = fm.load_fp8(folders["squares, shards"])
-    before = copy.deepcopy(base)
+    original = copy.deepcopy(base)
     model = get_peft_model(base, modules_to_save())
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(-1)
@@ -258,8 +258,8 @@ def test_adapters_that_were_merged_are_written(folders: dict[str, Path], tmp_pat
     again = fm.load_fp8(tmp_path / "merged")
     tokens = torch.arange(12).view(1, 12)
     assert torch.equal(again(tokens).logits, merged(tokens).logits)
-    assert torch.equal(again.lm_head.weight, -before.lm_head.weight)
-    projections = [each.model.layers[0].self_attn.q_proj.weight for each in (again, before)]
+    assert torch.equal(again.lm_head.weight, -original.lm_head.weight)
+    projections = [net.model.layers[0].self_attn.q_proj.weight for net in (again, original)]
     assert not torch.equal(projections[0].codes, projections[1].codes)
 
 
@@ -306,9 +306,9 @@ def test_files_of_an_earlier_save_are_not_read(
     model = SAVES[second](folders, tmp_path)
     assert torch.equal(logits(fm.load_fp8(tmp_path, dtype=torch.float32)), logits(model))
     assert torch.equal(logits(served(tmp_path, torch.float32)), logits(model))
-    there = {path.name for path in tmp_path.glob("model*")}
+    names = {path.name for path in tmp_path.glob("model*")}
     shards = {path.name for path in folders["squares, shards"].glob("model*")}
-    assert there == (shards if second == "shards" else {"model.safetensors"})
+    assert names == (shards if second == "shards" else {"model.safetensors"})
     assert (tmp_path / "consolidated.safetensors").read_bytes() == b"of the user"
     assert (tmp_path / "pytorch_model.bin").read_bytes() == b"of the user"
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -359,20 +359,20 @@ def test_a_save_that_fails_changes_nothing(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fm.save_fp8(fm.load_fp8(folders["squares"]), tmp_path)
-    before = files(tmp_path)
-    written = []
+    old_files = files(tmp_path)
+    calls = []
 
     def failing(*args: Any) -> None:
-        written.append(args)
-        if len(written) > 1:
+        calls.append(args)
+        if len(calls) > 1:
             raise OSError("no space left on the device")
         save_file(*args)
 
     monkeypatch.setattr("safetensors.torch.save_file", failing)
     with pytest.raises(OSError, match="no space left"):
         fm.save_fp8(fm.load_fp8(folders["squares, shards"]), tmp_path)
-    assert files(tmp_path) == before
-    assert len(list(tmp_path.iterdir())) == len(before)
+    assert files(tmp_path) == old_files
+    assert len(list(tmp_path.iterdir())) == len(old_files)
 
 
 def as_consolidated(folder: Path) -> None:
@@ -395,31 +395,33 @@ def named_in_settings(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     settings["transformers_weights"] = "weights.safetensors"
     (folder / "config.json").write_text(json.dumps(settings))
-    others = {"lm_head.weight": torch.zeros(96, 256)}
-    save_file(others, folder / "model.safetensors", {"format": "pt"})
+    tensors = {"lm_head.weight": torch.zeros(96, 256)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    "more", [as_consolidated, as_variant, as_shards, named_in_settings], ids=lambda f: f.__name__
+    "add_files",
+    [as_consolidated, as_variant, as_shards, named_in_settings],
+    ids=lambda f: f.__name__,
 )
 def test_it_reads_the_files_that_transformers_reads(
-    more: Callable[[Path], None], folders: dict[str, Path], tmp_path: Path
+    add_files: Callable[[Path], None], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(folders["squares"], tmp_path / "published")
     expected = logits(fm.load_fp8(folder, dtype=torch.float32))
     copies = {path.name for path in folder.glob("*.safetensors")}
-    more(folder)
+    add_files(folder)
 
     def zeroed(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: torch.zeros_like(value) if name.endswith("norm.weight") else value}
 
-    other = tmp_path / "other"
-    other.mkdir()
+    changed = tmp_path / "other"
+    changed.mkdir()
     for path in folder.glob("*.safetensors"):
-        if path.name not in copies and more is not named_in_settings:
-            path.rename(other / path.name)
-    rewritten(other, zeroed, None)
-    for path in other.iterdir():
+        if path.name not in copies and add_files is not named_in_settings:
+            path.rename(changed / path.name)
+    rewritten(changed, zeroed, None)
+    for path in changed.iterdir():
         path.rename(folder / path.name)
     model = fm.load_fp8(folder, dtype=torch.float32)
     assert torch.equal(logits(model), expected)

@@ -54,18 +54,20 @@ def refused(name, shards, later):
     if name == "gradients":
         list(net.parameters())[dist.get_rank()].grad = None
     elif dist.get_rank() and name == "state":
-        other = muon(twin)
+        twin_optimizer = muon(twin)
         for _ in range(3):
-            take_step(twin, other)
-        optimizer.load_state_dict(other.state_dict())
+            take_step(twin, twin_optimizer)
+        optimizer.load_state_dict(twin_optimizer.state_dict())
     elif dist.get_rank():
         optimizer.param_groups[0][name] = 9 if name == "seed" else 0.5
-    before, state = held(net), copy.deepcopy(optimizer.state_dict()["state"])
-    said = refusal(optimizer.step)
-    return said, held(net) == before and repr(optimizer.state_dict()["state"]) == repr(state)
+    old_codes, state = local_codes(net), copy.deepcopy(optimizer.state_dict()["state"])
+    message = refusal(optimizer.step)
+    return message, local_codes(net) == old_codes and repr(optimizer.state_dict()["state"]) == repr(
+        state
+    )
 
 
-def held(net):
+def local_codes(net):
     return [bits_of(getattr(p, "_local_tensor", p).codes) for p in net.parameters()]
 
 
@@ -74,9 +76,9 @@ def held(net):
 @pytest.mark.parametrize("shards", [False, True], ids=["replicas", "shards"])
 @pytest.mark.parametrize("name", SPOILED)
 def test_what_differs_is_refused_in_every_process(pair, name, shards, later):
-    for said, unchanged in pair.run(refused, name, shards, later):
-        assert SPOILED[name] in said
-        assert "is not the same in every process" in said
+    for message, unchanged in pair.run(refused, name, shards, later):
+        assert SPOILED[name] in message
+        assert "is not the same in every process" in message
         assert unchanged
 
 
@@ -91,16 +93,16 @@ def refused_alone():
     dense = sparse.grad
     if dist.get_rank():
         sparse.grad = torch.eye(16).to_sparse()
-    said = [refusal(optimizer.step)]
+    messages = [refusal(optimizer.step)]
     sparse.grad = dense
-    return [*said, refusal(optimizer.step)]
+    return [*messages, refusal(optimizer.step)]
 
 
 def test_a_refusal_in_one_process_ends_the_step_in_all(pair):
-    others, own = pair.run(refused_alone)
-    assert "another process refuses this step" in others[0]
-    assert "dense real gradients only" in own[0]
-    assert others[1] == own[1] == ""
+    waiting, refusing = pair.run(refused_alone)
+    assert "another process refuses this step" in waiting[0]
+    assert "dense real gradients only" in refusing[0]
+    assert waiting[1] == refusing[1] == ""
 
 
 def of_another_state(kind):
@@ -112,38 +114,38 @@ def of_another_state(kind):
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), **options)
     if kind != "remainder":
         twin = model()
-        other = fm.optim.StiffnessAdamW(twin.parameters(), **options)
-        train_on(twin, other, batch(dist.get_rank() if kind == "averages" else 0))
-        optimizer.load_state_dict(other.state_dict())
+        twin_optimizer = fm.optim.StiffnessAdamW(twin.parameters(), **options)
+        train_on(twin, twin_optimizer, batch(dist.get_rank() if kind == "averages" else 0))
+        optimizer.load_state_dict(twin_optimizer.state_dict())
     elif dist.get_rank():
         net[2].weight.remainder = None
     loss_of(net, batch(3)).backward()
-    before, said = stored(net), refusal(optimizer.step)
-    return said, stored(net) == before
+    old_state, message = stored(net), refusal(optimizer.step)
+    return message, stored(net) == old_state
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [("averages", "0.weight"), ("remainder", "2.weight"), ("the same", "")]
 )
 def test_loaded_states_and_remainders_are_compared(pair, kind, name):
-    for said, unchanged in pair.run(of_another_state, kind):
-        assert (f"'{name}' is not the same in every process" in said) == unchanged == bool(name)
-        assert name or not said
+    for message, unchanged in pair.run(of_another_state, kind):
+        assert (f"'{name}' is not the same in every process" in message) == unchanged == bool(name)
+        assert name or not message
 
 
 def net(fmt, **spec):
     """Two linear layers with rows of all sizes; 2 divides the rows, and 3 does not."""
-    made = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 80, bias=False))
+    layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 80, bias=False))
     with torch.no_grad():
-        for i, p in enumerate(made.parameters()):
+        for i, p in enumerate(layers.parameters()):
             sizes = torch.exp2(normal(len(p), *[1] * (p.dim() - 1), seed=i + 5).mul(2).round())
             p.copy_(normal(*p.shape, seed=i, std=0.1) * sizes)
-    return fm.quantize_model(made, fm.LayerSpec(fmt, **spec), "fp8", seed=1)
+    return fm.quantize_model(layers, fm.LayerSpec(fmt, **spec), "fp8", seed=1)
 
 
-def passed(made, x, again):
+def passed(module, x, again):
     x = x.clone().requires_grad_()
-    y = checkpoint(made, x, use_reentrant=False) if again else made(x)
+    y = checkpoint(module, x, use_reentrant=False) if again else module(x)
     (y.float() * normal(*y.shape, seed=8)).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
@@ -157,13 +159,14 @@ def trained(fmt, spec, options, *, again=False):
     dtype = torch.float32 if policy is None else policy.param_dtype
     whole, parts = net(fmt, **spec).to(dtype), sharded(net(fmt, **spec), **options)
     optimizers = [
-        fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)
+        fm.optim.StiffnessAdamW(module.parameters(), 0.5, moments="8bit")
+        for module in (parts, whole)
     ]
     for step in range(3):
         x = normal(2, 16, 64, seed=step).to(dtype)
-        ours, its = (passed(each, x, again) for each in (parts, whole))
-        assert same_bits(ours, its)
-        assert step or not torch.equal(ours[0], net(fmt).to(dtype)(x))
+        rows_passed, whole_passed = (passed(module, x, again) for module in (parts, whole))
+        assert same_bits(rows_passed, whole_passed)
+        assert step or not torch.equal(rows_passed[0], net(fmt).to(dtype)(x))
         parts.reshard()
         if policy is not None:
             return  # gradients are float32 here, and bfloat16 there
@@ -217,30 +220,30 @@ def test_passes_and_steps_are_those_of_one_process(pair, pool, case, size):
     if processes.run(mean_by_torch_alone)[0] != 1:
         assert torch.__version__.startswith("2.8.")
         pytest.xfail("FSDP2 over gloo leaves the sum of gradients with torch 2.8 itself")
-    fmt, spec, options, how = CASES[case]
-    processes.run(trained, fmt, spec, options, **how)
+    fmt, spec, options, keywords = CASES[case]
+    processes.run(trained, fmt, spec, options, **keywords)
 
 
 def given_away(fmt, products):
     """The dtype that products take as the weight's operand, and True where its memory
     is what was gathered.
     """
-    made, taken = sharded(net(fmt, products=products)), []
+    parts, operands = sharded(net(fmt, products=products)), []
     operand = _products._operand
 
-    def seen(weight, units):
+    def record_operand(weight, units):
         codes, scale = operand(weight, units)
-        taken.append(
+        operands.append(
             (type(weight).__name__, codes.dtype, codes.data_ptr() == weight.codes.data_ptr())
         )
         return codes, scale
 
     with (
-        mock.patch.object(_products, "_operand", seen),
+        mock.patch.object(_products, "_operand", record_operand),
         mock.patch.object(fm.FP8Tensor, "dequantize", None),
     ):
-        passed(made, normal(16, 64, seed=1), False)
-    return taken
+        passed(parts, normal(16, 64, seed=1), False)
+    return operands
 
 
 def test_codes_are_multiplied_where_they_were_gathered(pair):

@@ -54,7 +54,7 @@ KINDS = {
 }
 
 
-def made(kind, net):
+def optimizer_of(kind, net):
     make, options = KINDS[kind]
     return make(net if "Muon" in str(make) else net.parameters(), **options)
 
@@ -62,7 +62,7 @@ def made(kind, net):
 def prepared(kind, seed):
     parts, whole = (model("block" if kind == "blocks" else "channel", seed=seed) for _ in range(2))
     parts = sharded(parts)
-    return parts, whole, made(kind, parts), made(kind, whole)
+    return parts, whole, optimizer_of(kind, parts), optimizer_of(kind, whole)
 
 
 def step_on(parts, whole, optimizers, steps):
@@ -94,20 +94,22 @@ def saved(kind, folder, flat, background):
 
 def loaded(kind, folder, flat):
     """Another model takes the state and goes on as the one that was never saved."""
-    _, whole, _, its = prepared(kind, 0)
+    _, whole, _, whole_optimizer = prepared(kind, 0)
     for step in range(3):
-        step_whole((whole,), (its,), step)
-    parts, _, ours, _ = prepared(kind, 5)
+        step_whole((whole,), (whole_optimizer,), step)
+    parts, _, part_optimizer, _ = prepared(kind, 5)
     options = states.StateDictOptions(flatten_optimizer_state_dict=flat)
-    state, optimizer = states.get_state_dict(parts, ours, options=options)
+    state, optimizer = states.get_state_dict(parts, part_optimizer, options=options)
     dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
     states.set_state_dict(
-        parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options
+        parts, part_optimizer, model_state_dict=state, optim_state_dict=optimizer, options=options
     )
     check_same(parts, whole, seeds=False)
-    step_on(parts, whole, (ours, its), range(3, 6))
+    step_on(parts, whole, (part_optimizer, whole_optimizer), range(3, 6))
     check_same(parts, whole, seeds=False)
-    return sorted(type(value).__name__ for value in ours.state[next(parts.parameters())].values())
+    return sorted(
+        type(value).__name__ for value in part_optimizer.state[next(parts.parameters())].values()
+    )
 
 
 def step_whole(nets, optimizers, step):
@@ -144,7 +146,7 @@ def states_of(parts, optimizer):
 def prepared_with_remainder(kind, seed):
     parts, whole = (model(seed=seed, keep_remainder=True) for _ in range(2))
     parts = sharded(parts)
-    return parts, whole, made(kind, parts), made(kind, whole)
+    return parts, whole, optimizer_of(kind, parts), optimizer_of(kind, whole)
 
 
 def saved_with_remainder(kind, folder, steps):
@@ -154,16 +156,16 @@ def saved_with_remainder(kind, folder, steps):
 
 
 def loaded_with_remainder(kind, folder, steps):
-    _, whole, _, its = prepared_with_remainder(kind, 0)
+    _, whole, _, whole_optimizer = prepared_with_remainder(kind, 0)
     for step in range(steps):
-        step_whole((whole,), (its,), step)
-    parts, _, ours, _ = prepared_with_remainder(kind, 5)
-    state = states_of(parts, ours)
+        step_whole((whole,), (whole_optimizer,), step)
+    parts, _, part_optimizer, _ = prepared_with_remainder(kind, 5)
+    state = states_of(parts, part_optimizer)
     dcp.load(state, checkpoint_id=folder)
     states.set_state_dict(
-        parts, ours, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        parts, part_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    step_on(parts, whole, (ours, its), range(steps, steps + 3))
+    step_on(parts, whole, (part_optimizer, whole_optimizer), range(steps, steps + 3))
     check_same(parts, whole, seeds=False)
 
 
@@ -189,7 +191,7 @@ def gathered(kind):
     plain = model(seed=5)
     plain.load_state_dict(state)
     assert (stored(plain), seeds(plain)) == (stored(whole), seeds(whole))
-    goes_on = made(kind, plain)
+    goes_on = optimizer_of(kind, plain)
     states.set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
     for step in range(3, 5):
         step_whole((plain, whole), (goes_on, optimizers[1]), step)
@@ -205,52 +207,52 @@ def taken_whole(kind, broadcast):
     """A full state into shards by torch's helper: what each rank says of it, and what
     codes it has then.
     """
-    parts, whole, other = sharded(model(seed=0)), model(seed=0), model(seed=3)
-    state = other.state_dict() if dist.get_rank() == 0 or not broadcast else {}
+    parts, whole, source = sharded(model(seed=0)), model(seed=0), model(seed=3)
+    state = source.state_dict() if dist.get_rank() == 0 or not broadcast else {}
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    said = refusal(lambda: states.set_model_state_dict(parts, state, options=options))
-    for p, q in zip(parts.parameters(), (whole if broadcast else other).parameters(), strict=True):
+    message = refusal(lambda: states.set_model_state_dict(parts, state, options=options))
+    for p, q in zip(parts.parameters(), (whole if broadcast else source).parameters(), strict=True):
         if isinstance(q, fm.FP8Tensor):
             assert torch.equal(p._local_tensor.codes, own_rows(q.codes, p._local_tensor))
             assert p._local_tensor.seed == q.seed
-    return said
+    return message
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools, broadcast):
-    for said in pools[2].run(taken_whole, "adamw", broadcast, limit=60):
-        assert "write to a sharded FP8Tensor" in said if broadcast else not said
-        assert "\n" not in said
+    for message in pools[2].run(taken_whole, "adamw", broadcast, limit=60):
+        assert "write to a sharded FP8Tensor" in message if broadcast else not message
+        assert "\n" not in message
 
 
 def cut(kind, from_rows):
     """Rows of a whole model and of a whole state, or of one that rows had been gathered
     to, go on as the whole.
     """
-    parts, whole, ours, its = prepared(kind, 0)
-    _, other, _, theirs = prepared(kind, 5)
-    others = list(zip(other.parameters(), whole.parameters(), strict=True))
+    parts, whole, part_optimizer, whole_optimizer = prepared(kind, 0)
+    _, twin, _, twin_optimizer = prepared(kind, 5)
+    twins = list(zip(twin.parameters(), whole.parameters(), strict=True))
     for step in range(3):
         put_equal_gradients(parts, whole, step)
-        for p, q in others:
+        for p, q in twins:
             p.grad = q.grad.clone()
-        for optimizer in (ours, its, theirs):
+        for optimizer in (part_optimizer, whole_optimizer, twin_optimizer):
             optimizer.step()
-    alone, stepping = (whole, its) if from_rows else (other, theirs)
-    state = get_whole(ours) if from_rows else theirs.state_dict()
-    own, codes = (
+    alone, stepping = (whole, whole_optimizer) if from_rows else (twin, twin_optimizer)
+    state = get_whole(part_optimizer) if from_rows else twin_optimizer.state_dict()
+    rows_of_model, codes = (
         parts.state_dict(),
         torch.uint8 if from_rows else None,
     )  # load_state_dict takes whole codes too
     rows = {
-        name: fm.distributed.rows_of(x, own[name])
+        name: fm.distributed.rows_of(x, rows_of_model[name])
         for name, x in alone.state_dict().items()
         if x.dtype != codes
     }
     parts.load_state_dict(alone.state_dict() | rows)
-    ours.load_state_dict(fm.optim.rows_of_state(state, ours))
+    part_optimizer.load_state_dict(fm.optim.rows_of_state(state, part_optimizer))
     check_same(parts, alone, seeds=False)
-    step_on(parts, alone, (ours, stepping), range(3, 6))
+    step_on(parts, alone, (part_optimizer, stepping), range(3, 6))
     check_same(parts, alone, seeds=False)
 
 
@@ -279,9 +281,12 @@ def filled():
     with torch.device("meta"):
         parts = model(seed=5)
     parts = sharded(parts).to_empty(device="cpu")
-    whole, own = model(seed=0), parts.state_dict()
+    whole, rows_of_model = model(seed=0), parts.state_dict()
     parts.load_state_dict(
-        {name: fm.distributed.rows_of(x, own[name]) for name, x in whole.state_dict().items()}
+        {
+            name: fm.distributed.rows_of(x, rows_of_model[name])
+            for name, x in whole.state_dict().items()
+        }
     )
     check_same(parts, whole)
 
@@ -295,9 +300,11 @@ FLIPS = 60
 
 
 def state_of(kind, seed, *, whole=False):
-    parts, all_of_it, ours, its = prepared(kind, seed)
-    step_on(parts, all_of_it, (ours, its), range(2))
-    model, optimizer = states.get_state_dict(all_of_it if whole else parts, its if whole else ours)
+    parts, all_of_it, part_optimizer, whole_optimizer = prepared(kind, seed)
+    step_on(parts, all_of_it, (part_optimizer, whole_optimizer), range(2))
+    model, optimizer = states.get_state_dict(
+        all_of_it if whole else parts, whole_optimizer if whole else part_optimizer
+    )
     return {"model": model, "optimizer": optimizer}
 
 
@@ -318,8 +325,8 @@ def test_rows_have_the_digest_of_the_whole(pools, kind):
 def tensors(value):
     value = getattr(value, "_local_tensor", value)
     if isinstance(value, dict):
-        for each in value.values():
-            yield from tensors(each)
+        for part in value.values():
+            yield from tensors(part)
     elif isinstance(value, Tensor):
         yield value
 
@@ -327,13 +334,13 @@ def tensors(value):
 def plain_state():
     values = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     weight = torch.nn.ParameterDict({"w": fm.FP8Parameter(values, "E4M3", seed=1)}).state_dict()
-    other = torch.randn(5, generator=torch.Generator().manual_seed(1))
+    vector = torch.randn(5, generator=torch.Generator().manual_seed(1))
     return {
         "model": {
             **weight,
-            "b": other,
-            "half": other.bfloat16(),
-            "wide": other.double(),
+            "b": vector,
+            "half": vector.bfloat16(),
+            "wide": vector.double(),
             "flag": torch.ones(3) > 0,
         },
         "optimizer": {
@@ -354,22 +361,22 @@ def with_digest():
 def test_every_bit_counts():
     state, random = with_digest(), Random(0)
     check_digest(state)
-    seen = {int(state["digest"])}
+    known_digests = {int(state["digest"])}
     for tensor in tensors({key: state[key] for key in ("model", "optimizer")}):
         flat = tensor.detach().reshape(-1)
         flat = flat.view(torch.uint8) if tensor.dtype is not torch.bool else flat
         for _ in range(12):
             place = random.randrange(flat.numel())
-            before = flat[place].clone()
+            old_value = flat[place].clone()
             flat[place] = (
-                ~before if flat.dtype is torch.bool else before ^ (1 << random.randrange(8))
+                ~old_value if flat.dtype is torch.bool else old_value ^ (1 << random.randrange(8))
             )
             with pytest.raises(RuntimeError, match="what was read is damaged"):
                 check_digest(state)
-            seen.add(int(digest(state)))
-            flat[place] = before
+            known_digests.add(int(digest(state)))
+            flat[place] = old_value
     check_digest(state)
-    assert len(seen) > 80  # no two damages look alike, but for those that were drawn twice
+    assert len(known_digests) > 80  # no two damages look alike, but for those that were drawn twice
 
 
 @pytest.mark.parametrize(
@@ -404,7 +411,7 @@ def saved_with_digest(folder, kind):
     dcp.save(state | {"digest": digest(state)}, checkpoint_id=folder)
 
 
-def read(folder, kind):
+def load_state(folder, kind):
     state = state_of(kind, 5) | {"digest": torch.zeros((), dtype=torch.int64)}
     dcp.load(state, checkpoint_id=folder)
     return state
@@ -414,7 +421,11 @@ def flipped(folder, kind, copies):
     """Read the files of two processes with one bit flipped at a time; what became of
     it.
     """
-    good, random, found = [*map(bits_of, tensors(read(folder, kind)))], Random(1), Counter()
+    good, random, outcomes = (
+        [*map(bits_of, tensors(load_state(folder, kind)))],
+        Random(1),
+        Counter(),
+    )
     files = [*3 * sorted(Path(folder).glob("*.distcp")), Path(folder) / ".metadata"]
     for turn in range(FLIPS):
         bad = Path(copies) / str(turn)
@@ -424,26 +435,26 @@ def flipped(folder, kind, copies):
         content[random.randrange(len(content))] ^= 1 << random.randrange(8)
         path.write_bytes(content)
         try:
-            state = read(str(bad), kind)
+            state = load_state(str(bad), kind)
         except (Exception, CheckpointException):  # the latter is none
-            found["by torch"] += 1
+            outcomes["by torch"] += 1
             continue
         try:
             check_digest(state)
         except RuntimeError:
-            found["by the digest"] += 1
+            outcomes["by the digest"] += 1
             continue
         assert [*map(bits_of, tensors(state))] == good, path.name
-        found["the same"] += 1
-    return found
+        outcomes["the same"] += 1
+    return outcomes
 
 
 def test_no_flipped_bit_is_read_as_a_number(pools, tmp_path):
     pools[2].run(saved_with_digest, str(tmp_path / "whole"), "muon")
-    (found,) = pools[1].run(flipped, str(tmp_path / "whole"), "muon", str(tmp_path), limit=400)
-    print("bits flipped in a distributed checkpoint:", found)
-    assert sum(found.values()) == FLIPS
-    assert found["by the digest"] > 0
+    (outcomes,) = pools[1].run(flipped, str(tmp_path / "whole"), "muon", str(tmp_path), limit=400)
+    print("bits flipped in a distributed checkpoint:", outcomes)
+    assert sum(outcomes.values()) == FLIPS
+    assert outcomes["by the digest"] > 0
 
 
 def killed_while_saving(folder, kind):
@@ -473,7 +484,7 @@ def test_a_save_that_a_kill_has_ended_is_none(pools, tmp_path):
 
 def outcome(folder, kind):
     try:
-        check_digest(read(folder, kind))
+        check_digest(load_state(folder, kind))
     except (Exception, CheckpointException) as error:
         return type(error).__name__
     return ""

@@ -29,8 +29,8 @@ from fp8manifold._ranks import ranks_of, replicas
 from fp8manifold.distributed import refuse_uneven_inputs
 
 
-def equal_everywhere(each):
-    assert all(one == each[0] for one in each[1:])
+def equal_everywhere(results):
+    assert all(one == results[0] for one in results[1:])
 
 
 def started(granularity):
@@ -41,27 +41,27 @@ def started(granularity):
     if rank == 0:
         net[0].weight.counter.fill_(7)
         net[0].weight.codes[0, 0] = 127  # NaN
-    before = held(net)
+    old_state = bits_with_remainders(net)
     fm.distributed.sync(net)
-    return before, held(net), net.hidden.tolist()
+    return old_state, bits_with_remainders(net), net.hidden.tolist()
 
 
 def linear(net):
     return [layer for layer in net if isinstance(layer, nn.Linear)]
 
 
-def held(net):
+def bits_with_remainders(net):
     return stored(net), seeds(net), [bits_of(layer.weight.remainder) for layer in linear(net)]
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_every_rank_starts_from_the_first_ones_model(pool, granularity):
-    each = pool.run(started, granularity)
-    first = each[0][0]
-    for before, after, hidden in each:
-        assert after == first
+    results = pool.run(started, granularity)
+    first = results[0][0]
+    for old_state, new_state, hidden in results:
+        assert new_state == first
         assert hidden == [0.0] * 3
-        assert (before == first) == (before is first)
+        assert (old_state == first) == (old_state is first)
 
 
 def started_by_ddp(storage, **options):
@@ -72,7 +72,7 @@ def started_by_ddp(storage, **options):
     )
     wrapped = DistributedDataParallel(net, **options)
     if storage == "fp8":
-        assert held(net) == held(model(seed=0, keep_remainder=True))
+        assert bits_with_remainders(net) == bits_with_remainders(model(seed=0, keep_remainder=True))
         assert all(p.detach().shape == p.shape for p in net.parameters())
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
     for step in range(2):
@@ -119,10 +119,10 @@ def prepared():
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerate_starts_several_processes(pair):
-    each = pair.run(prepared)
-    equal_everywhere(each)
-    assert each[0][1] == seeds(model(seed=0))
-    assert each[0][0] != stored(model(seed=0))
+    results = pair.run(prepared)
+    equal_everywhere(results)
+    assert results[0][1] == seeds(model(seed=0))
+    assert results[0][0] != stored(model(seed=0))
 
 
 def by_accelerates_plugin():
@@ -138,16 +138,16 @@ def by_accelerates_plugin():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
     state = AcceleratorState._shared_state
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
-    told = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
-    with mock.patch.dict(state, told):
+    plugin_state = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    with mock.patch.dict(state, plugin_state):
         assert accelerator.is_fsdp2
         return refusal(lambda: accelerator.prepare(net, optimizer))
 
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerates_fsdp2_plugin_is_refused_by_what_to_do(pair):
-    for said in pair.run(by_accelerates_plugin):
-        assert "to shard it, call fully_shard in place of Accelerate's FSDP2 plugin" in said
+    for message in pair.run(by_accelerates_plugin):
+        assert "to shard it, call fully_shard in place of Accelerate's FSDP2 plugin" in message
 
 
 def sharded_before_accelerate(*, with_accelerate):
@@ -172,8 +172,8 @@ def sharded_before_accelerate(*, with_accelerate):
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerate_trains_a_model_that_was_sharded_before(pair):
-    ours = pair.run(sharded_before_accelerate, with_accelerate=True)
-    assert ours == pair.run(sharded_before_accelerate, with_accelerate=False)
+    rows = pair.run(sharded_before_accelerate, with_accelerate=True)
+    assert rows == pair.run(sharded_before_accelerate, with_accelerate=False)
 
 
 def trained_by_others(folder):
@@ -191,11 +191,11 @@ def trained_by_others(folder):
         resume = Path(folder, "whole", "checkpoint-3") if name == "cut" else None
         trainer = trained(fm.huggingface.attach(net), Path(folder, name), "muon", resume)
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        runs.append((bits(net)["held"], losses(trainer)[-3:]))
+        runs.append((bits(net)["tensors"], losses(trainer)[-3:]))
     assert runs[0][0] == runs[1][0]
     return {
-        name: held
-        for name, held in runs[0][0].items()
+        name: values
+        for name, values in runs[0][0].items()
         if not name.endswith("gradient_scaler.value")
     }
 
@@ -205,13 +205,13 @@ def test_a_trainer_runs_and_resumes_in_several_processes(pair, tmp_path):
     equal_everywhere(pair.run(trained_by_others, str(tmp_path)))
 
 
-def another(what, start):
+def another(difference, start):
     rank = dist.get_rank()
     net = model(
-        "tensor" if what == "granularity" and rank else "channel",
-        rows=7 if what == "rows" and rank else 22,
+        "tensor" if difference == "granularity" and rank else "channel",
+        rows=7 if difference == "rows" and rank else 22,
     )
-    if what == "format" and rank:
+    if difference == "format" and rank:
         net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
     return refusal(
         lambda: fm.distributed.sync(net) if start == "sync" else DistributedDataParallel(net)
@@ -219,19 +219,19 @@ def another(what, start):
 
 
 @pytest.mark.parametrize(
-    ("what", "start", "said"),
+    ("difference", "start", "words"),
     [
         *[("rows", "sync", "is torch.* of shape"), ("granularity", "sync", "weight.scale")],
         *[("format", "sync", "E5M2"), ("format", "DDP", "E5M2")],
     ],
 )
-def test_other_models_are_refused_in_every_rank(pair, what, start, said):
-    first, second = pair.run(another, what, start)
+def test_other_models_are_refused_in_every_rank(pair, difference, start, words):
+    first, second = pair.run(another, difference, start)
     assert first == "the models differ: another process says where"
-    assert re.search(f"^the models differ: .*{said}", second)
+    assert re.search(f"^the models differ: .*{words}", second)
 
 
-def frozen_in_one(when, wrapper, change):
+def frozen_in_one(moment, wrapper, change):
     """What a step says where one process has frozen or cast a weight."""
     net = model("tensor")
 
@@ -242,16 +242,16 @@ def frozen_in_one(when, wrapper, change):
             net[2].bias.data = net[2].bias.data.bfloat16()
 
     def step():
-        if when == "before sync":
+        if moment == "before sync":
             alter()
         fm.distributed.sync(net)
-        if when == "after sync":
+        if moment == "after sync":
             alter()
         if wrapper == "FSDP":
             wrapped = sharded(net)
         else:
             wrapped = DistributedDataParallel(net, init_sync=wrapper == "DDP")
-        if when == "after wrapping":
+        if moment == "after wrapping":
             alter()
         train_on(wrapped, fm.optim.StiffnessAdamW(net.parameters(), 0.01), batch(0))
 
@@ -267,7 +267,7 @@ CAST = ["'2.bias' is trained, float32", "'2.bias' is trained, bfloat16"]
 
 
 @pytest.mark.parametrize(
-    ("when", "wrapper", "change", "lines"),
+    ("moment", "wrapper", "change", "lines"),
     [
         ("before sync", "DDP", "frozen", AT_SYNC),
         ("after sync", "DDP", "frozen", FROZEN),
@@ -279,9 +279,9 @@ CAST = ["'2.bias' is trained, float32", "'2.bias' is trained, bfloat16"]
         ("after sync", "DDP without init_sync", "cast", CAST),
     ],
 )
-def test_what_one_process_alone_freezes_is_told_in_all(pair, when, wrapper, change, lines):
-    for line, said in zip(lines, pair.run(frozen_in_one, when, wrapper, change), strict=True):
-        assert line in said
+def test_what_one_process_alone_freezes_is_told_in_all(pair, moment, wrapper, change, lines):
+    for line, message in zip(lines, pair.run(frozen_in_one, moment, wrapper, change), strict=True):
+        assert line in message
 
 
 def test_without_processes_there_is_nothing_to_sync():
@@ -293,13 +293,13 @@ def changed_after_the_start(name):
     net = synced(model())
     if dist.get_rank() == 1:
         p = net.get_parameter(name)
-        held = p.codes if isinstance(p, fm.FP8Tensor) else p.data.view(torch.int32)
-        held.view(-1)[0] ^= 1
+        words = p.codes if isinstance(p, fm.FP8Tensor) else p.data.view(torch.int32)
+        words.view(-1)[0] ^= 1
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
     loss_of(net, batch(0)).backward()
-    before, said = stored(net), refusal(optimizer.step)
-    assert stored(net) == before
-    return said
+    old_state, message = stored(net), refusal(optimizer.step)
+    assert stored(net) == old_state
+    return message
 
 
 def backward_beside(wrapped, alone, step):
@@ -310,35 +310,35 @@ def backward_beside(wrapped, alone, step):
         q.grad = p.grad.clone()
 
 
-def trained(name, writeback, moments, granularity, border=False, **more):
+def trained(name, writeback, moments, granularity, border=False, **options_of_case):
     """Ranks under DDP, and in each of them one process that steps the averaged
     gradients.
     """
     net = synced(model(granularity, seed=dist.get_rank(), keep_remainder=True))
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **options_of_case}
     for layer, twin in zip(linear(net), linear(alone), strict=True):
         twin.weight.remainder = layer.weight.remainder.clone()
-    optimizers = [make(name, each.parameters(), **options) for each in (net, alone)]
+    optimizers = [make(name, module.parameters(), **options) for module in (net, alone)]
     for step in range(5 if border else 4):
         backward_beside(wrapped, alone, step)
         for optimizer in optimizers:
             optimizer.step()
         if step == 0 and border:
             near_the_border(*optimizers)
-    ours, its = [frozen(optimizer.state_dict()) for optimizer in optimizers]
-    assert ours == its
+    state, state_alone = [frozen(optimizer.state_dict()) for optimizer in optimizers]
+    assert state == state_alone
     assert stored(net) == stored(alone)
-    return stored(net), ours
+    return stored(net), state
 
 
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 #: every optimizer, every write-back and every kind of averages, in the default run
-SOME = COMBINATIONS[::4]
+SAMPLE = COMBINATIONS[::4]
 
 
-@pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
+@pytest.mark.parametrize("combination", SAMPLE, ids=lambda c: "-".join(c))
 def test_ranks_stay_identical_and_one_process(pair, combination):
     equal_everywhere(pair.run(trained, *combination, "channel"))
 
@@ -368,7 +368,7 @@ def dithered_by_themselves():
     assert {p.draws for p in net.parameters() if isinstance(p, fm.FP8Tensor)} == {"dither"}
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (net, alone)]
+    optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (net, alone)]
     for step in range(5):
         backward_beside(wrapped, alone, step)
         for optimizer in optimizers:
@@ -387,15 +387,15 @@ def with_nan_in_one(on_nonfinite, kind):
     """
     net = synced(model())
     optimizer = make(kind, net.parameters(), on_nonfinite=on_nonfinite)
-    before, said = stored(net), ""
+    old_state, messages = stored(net), ""
     for step in range(2):
         optimizer.zero_grad()
         loss_of(net, batch(step)).backward()
         if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             net[0].weight.grad[0, 0] = torch.inf
-        said += refusal(optimizer.step)
-        assert step or stored(net) == before
-    return optimizer.skipped_steps, said, stored(net) != before
+        messages += refusal(optimizer.step)
+        assert step or stored(net) == old_state
+    return optimizer.skipped_steps, messages, stored(net) != old_state
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "RiemannianAdam"])
@@ -415,12 +415,12 @@ def magnitudes(scale):
     spec = fm.LayerSpec("E4M3", activation=delayed, gradient=gradient)
     net = synced(fm.quantize_model(model(storage="float"), spec, "fp8", seed=3))
     wrapped = DistributedDataParallel(net, init_sync=False)
-    seen = []
+    largest = []
     for step in range(3):
         batches = [batch(step, rank) * 2.0**rank for rank in range(dist.get_world_size())]
-        seen.append(max(float(x.abs().max()) for x in batches))
+        largest.append(max(float(x.abs().max()) for x in batches))
         loss_of(wrapped, batches[dist.get_rank()]).backward()
-    assert net[0].activation_scaler.history.tolist() == [0.0, *seen]
+    assert net[0].activation_scaler.history.tolist() == [0.0, *largest]
     return {
         name: bits_of(x)
         for name, x in net.state_dict().items()
@@ -430,9 +430,9 @@ def magnitudes(scale):
 
 @pytest.mark.parametrize("scale", ["delayed", "global"])
 def test_delayed_scales_remember_the_largest_of_all_ranks(pool, scale):
-    each = pool.run(magnitudes, scale)
-    assert len(each[0]) > 3
-    equal_everywhere(each)
+    results = pool.run(magnitudes, scale)
+    assert len(results[0]) > 3
+    equal_everywhere(results)
 
 
 class Choosing(nn.Module):
@@ -464,7 +464,7 @@ def remembered(net):
     }
 
 
-def with_other_layers(spec, each):
+def with_other_layers(spec, runs):
     """The error where ranks run these layers, or else their histories."""
     rank = dist.get_rank()
     net = synced(
@@ -474,11 +474,11 @@ def with_other_layers(spec, each):
     )
     wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
     wrapped(batch(0, rank), "first second").square().sum().backward()
-    before = remembered(net)
+    old_scales = remembered(net)
     try:
-        wrapped(100.0 * batch(1, rank), each[rank]).square().sum().backward()
+        wrapped(100.0 * batch(1, rank), runs[rank]).square().sum().backward()
     except RuntimeError as error:
-        assert remembered(net) == before or each[0].split()[0] == each[1].split()[0]
+        assert remembered(net) == old_scales or runs[0].split()[0] == runs[1].split()[0]
         return str(error)
     net.eval()
     net(
@@ -492,18 +492,18 @@ def with_other_layers(spec, each):
     "runs", [["first", "second"], ["first second", "second first"], ["first second", "first"]]
 )
 def test_ranks_that_run_other_layers_share_no_scales(pair, spec, runs):
-    for said in pair.run(with_other_layers, spec, runs):
-        assert "another process does not run" in said
-        assert "take policy='dynamic'" in said
-        assert "\n" not in said
+    for message in pair.run(with_other_layers, spec, runs):
+        assert "another process does not run" in message
+        assert "take policy='dynamic'" in message
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize("spec", SHARED)
 @pytest.mark.parametrize("runs", ["first second", "second", "", "first first"])
 def test_ranks_that_leave_out_the_same_layers_share_scales(pair, spec, runs):
-    found = pair.run(with_other_layers, spec, [runs, runs])
-    assert not isinstance(found[0], str), found[0]
-    equal_everywhere(found)
+    results = pair.run(with_other_layers, spec, [runs, runs])
+    assert not isinstance(results[0], str), results[0]
+    equal_everywhere(results)
 
 
 def of_other_sizes():
@@ -527,11 +527,11 @@ def sent(asynchronous):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_broadcast_sends_every_part(pool, asynchronous):
-    each = pool.run(sent, asynchronous)
-    equal_everywhere(each)
+    results = pool.run(sent, asynchronous)
+    equal_everywhere(results)
     p = parameter(seed=1, granularity="block")
     p.counter.fill_(1)
-    assert each[0] == bits_of(p)
+    assert results[0] == bits_of(p)
 
 
 def moved_after_the_start(storage, differs):
@@ -572,10 +572,10 @@ def whose_model_is_gone():
     assert not ranks_of(copy.deepcopy(net).parameters())
     assert len(ranks_of(net.parameters())) == 1
     gc.collect()  # what earlier cases left in cycles
-    before = len(replicas)
+    old_count = len(replicas)
     del net
     gc.collect()
-    return before - len(replicas)
+    return old_count - len(replicas)
 
 
 def test_nothing_keeps_a_model_alive(pair):
@@ -601,22 +601,22 @@ def with_uneven_inputs(scales, **options):
             for step in range(2 + dist.get_rank()):
                 train_on(wrapped, optimizer, batch(step))
 
-    said = refusal(run)
+    message = refusal(run)
     steps = next((int(state["step"]) for state in optimizer.state.values()), 0)
-    return said, steps, stored(net)
+    return message, steps, stored(net)
 
 
 def test_joining_processes_are_refused_before_anybody_waits_unless_they_end_together(pair):
     for scales in ("none", "delayed"):
-        for said, steps, _ in pair.run(with_uneven_inputs, scales, limit=60):
-            assert said.endswith(
+        for message, steps, _ in pair.run(with_uneven_inputs, scales, limit=60):
+            assert message.endswith(
                 "give each the same number of batches, or Join throw_on_early_termination=True"
             )
             assert steps == 0
-    each = pair.run(with_uneven_inputs, "delayed", throw_on_early_termination=True)
-    assert {steps for _, steps, _ in each} == {2}
-    assert all("exhausted" in said for said, _, _ in each)
-    equal_everywhere([weights for _, _, weights in each])
+    results = pair.run(with_uneven_inputs, "delayed", throw_on_early_termination=True)
+    assert {steps for _, steps, _ in results} == {2}
+    assert all("exhausted" in message for message, _, _ in results)
+    equal_everywhere([weights for _, _, weights in results])
 
 
 def test_one_process_joins_itself():
@@ -638,13 +638,13 @@ def sharded_state(name, writeback, moments):
     options |= {"float_lr": 0.01} if name == "RiemannianAdam" else {}
     kind = getattr(fm.optim, name)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=kind, **options)
-    its = kind(alone.parameters(), **options)
+    optimizer_alone = kind(alone.parameters(), **options)
     for step in range(4):
         backward_beside(wrapped, alone, step)
         if step == 2 and rank == 0:  # a rank that would step while the other skips
             net[4].weight.grad.fill_(torch.nan)
         if step != 2:
-            its.step()
+            optimizer_alone.step()
         optimizer.step()
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         # the noise of floats' moments is told apart by their order in the optimizer
@@ -667,7 +667,7 @@ def in_buckets():
     return refusal(lambda: ZeroRedundancyOptimizer(p, kind, parameters_as_bucket_view=True, lr=0.1))
 
 
-def with_one_parameter(what):
+def with_one_parameter(outcome):
     """Two ranks and one parameter: one of them steps it, the other agrees on the step
     and receives it.
     """
@@ -676,44 +676,44 @@ def with_one_parameter(what):
         fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank)
     )
     alone = copy.deepcopy(net)
-    options = {"lr": 0.01, "on_nonfinite": "raise" if what == "raises" else "skip"}
+    options = {"lr": 0.01, "on_nonfinite": "raise" if outcome == "raises" else "skip"}
     optimizer = ZeroRedundancyOptimizer(
         net.parameters(), optimizer_class=fm.optim.StiffnessAdamW, **options
     )
-    its = fm.optim.StiffnessAdamW(alone.parameters(), **options)
+    optimizer_alone = fm.optim.StiffnessAdamW(alone.parameters(), **options)
     for step in range(3):
         net[0].weight.grad, alone[0].weight.grad = gradient.clone(), gradient.clone()
-        if step == 1 and what != "steps":
+        if step == 1 and outcome != "steps":
             net[0].weight.grad[0, 0] = torch.nan
         try:
             optimizer.step()
         except FloatingPointError:
             return "raised"
-        if step != 1 or what == "steps":
-            its.step()
+        if step != 1 or outcome == "steps":
+            optimizer_alone.step()
     assert stored(net) == stored(alone)
     return stored(net)
 
 
-@pytest.mark.parametrize("what", ["steps", "skips", "raises"])
-def test_zero_redundancy_with_a_rank_that_has_no_parameter(pair, what):
-    each = pair.run(with_one_parameter, what)
-    equal_everywhere(each)
-    assert (each[0] == "raised") == (what == "raises")
+@pytest.mark.parametrize("outcome", ["steps", "skips", "raises"])
+def test_zero_redundancy_with_a_rank_that_has_no_parameter(pair, outcome):
+    results = pair.run(with_one_parameter, outcome)
+    equal_everywhere(results)
+    assert (results[0] == "raised") == (outcome == "raises")
 
 
-OTHER = "is not the same in every process"
+DIFFERS = "is not the same in every process"
 
 
 @pytest.mark.parametrize(
     ("work", "line"),
     [
-        (partial(changed_after_the_start, "2.weight"), f"'2.weight' {OTHER} (1 of 7 are not)"),
-        (partial(changed_after_the_start, "1.bias"), f"'1.bias' {OTHER} (1 of 7 are not)"),
-        (partial(moved_after_the_start, "fp8", True), f"'4.weight' {OTHER}"),
+        (partial(changed_after_the_start, "2.weight"), f"'2.weight' {DIFFERS} (1 of 7 are not)"),
+        (partial(changed_after_the_start, "1.bias"), f"'1.bias' {DIFFERS} (1 of 7 are not)"),
+        (partial(moved_after_the_start, "fp8", True), f"'4.weight' {DIFFERS}"),
         (of_other_sizes, "another shape of magnitudes there"),
         (in_buckets, "give parameters_as_bucket_view=False"),
     ],
 )
 def test_every_process_is_told(pair, work, line):
-    assert all(line in said for said in pair.run(work))
+    assert all(line in message for message in pair.run(work))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from family_cases import VALID, make
 from optimizer_cases import bits_of, frozen, normal
-from paths import by
+from paths import on_path
 from rank_cases import batch, combined, loss_of, model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,16 +37,16 @@ def own_rows(whole, part):
 def check_same(net, alone, *, seeds=True):
     """The own rows of every parameter have the bits of the whole one's."""
     for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
-        held = p._local_tensor
+        rows = p._local_tensor
         if isinstance(q, fm.FP8Tensor):
-            assert isinstance(held, FP8Shard), name
-            assert torch.equal(held.codes, own_rows(q.codes, held.codes)), name
-            scale = own_rows(q.scale, held.codes) if q.scale.dim() else q.scale
-            assert torch.equal(held.scale, scale), name
-            assert held.counter == q.counter
-            assert held.seed == q.seed or not seeds
+            assert isinstance(rows, FP8Shard), name
+            assert torch.equal(rows.codes, own_rows(q.codes, rows.codes)), name
+            scale = own_rows(q.scale, rows.codes) if q.scale.dim() else q.scale
+            assert torch.equal(rows.scale, scale), name
+            assert rows.counter == q.counter
+            assert rows.seed == q.seed or not seeds
         else:
-            assert bits_of(held) == bits_of(own_rows(q, held)), name
+            assert bits_of(rows) == bits_of(own_rows(q, rows)), name
 
 
 def put_equal_gradients(net, alone, step):
@@ -84,7 +84,14 @@ def near_the_border(*optimizers):
 
 
 def stepped(
-    name, writeback, moments, net, path="native", border=False, dtype=torch.float32, **more
+    name,
+    writeback,
+    moments,
+    net,
+    path="native",
+    border=False,
+    dtype=torch.float32,
+    **options_of_case,
 ):
     """Steps of rows and of the whole from equal gradients, natively unless told
     otherwise; how many scales widened.
@@ -95,8 +102,10 @@ def stepped(
         model(**net, keep_remainder=writeback.startswith("residual")).to(dtype) for _ in range(2)
     )
     parts = sharded(parts)
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}
-    optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **options_of_case}
+    optimizers = [
+        on_path(path, make(name, module.parameters(), **options)) for module in (parts, whole)
+    ]
     for step in range(5 if border else 4):
         step_alike(parts, whole, optimizers, step)
         if step == 0 and border:
@@ -105,19 +114,21 @@ def stepped(
             with torch.no_grad():
                 assert torch.equal(parts(batch(0).to(dtype)), whole(batch(0).to(dtype)))
             parts.reshard()  # after a forward pass the root stays whole
-    ours, its = optimizers
-    assert ours.bounded_share == its.bounded_share
-    assert not border or {int(state["step"]) for state in ours.state.values()} == {BORDER + 4}
-    return same_count(ours, its)
+    part_optimizer, whole_optimizer = optimizers
+    assert part_optimizer.bounded_share == whole_optimizer.bounded_share
+    assert not border or {int(state["step"]) for state in part_optimizer.state.values()} == {
+        BORDER + 4
+    }
+    return same_count(part_optimizer, whole_optimizer)
 
 
-def same_count(ours, its, name="widened_scales"):
+def same_count(part_optimizer, whole_optimizer, name="widened_scales"):
     """The count of widened scales: as many in all processes together as in one with
     everything.
     """
-    count = torch.tensor(getattr(ours, name))
+    count = torch.tensor(getattr(part_optimizer, name))
     torch.distributed.all_reduce(count)
-    assert int(count) == getattr(its, name)
+    assert int(count) == getattr(whole_optimizer, name)
     return int(count)
 
 
@@ -131,7 +142,8 @@ def stepped_from_zeros(name, granularity, options):
         p.scale[0 if p.scale.dim() and i else ...] *= 2.0**12
     parts = sharded(copy.deepcopy(whole))
     optimizers = [
-        make(name, each.parameters(), writeback="residual8", **options) for each in (parts, whole)
+        make(name, module.parameters(), writeback="residual8", **options)
+        for module in (parts, whole)
     ]
     for step in range(4):
         step_alike(parts, whole, optimizers, step)
@@ -152,11 +164,11 @@ def test_rows_of_zeros_begin_as_the_whole_does(pool, name, stiffness, granularit
 
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 #: every optimizer, every write-back and every kind of averages, in the default run
-SOME = COMBINATIONS[1::5]
+SAMPLE = COMBINATIONS[1::5]
 #: of these, steps by torch's own operators; the others are native, as they are for who
 #: sets nothing
 EAGER = [
-    *SOME[2::5],
+    *SAMPLE[2::5],
     ("StiffnessMuon", "residual8", "8bit"),
     ("StiffnessSGD", "residual8", "bfloat16"),
 ]
@@ -166,12 +178,12 @@ def path_of(combination):
     return "eager" if combination in EAGER else "native"
 
 
-@pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
+@pytest.mark.parametrize("combination", SAMPLE, ids=lambda c: "-".join(c))
 def test_rows_are_stepped_as_the_whole(pool, combination):
     """22, 64 and 5 rows in 3 processes: none has as many as the others; every other
     case has scales of any kind.
     """
-    net = {"granularity": "channel", "factors": SOME.index(combination) % 2 == 0}
+    net = {"granularity": "channel", "factors": SAMPLE.index(combination) % 2 == 0}
     pool.run(stepped, *combination, net, path_of(combination))
 
 
@@ -231,19 +243,21 @@ def test_every_combination(pool, pair, combination, granularity):
 def trained(net, options, *, nested=True, clip=False):
     whole, parts = model(**net), sharded(model(**net), nested=nested, **options)
     optimizers = [
-        fm.optim.StiffnessMuon.for_model(each, 0.02, moments="8bit") for each in (parts, whole)
+        fm.optim.StiffnessMuon.for_model(module, 0.02, moments="8bit") for module in (parts, whole)
     ]
     losses = []
     for step in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        own = loss_of(parts, batch(step, dist.get_rank()))
-        own.backward()
-        both = [loss_of(whole, batch(step, rank)) for rank in range(2)]
-        (both[0] / 2 + both[1] / 2).backward()
-        assert own.item() == both[dist.get_rank()].item()
+        loss = loss_of(parts, batch(step, dist.get_rank()))
+        loss.backward()
+        losses_of_whole = [loss_of(whole, batch(step, rank)) for rank in range(2)]
+        (losses_of_whole[0] / 2 + losses_of_whole[1] / 2).backward()
+        assert loss.item() == losses_of_whole[dist.get_rank()].item()
         if clip:
-            norms = [nn.utils.clip_grad_norm_(each.parameters(), 1e-3) for each in (parts, whole)]
+            norms = [
+                nn.utils.clip_grad_norm_(module.parameters(), 1e-3) for module in (parts, whole)
+            ]
             torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-6, atol=0)
             parts.reshard()
             for p, q in zip(
@@ -255,7 +269,7 @@ def trained(net, options, *, nested=True, clip=False):
                 p.grad._local_tensor.copy_(own_rows(q.grad, p._local_tensor))
         for optimizer in optimizers:
             optimizer.step()
-        losses.append(own.item())
+        losses.append(loss.item())
     parts.reshard()
     check_same(parts, whole)
     return losses
@@ -266,7 +280,7 @@ def trained(net, options, *, nested=True, clip=False):
     reason="products of torch 2.8 depend in their last bit on where a tensor lies",
 )
 @pytest.mark.parametrize(
-    ("net", "options", "how"),
+    ("net", "options", "keywords"),
     [
         ({}, {}, {}),
         ({"granularity": "tensor"}, {}, {"nested": False}),
@@ -277,8 +291,8 @@ def trained(net, options, *, nested=True, clip=False):
     ],
     ids=["nested", "as one", "kept whole", "offloaded", "clipped", "master"],
 )
-def test_a_run_of_two_processes_is_one_processs(pair, net, options, how):
-    first, second = pair.run(trained, net, options, **how)
+def test_a_run_of_two_processes_is_one_processs(pair, net, options, keywords):
+    first, second = pair.run(trained, net, options, **keywords)
     assert first != second
 
 
@@ -293,9 +307,9 @@ def in_bfloat16():
     loss.backward()
     for p in parts.parameters():
         assert p.dtype == p.grad.dtype == torch.float32
-    before = stored_rows(parts)
+    old_rows = stored_rows(parts)
     fm.optim.StiffnessAdamW(parts.parameters(), lr=0.01).step()
-    assert stored_rows(parts) != before
+    assert stored_rows(parts) != old_rows
 
 
 def stored_rows(net):
@@ -314,11 +328,13 @@ class Vectors(nn.Module):
     def __init__(self):
         super().__init__()
         for i, shape in enumerate([(50,), (4, 6, 64), (1, 64), (2, 3), (51,)]):
-            values, how = (
+            values, options = (
                 normal(*shape, seed=i, std=0.1),
                 {"granularity": "block" if i == 1 else "channel"},
             )
-            setattr(self, f"codes{i}", fm.FP8Parameter(values, "E4M3", seed=i, headroom=2.0, **how))
+            setattr(
+                self, f"codes{i}", fm.FP8Parameter(values, "E4M3", seed=i, headroom=2.0, **options)
+            )
             setattr(self, f"floats{i}", nn.Parameter(values.clone()))
 
     def forward(self, x):
@@ -331,7 +347,9 @@ def vectors_stepped(name, writeback, moments, path):
         fully_shard(Vectors(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
     )
     options = {"writeback": writeback, "moments": moments, "refresh_every": 1}
-    optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
+    optimizers = [
+        on_path(path, make(name, module.parameters(), **options)) for module in (parts, whole)
+    ]
     for step in range(5):
         put_equal_gradients(parts, whole, step)
         for p, q in zip(
@@ -344,8 +362,10 @@ def vectors_stepped(name, writeback, moments, path):
                 group["lr"] = {"RiemannianAdam": 8.0}.get(name, 0.2)
             optimizer.step()
         check_same(parts, whole)
-    ours, its = optimizers
-    for (p, state), twin in zip(ours.state.items(), its.state.values(), strict=True):
+    part_optimizer, whole_optimizer = optimizers
+    for (p, state), twin in zip(
+        part_optimizer.state.items(), whole_optimizer.state.values(), strict=True
+    ):
         for key, value in state.items():
             if isinstance(value, DTensor):
                 assert torch.equal(
@@ -353,7 +373,7 @@ def vectors_stepped(name, writeback, moments, path):
                 ), key
             else:
                 assert frozen(value) == frozen(twin[key]), key
-    return same_count(ours, its), ours.bounded_share
+    return same_count(part_optimizer, whole_optimizer), part_optimizer.bounded_share
 
 
 @combined(
@@ -361,6 +381,6 @@ def vectors_stepped(name, writeback, moments, path):
     "StiffnessLion-stochastic-8bit StiffnessSGD-residual8-bfloat16 RiemannianAdam-residual8-8bit"
 )
 def test_vectors_batches_single_rows_and_wider_scales(pool, combination):
-    found = pool.run(vectors_stepped, *combination, path_of(combination))
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] > 0
+    results = pool.run(vectors_stepped, *combination, path_of(combination))
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] > 0

@@ -37,8 +37,8 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            given = args[1] if isinstance(args[1], Tensor) else args[0]
-            tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+            inputs = args[1] if isinstance(args[1], Tensor) else args[0]
+            tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
             self.sent[func._schema.name.removeprefix("c10d::")] += sum(x.nbytes for x in tensors)
         return func(*args, **(kwargs or {}))
 
@@ -50,8 +50,8 @@ def bytes_counted(storage, products="decoded"):
     net = sharded(net, nested=False)
     with Wire() as wire:
         loss_of(net, batch(0)).backward()
-    held = [p._local_tensor for p in net.parameters()]
-    parts = [x.codes if storage == "fp8" else x for x in held]
+    rows = [p._local_tensor for p in net.parameters()]
+    parts = [x.codes if storage == "fp8" else x for x in rows]
     group = net._get_fsdp_state()._fsdp_param_group
     outputs = [x for p in group.fsdp_params for x in p.all_gather_outputs]
     assert (
@@ -60,14 +60,16 @@ def bytes_counted(storage, products="decoded"):
     return {
         "wire": dict(wire.sent),
         "shards": sum(x.untyped_storage().nbytes() for x in parts),
-        "scales": sum(x.scale.nbytes for x in held) if storage == "fp8" else 0,
+        "scales": sum(x.scale.nbytes for x in rows) if storage == "fp8" else 0,
         "weights": sum(p.numel() for p in net.parameters()),
     }
 
 
 @pytest.mark.parametrize("products", ["decoded", "fp8"])
 def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
-    codes, floats = (pair.run(bytes_counted, *how)[0] for how in (("fp8", products), ("float",)))
+    codes, floats = (
+        pair.run(bytes_counted, *arguments)[0] for arguments in (("fp8", products), ("float",))
+    )
     weights = codes["weights"]
     assert floats["shards"] == 4 * weights // 2
     assert codes["shards"] == weights // 2
@@ -84,22 +86,25 @@ def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
     assert sum(ours.values()) == passes * (weights // 2 + 4 * (48 + 96) // 2)
 
 
-def guarded(what):
+def guarded(difference):
     rank = dist.get_rank()
     net = sharded(
-        model("tensor" if what == "scale" else "channel", seed=rank if what == "scale" else 0)
+        model(
+            "tensor" if difference == "scale" else "channel",
+            seed=rank if difference == "scale" else 0,
+        )
     )
-    if what == "seed" and rank:
+    if difference == "seed" and rank:
         net[0].weight._local_tensor.seed += 1
     optimizer = fm.optim.StiffnessAdamW(net.named_parameters(), lr=0.01)
     loss_of(net, batch(0)).backward()
     net.reshard()
-    if what == "nan" and rank == 1:
+    if difference == "nan" and rank == 1:
         net[0].weight.grad._local_tensor[0, 0] = torch.nan
-    before = stored_rows(net)
+    old_rows = stored_rows(net)
     if said := refusal(optimizer.step):
         return said
-    return optimizer.skipped_steps, stored_rows(net) == before
+    return optimizer.skipped_steps, stored_rows(net) == old_rows
 
 
 def test_ranks_skip_together_and_start_from_one_model(pair):
@@ -117,7 +122,7 @@ def on_devices():
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     fully_shard(parts, mesh=mesh)
     optimizers = [
-        make("StiffnessMuon", each.parameters(), moments="8bit") for each in (parts, whole)
+        make("StiffnessMuon", module.parameters(), moments="8bit") for module in (parts, whole)
     ]
     for step in range(3):
         step_alike(parts, whole, optimizers, step)
@@ -149,7 +154,9 @@ def test_rows_are_gathered_in_the_order_of_the_tensors():
         )
         slot.tensors["exp_avg"].fill_(7)
     expected = [home[name] for name in ("weight", "exp_avg", "exp_avg_sq", "residual", "gradient")]
-    assert all(ours is its for ours, its in zip(gathered, expected, strict=True))
+    assert all(
+        rows is expected_rows for rows, expected_rows in zip(gathered, expected, strict=True)
+    )
     assert slot.tensors["exp_avg"] is home["exp_avg"]
     assert bool((home["exp_avg"] == 7).all())
 
@@ -169,8 +176,8 @@ def columns_stepped():
         p.data = normal(*p.shape, seed=i, std=0.1)
     parts = sharded(copy.deepcopy(whole))
     optimizers = [
-        fm.optim.StiffnessMuon([{"params": list(each.parameters())}], lr=0.1)
-        for each in (parts, whole)
+        fm.optim.StiffnessMuon([{"params": list(module.parameters())}], lr=0.1)
+        for module in (parts, whole)
     ]
     for step in range(2):
         step_alike(parts, whole, optimizers, step)
@@ -208,21 +215,27 @@ def test_passes_in_a_graph(pair, granularity, rows):
 def averaged(nested, ema):
     options = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if ema else {}
     whole, parts = model(), model()
-    ours, its = (fm.averaged_model(each, **options) for each in (parts, whole))
+    part_average, whole_average = (
+        fm.averaged_model(module, **options) for module in (parts, whole)
+    )
     sharded(parts, nested=nested)
-    sharded(ours.module, nested=nested)
-    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), lr=0.01) for each in (parts, whole)]
+    sharded(part_average.module, nested=nested)
+    optimizers = [
+        fm.optim.StiffnessAdamW(module.parameters(), lr=0.01) for module in (parts, whole)
+    ]
     for step in range(3):
         put_equal_gradients(parts, whole, step)
         for optimizer in optimizers:
             optimizer.step()
         if step == 1:  # after which a root is whole, and what is written into it is lost
             with torch.no_grad():
-                torch.testing.assert_close(ours(batch(0)), its(batch(0)))
+                torch.testing.assert_close(part_average(batch(0)), whole_average(batch(0)))
                 assert torch.equal(parts(batch(0)), whole(batch(0)))
-        ours.update_parameters(parts)
-        its.update_parameters(whole)
-        for p, q in zip(ours.module.parameters(), its.module.parameters(), strict=True):
+        part_average.update_parameters(parts)
+        whole_average.update_parameters(whole)
+        for p, q in zip(
+            part_average.module.parameters(), whole_average.module.parameters(), strict=True
+        ):
             assert torch.equal(p._local_tensor, own_rows(q, p._local_tensor))
 
 
@@ -243,9 +256,9 @@ def refused_averages():
         lambda: rows.update_parameters(model()),
         lambda: rows.update_parameters(partly),
     ]
-    said = [refusal(attempt) for attempt in attempts]
+    messages = [refusal(attempt) for attempt in attempts]
     assert rows.n_averaged == 0
-    return said
+    return messages
 
 
 def test_averages_of_other_rows_are_refused_in_every_process(pair):
@@ -261,21 +274,21 @@ def test_averages_of_other_rows_are_refused_in_every_process(pair):
 
 def refusals():
     size = dist.get_world_size()
-    net, other = sharded(model()), model()
+    net, columns_model = sharded(model()), model()
     weight, mesh = net[0].weight, init_device_mesh("cpu", (size,))
-    fully_shard(other, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    fully_shard(columns_model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     hybrid = fully_shard(
         model(), mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
     )
     columns = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)])
     blocks = nn.Module()
     blocks.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
-    ours = "only the optimizers of fp8manifold.optim"
+    only_ours = "only the optimizers of fp8manifold.optim"
     one_process = "sharded, and this model is not: save the state with"
     calls = [
-        (lambda: nn.init.zeros_(weight), ours),
-        (torch.no_grad()(lambda: weight.add_(1.0)), ours),
-        (lambda: weight._local_tensor.rescale_(1.0), ours),
+        (lambda: nn.init.zeros_(weight), only_ours),
+        (torch.no_grad()(lambda: weight.add_(1.0)), only_ours),
+        (lambda: weight._local_tensor.rescale_(1.0), only_ours),
         (net.half, "float32 or bfloat16"),
         (net[0].weight_codes, "unshard"),
         (net[0].weight_scale, "unshard"),
@@ -289,7 +302,7 @@ def refusals():
             lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]),
             "FisherNaturalGradient.*sharded",
         ),
-        (lambda: other(batch(0)), "storage='fp8' is no longer in codes"),
+        (lambda: columns_model(batch(0)), "storage='fp8' is no longer in codes"),
         (lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1), "HSDP"),
         (lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1), "tensor parallelism"),
         (lambda: fully_shard(blocks, mesh=mesh), "granularity='tensor'"),
@@ -299,10 +312,10 @@ def refusals():
         ),
     ]
     for call, pattern in calls:
-        said = refusal(call)
-        assert re.search(pattern, said), (pattern, said)
+        message = refusal(call)
+        assert re.search(pattern, message), (pattern, message)
         assert (
-            "\n" not in said or one_process in said
+            "\n" not in message or one_process in message
         )  # of torch's, which says it a parameter a line
 
 

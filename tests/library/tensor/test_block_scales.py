@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optimizer_cases import frozen, normal, snapshot, step_from, take_steps, with_factors
-from paths import PATHS, by
+from paths import PATHS, on_path
 from safetensors.torch import load_file, save_file
 from tensor_cases import decoded, parameter, same_store
 from torch import nn
@@ -44,7 +44,10 @@ def test_a_block_has_one_byte() -> None:
     }
     assert memory_of([p]) == p.numel() + p.numel() // 32 + 8
     assert (p.scale.dtype, p.scale.shape, p.granularity) == (torch.float32, (16, 4), "block")
-    assert all(parameter(granularity=other).exponents is None for other in ("tensor", "channel"))
+    assert all(
+        parameter(granularity=granularity).exponents is None
+        for granularity in ("tensor", "channel")
+    )
 
 
 def test_scales_are_read_as_the_float32_that_they_are() -> None:
@@ -85,16 +88,16 @@ def test_the_largest_and_the_smallest_weights_have_a_scale(fill, exponent) -> No
 def test_what_shares_memory_sees_a_new_scale() -> None:
     p = extreme()
     shared = [p.detach(), p.data, fm.FP8Parameter(p), p.view_as(p)]
-    version, before = p._version, p.exponents
+    version, old_exponents = p._version, p.exponents
     assert p.set_scale_(0.5) is p
-    assert p.exponents is before
+    assert p.exponents is old_exponents
     assert p._version > version
     assert p.scale.unique().tolist() == [0.5]
-    for other in shared:
-        assert torch.equal(other, p.dequantize())
+    for sharing in shared:
+        assert torch.equal(sharing, p.dequantize())
     p.scale = p.scale * 2
     p.scale *= 2
-    assert p.exponents is before
+    assert p.exponents is old_exponents
     assert shared[0].scale.unique().tolist() == [2.0]
     shared[0].rescale_(8.0)
     assert p.scale.unique().tolist() == [8.0]
@@ -188,12 +191,12 @@ def test_scales_that_were_cast_while_reading_are_refused(scale, cast, saved) -> 
 def test_a_scale_is_read_in_compiled_code() -> None:
     torch._dynamo.reset()
     p = extreme()
-    read = torch.compile(
+    read_scale = torch.compile(
         lambda w: (w.scale + 0.0, w.expanded_scale() + 0.0, w * 1.0), fullgraph=True
     )
     for _ in range(2):
         expected = (p.scale, p.expanded_scale(), p.dequantize())
-        for compiled, eager in zip(read(p), expected, strict=True):
+        for compiled, eager in zip(read_scale(p), expected, strict=True):
             assert torch.equal(compiled, eager)
         p.set_scale_(p.scale.flip(0))
 
@@ -298,7 +301,9 @@ def test_paths_have_the_same_bits(kind, factors) -> None:
     twins = [
         [weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS
     ]
-    optimizers = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
+    optimizers = [
+        on_path(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)
+    ]
     take_steps(optimizers, twins, range(4))
     for i, (native, eager) in enumerate(zip(*twins, strict=True)):
         assert same_store(native, eager)
@@ -316,7 +321,7 @@ def test_squares_of_one_scale_step_as_a_tensor_of_one_scale(shape, writeback, pa
         fm.FP8Parameter(w, granularity=kind, scale=2.0**-4, seed=1) for kind in ("square", "tensor")
     )
     for p in (squares, whole):
-        optimizer = by(path, optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5))
+        optimizer = on_path(path, optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5))
         take_steps([optimizer], [[p]], range(3))
     assert torch.equal(squares.codes, whole.codes)
 
@@ -336,9 +341,11 @@ def test_a_square_widens_as_a_whole(columns, writeback, path) -> None:
     p = fm.FP8Parameter.from_codes(
         codes, torch.ones(2, 2), fmt, block_size=(128, 128), requires_grad=True, seed=2
     )
-    before = p.dequantize()
-    optimizer = by(path, optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback=writeback))
+    old_values = p.dequantize()
+    optimizer = on_path(
+        path, optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback=writeback)
+    )
     step_from(optimizer, p, torch.ones(200, columns))
     assert p.scale.tolist() == [[1.0, 1.0], [2.0, 1.0]]
     assert optimizer.widened_scales == 1
-    assert torch.equal(p.dequantize(), before)
+    assert torch.equal(p.dequantize(), old_values)

@@ -175,12 +175,12 @@ def test_chain_rule_and_scale_without_gradient() -> None:
 # Dynamo instantiates a deprecated class itself.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
-    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sum_of_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         clipped = fake_quantize(x, "E4M3", ste="clipped", granularity="channel")
         return clipped + fake_quantize(y, "E7M0", 0.25, ste="relu")
 
     results = []
-    for function in (both, torch.compile(both, fullgraph=True, dynamic=False)):
+    for function in (sum_of_both, torch.compile(sum_of_both, fullgraph=True, dynamic=False)):
         x = normal(3, 500, seed=1).requires_grad_()
         y = normal(3, 500, seed=2, std=10.0).requires_grad_()
         z = function(x, y)

@@ -209,12 +209,12 @@ def test_convolutions(layer, shape) -> None:
     )
     weight = model[0].weight
     assert weight.scale.shape == (layer.weight.shape[0], *(1 for _ in layer.weight.shape[1:]))
-    x, before = seeded(torch.randn, *shape), weight.codes.clone()
+    x, old_codes = seeded(torch.randn, *shape), weight.codes.clone()
     assert_computes_as_floats(model[0], x)
     optimizer = fm.optim.StiffnessMuon.for_model(model[0], 1e-1, moments="8bit")
     model[0](x).square().sum().backward()
     optimizer.step()
-    assert not torch.equal(weight.codes, before)
+    assert not torch.equal(weight.codes, old_codes)
 
 
 def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
@@ -228,10 +228,10 @@ def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
         g for g in optimizer.param_groups if any(p is model.tokens.weight for p in g["params"])
     )
     assert group["direction"] == "adam"
-    before = model.head.weight.codes.clone()
+    old_codes = model.head.weight.codes.clone()
     optimizer.step()
     assert model.head.weight is model.tokens.weight
-    assert not torch.equal(model.head.weight.codes, before)
+    assert not torch.equal(model.head.weight.codes, old_codes)
     state = optimizer.state[model.tokens.weight]
     tensors = [x for x in state.values() if isinstance(x, Tensor)]
     moments = [x for x in tensors if x.shape == model.tokens.weight.shape]
@@ -245,15 +245,15 @@ def test_states_are_saved_and_loaded() -> None:
     model(TOKENS).square().sum().backward()
     optimizer.step()
     with torch.random.fork_rng():
-        other = quantize_model(Language(False), "E4M3", "fp8", seed=5, **options)
-    other.load_state_dict(through_disk(model.state_dict()))
-    assert bits(other) == bits(model)
+        loaded = quantize_model(Language(False), "E4M3", "fp8", seed=5, **options)
+    loaded.load_state_dict(through_disk(model.state_dict()))
+    assert bits(loaded) == bits(model)
     assert {"experts.up", "experts.up_scale", "tokens.weight_traits"} <= set(model.state_dict())
     assert bits(copy.deepcopy(model)) == bits(model)
     state = {name: x.clone() for name, x in float_copy(model).state_dict().items()}
     state["experts.up"] *= 2.0**20
-    other.load_state_dict(state)  # floats are rounded at scales of their own
-    assert torch.equal(other.experts.up.dequantize(), state["experts.up"])
+    loaded.load_state_dict(state)  # floats are rounded at scales of their own
+    assert torch.equal(loaded.experts.up.dequantize(), state["experts.up"])
 
 
 @pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
@@ -350,11 +350,11 @@ def test_what_rounding_left_is_part_of_the_state(trip, assign) -> None:
 
     It leaves the state when an optimizer has taken it.
     """
-    model, other = stored(keep_remainder=True), stored(seed=1)
+    model, loaded = stored(keep_remainder=True), stored(seed=1)
     state = trip(model.state_dict())
     expected = [layer.weight.remainder.clone() for layer in layers(model)]
-    other.load_state_dict(copy.deepcopy(state) if assign else state, assign=assign)
-    for net in (other, model):
+    loaded.load_state_dict(copy.deepcopy(state) if assign else state, assign=assign)
+    for net in (loaded, model):
         for residual, remainder in zip(first_residuals(net), expected, strict=True):
             assert remainder.count_nonzero() > 0
             assert torch.equal(residual, remainder)

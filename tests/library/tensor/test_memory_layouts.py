@@ -5,7 +5,7 @@ import pytest
 import torch
 from family_cases import NAMES, make
 from optimizer_cases import normal, stored_weight
-from paths import PATHS, by
+from paths import PATHS, on_path
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -53,7 +53,7 @@ def weight_of(storage, shape, layout):
 def bytes_after_steps(name, storage, shape, layout, path) -> list[bytes]:
     """Return weight and state after three steps; the state has the layout in the last."""
     weight = weight_of(storage, shape, layout)
-    optimizer = by(path, make(name, [weight]))
+    optimizer = on_path(path, make(name, [weight]))
     for step in range(3):
         weight.grad = layout(normal(*shape, seed=step + 1, std=0.1).to(weight.dtype))
         for x in optimizer.state[weight].values() if step == 2 else ():

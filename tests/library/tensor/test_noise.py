@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from optimizer_cases import normal, on, same_bits
+from optimizer_cases import normal, manifold_parameter, same_bits
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -28,13 +28,14 @@ def byte(seed: int | None) -> fm.FP8Parameter:
 
 
 def moves_of_a_step(parameters, optimizers) -> list[Tensor]:
-    before = [p.detach().clone() for p in parameters]
+    old_values = [p.detach().clone() for p in parameters]
     for p in parameters:
         p.grad = torch.ones(N)
     for optimizer in optimizers:
         optimizer.step()
     return [
-        (p.detach() - old).as_subclass(Tensor) for p, old in zip(parameters, before, strict=True)
+        (p.detach() - old).as_subclass(Tensor)
+        for p, old in zip(parameters, old_values, strict=True)
     ]
 
 
@@ -63,7 +64,9 @@ def grid_weights():
     """Manifolds have seeds; weights of one seed are told apart by their values."""
     seeds_and_values = ((1, 1.0), (2, 1.0), (1, 2.0))
     return [
-        on(fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed), torch.full((N,), x))
+        manifold_parameter(
+            fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed), torch.full((N,), x)
+        )
         for seed, x in seeds_and_values
     ]
 

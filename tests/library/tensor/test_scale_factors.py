@@ -54,14 +54,14 @@ def test_values_are_code_times_scale_rounded_as_servers_do(
     wide = (decoded.view(p.shape).double() * p.expanded_scale().double()).float()
     assert (wide.bfloat16() != wide).any()
     torch._dynamo.reset()
-    read = torch.compile(lambda w: w * 1.0, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda w: w * 1.0, fullgraph=True, backend="aot_eager")
     with monkeypatch.context() as plain:
         plain.setattr(_arrays, "library", lambda: None)
         eager = p.dequantize()
     for values in (
         p.dequantize(),
         eager,
-        read(p) if fmt == "E4M3" else eager,
+        compiled(p) if fmt == "E4M3" else eager,
         torch.stack([p[0], p[1]]),
         p.to(torch.float32).to(dtype),
     ):

@@ -86,15 +86,15 @@ def test_files_are_one_byte_a_weight_and_saved_views_are_values() -> None:
 def test_assigning_a_state_dict() -> None:
     net = stepped(Net())
     with torch.device("meta"):
-        other = Net(granularity="tensor")
-    assert all(p.is_meta and type(p) is fm.FP8Parameter for p in other.stored)
-    other.load_state_dict(through_disk(net.state_dict()), assign=True)
-    assert all(same_store(a, b) for a, b in zip(net.stored, other.stored, strict=True))
+        loaded = Net(granularity="tensor")
+    assert all(p.is_meta and type(p) is fm.FP8Parameter for p in loaded.stored)
+    loaded.load_state_dict(through_disk(net.state_dict()), assign=True)
+    assert all(same_store(a, b) for a, b in zip(net.stored, loaded.stored, strict=True))
     assert all(
-        type(p) is fm.FP8Parameter and p.requires_grad and not p.is_meta for p in other.stored
+        type(p) is fm.FP8Parameter and p.requires_grad and not p.is_meta for p in loaded.stored
     )
-    assert all(isinstance(p, geoopt.ManifoldParameter) for p in other.stored)
-    assert torch.equal(net(INPUT), other(INPUT))
+    assert all(isinstance(p, geoopt.ManifoldParameter) for p in loaded.stored)
+    assert torch.equal(net(INPUT), loaded(INPUT))
 
 
 def test_floats_are_rounded_at_the_scale_that_is_there() -> None:
@@ -231,10 +231,11 @@ def test_fake_tensors_are_quantized(granularity) -> None:
     with FakeTensorMode():
         model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
         model(torch.ones(3, 64)).sum().backward()
-    like = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+    real_model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
     assert type(model.weight) is fm.FP8Parameter
     for name in ("codes", "scale", "counter", "remainder"):
-        fake, real = getattr(model.weight, name), getattr(like.weight, name)
+        fake = getattr(model.weight, name)
+        real = getattr(real_model.weight, name)
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
     assert model.weight.grad.shape == (4, 64)
 
@@ -266,14 +267,17 @@ def test_weights_are_made_empty_by_accelerate() -> None:
 
     with accelerate.init_empty_weights():
         model = quantized(rounding="nearest", granularity="tensor", seed=3)
-    like = quantized(rounding="nearest", granularity="tensor", seed=3)
-    for empty, full in ((model[0].weight, like[0].weight), (model[2].weight, like[2].weight)):
+    expected = quantized(rounding="nearest", granularity="tensor", seed=3)
+    for empty, full in (
+        (model[0].weight, expected[0].weight),
+        (model[2].weight, expected[2].weight),
+    ):
         assert type(empty) is fm.FP8Parameter
         assert (empty.device.type, empty.requires_grad) == ("meta", True)
         assert (empty.format, empty.seed, empty.rounding) == (full.format, full.seed, full.rounding)
         assert empty.granularity == full.granularity
-    model.to_empty(device="cpu").load_state_dict(like.state_dict())
-    assert torch.equal(model(INPUT), like(INPUT))
+    model.to_empty(device="cpu").load_state_dict(expected.state_dict())
+    assert torch.equal(model(INPUT), expected(INPUT))
 
 
 @every_granularity
@@ -324,9 +328,10 @@ def test_parameters_to_vector_and_back() -> None:
 
 
 def test_calling_with_other_parameters() -> None:
-    net, other = Net(), stepped(Net())
+    net, stepped_net = Net(), stepped(Net())
     assert torch.equal(
-        torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT)
+        torch.func.functional_call(net, dict(stepped_net.named_parameters()), (INPUT,)),
+        stepped_net(INPUT),
     )
 
 

@@ -47,13 +47,13 @@ READS = {
 
 
 @every_granularity
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_reading_gives_plain_tensors_of_the_values(read, granularity) -> None:
+@pytest.mark.parametrize("operation", READS.values(), ids=READS)
+def test_reading_gives_plain_tensors_of_the_values(operation, granularity) -> None:
     p = parameter(granularity=granularity)
     codes = p.codes.clone()
-    result = read(p)
+    result = operation(p)
     assert type(result) is Tensor
-    assert torch.equal(result, read(p.dequantize()))
+    assert torch.equal(result, operation(p.dequantize()))
     assert torch.equal(p.codes, codes)
 
 
@@ -293,9 +293,9 @@ def test_optimizers_of_others_train_it(make, share) -> None:
     first = loss_of(net).item()
     codes, scales = [p.codes.clone() for p in net.stored], [p.scale.clone() for p in net.stored]
     assert train(net, make(net.parameters())) < share * first
-    for p, before, scale in zip(net.stored, codes, scales, strict=True):
+    for p, old_codes, scale in zip(net.stored, codes, scales, strict=True):
         assert type(p) is fm.FP8Parameter
-        assert (p.codes != before).float().mean() > 0.2
+        assert (p.codes != old_codes).float().mean() > 0.2
         assert torch.equal(p.scale, scale)
         assert p.manifold.check_point_on_manifold(p)
         assert int(p.counter) >= 40

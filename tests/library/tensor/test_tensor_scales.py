@@ -181,11 +181,11 @@ def test_weight_and_residual_keep_their_sum(fmt, factor, granularity) -> None:
     optimizer = OPTIMIZERS["adamw"](p)
     for seed in range(3):
         step(p, optimizer, seed)
-    before, draws = sum_of(p, optimizer.state[p]["residual"]), int(p.counter)
+    old_sum, draws = sum_of(p, optimizer.state[p]["residual"]), int(p.counter)
     p.rescale_(p.scale * factor)
-    after = sum_of(p, optimizer.state[p]["residual"])
-    assert bool(((after - before).abs() <= step_of_chart(p) / 128).all())
-    assert abs(float((after - before).mean())) < float(step_of_chart(p).mean()) / 256 / 16
+    new_sum = sum_of(p, optimizer.state[p]["residual"])
+    assert bool(((new_sum - old_sum).abs() <= step_of_chart(p) / 128).all())
+    assert abs(float((new_sum - old_sum).mean())) < float(step_of_chart(p).mean()) / 256 / 16
     assert int(p.counter) == draws + 1
     assert int(optimizer.state[p]["residual"].abs().max()) > 64
 
@@ -206,14 +206,14 @@ def test_the_residual_is_found(name, way) -> None:
         layer = torch.nn.Module()
         layer.weight, p.grad = p, None
         layer.to("cpu")
-    scales, before = p.scale.clone(), sum_of(p, optimizer.state[p]["residual"])
+    scales, old_sum = p.scale.clone(), sum_of(p, optimizer.state[p]["residual"])
     if way == "adapted":
         assert p.adapt_scale_(headroom=1.0)
     else:
         (p.detach() if way == "detached" else p).rescale_(p.scale * 2)
-    after = sum_of(p, optimizer.state[p]["residual"])
+    new_sum = sum_of(p, optimizer.state[p]["residual"])
     assert not torch.equal(p.scale, scales)
-    assert bool(((after - before).abs() <= step_of_chart(p) / 128).all())
+    assert bool(((new_sum - old_sum).abs() <= step_of_chart(p) / 128).all())
     step(p, optimizer, 9)
 
 
@@ -249,13 +249,13 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     optimizer = StiffnessAdamW([p], 2.0, weight_decay=0.0, writeback="residual8")
     step_from(optimizer, p, -torch.ones(4, 4))
     assert p.tolist() == [[224.0] * 4] * 4
-    before = sum_of(p, optimizer.state[p]["residual"])
+    old_sum = sum_of(p, optimizer.state[p]["residual"])
     with pytest.raises(ValueError, match="scale is too small: a stored value of 226"):
         p.rescale_(0.5)
-    assert torch.equal(sum_of(p, optimizer.state[p]["residual"]), before)
+    assert torch.equal(sum_of(p, optimizer.state[p]["residual"]), old_sum)
     assert p.adapt_scale_(64.0) is False
     p.rescale_(1.0)
-    assert torch.equal(sum_of(p, optimizer.state[p]["residual"]), before)
+    assert torch.equal(sum_of(p, optimizer.state[p]["residual"]), old_sum)
 
 
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
