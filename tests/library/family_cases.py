@@ -9,9 +9,9 @@ from optimizer_cases import (
     ROWS,
     free_weight,
     grid_weight,
+    manifold_parameter,
     muon_groups,
     normal,
-    manifold_parameter,
     stored_weight,
 )
 from torch import nn

@@ -36,6 +36,14 @@ def named(error, options, words=""):
     return {option: f"{error}: {option}{words}" for option in options.split("; ")}
 
 
+def calls(form, words_by_arguments, error=""):
+    """Return expected errors of calls that differ in the arguments at `...` of a form."""
+    return {
+        form.replace("...", arguments): error + words
+        for arguments, words in words_by_arguments.items()
+    }
+
+
 def contents(x):
     """Return all that a call could change of a tensor, module, optimizer or other object."""
     if isinstance(x, Tensor):
@@ -57,11 +65,11 @@ def check_refused(call, expected, subjects, **helpers):
     """Make a call that is refused, and return the message of its error.
 
     Args:
-        call: An expression over `NAMES`, `subjects` and `more`.
+        call: An expression over `NAMES`, `subjects` and `helpers`.
         expected: "ERROR: words & words": the message is one line and has all the words.
         subjects: Functions that make the objects which the call may name. These are after
             the call as they were before.
-        more: Further names.
+        **helpers: Further names.
     """
     error, _, words = expected.partition(": ")
     objects = {name: make() for name, make in subjects.items() if re.search(rf"\b{name}\b", call)}

@@ -4,6 +4,7 @@ that is never left silently.
 
 import copy
 import importlib
+import io
 import warnings
 
 import geoopt
@@ -84,7 +85,8 @@ def adapted(peft, kind, model, target="fc"):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> None:
     model = quantized_net(storage)
-    layer, wrapped = model.fc, adapted(peft, kind, model)
+    layer = model.fc
+    wrapped = adapted(peft, kind, model)
     old_weight = torch.as_tensor(layer.weight.detach().clone())
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.merge_adapter(safe_merge=safe)
@@ -96,20 +98,21 @@ def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> Non
     with pytest.warns(UserWarning, match=MERGED):
         merged = wrapped.merge_and_unload(safe_merge=safe)
     assert type(merged.fc) is fm.QuantizedLinear
+    # What is saved is what there is.
     again = quantized_net(storage)
-    again.load_state_dict(merged.state_dict())  # what is saved is what there is
+    again.load_state_dict(merged.state_dict())
     assert torch.equal(again(torch.arange(16)), merged(torch.arange(16)))
 
 
 @pytest.mark.extra("peft")
 def test_a_merge_takes_a_scale_that_holds_the_sum(peft) -> None:
     model = quantized_net("grid")
-    layer, wrapped = model.fc, adapted(peft, "LoRA", model)
+    layer = model.fc
+    wrapped = adapted(peft, "LoRA", model)
+    adapter = wrapped.base_model.model.fc
     with torch.no_grad():
-        wrapped.base_model.model.fc.lora_B["default"].weight.mul_(1000)
-    wanted = (
-        layer.weight.detach() + wrapped.base_model.model.fc.get_delta_weight("default").detach()
-    )
+        adapter.lora_B["default"].weight.mul_(1000)
+    wanted = layer.weight.detach() + adapter.get_delta_weight("default").detach()
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.merge_adapter()
     assert is_on_grid(layer)
@@ -129,6 +132,10 @@ def test_adapters_of_an_embedding_in_codes(peft) -> None:
     assert not torch.equal(merged.emb.weight.dequantize(), old_values)
 
 
+def values_of(layer) -> Tensor:
+    return torch.as_tensor(layer.quantized_weight().detach())
+
+
 @pytest.mark.extra("peft")
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,9 +147,9 @@ def test_decoded_merged_and_quantised(kind, storage, peft) -> None:
     assert type(merged.fc) is nn.Linear
     alone = nn.Linear(32, 32, bias=False)
     alone.weight = nn.Parameter(merged.fc.weight.detach().clone())
-    layers = quantize_model(merged, "E4M3", storage).fc, quantize_model(alone, "E4M3", storage)
-    ours, expected = (torch.as_tensor(layer.quantized_weight().detach()) for layer in layers)
-    assert torch.equal(ours, expected)
+    layer = quantize_model(merged, "E4M3", storage).fc
+    layer_alone = quantize_model(alone, "E4M3", storage)
+    assert torch.equal(values_of(layer), values_of(layer_alone))
 
 
 def injected(peft):
@@ -156,6 +163,10 @@ def quantized(model: nn.Module) -> set[str]:
     }
 
 
+#: the layers under the adapters of `injected`
+UNDER_ADAPTERS = {"fc.base_layer", "head.base_layer"}
+
+
 @pytest.mark.extra("peft")
 @pytest.mark.parametrize("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
@@ -166,9 +177,14 @@ def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
     assert len(record) == 1
     assert record[0].filename == __file__
     assert "\n" not in str(record[0].message)
-    assert quantized(model) == {"fc.base_layer", "head.base_layer"}
-    for left in ({"base_layer": "E2M5"}, {"*": "E2M5", "lora_*": "none"}):  # by a pattern: no word
-        assert quantized(quantize_model(injected(peft), left, storage=storage)) == quantized(model)
+    assert quantized(model) == UNDER_ADAPTERS
+
+
+@pytest.mark.extra("peft")
+@pytest.mark.parametrize("formats", [{"base_layer": "E2M5"}, {"*": "E2M5", "lora_*": "none"}])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+def test_adapters_that_a_pattern_leaves_out_stay_without_a_warning(formats, storage, peft) -> None:
+    assert quantized(quantize_model(injected(peft), formats, storage=storage)) == UNDER_ADAPTERS
 
 
 @pytest.mark.extra("peft")
@@ -192,43 +208,67 @@ def test_an_adapter_of_zeros_that_is_asked_for_learns(peft) -> None:
     assert b.codes.any()
 
 
-def test_what_is_assigned_is_rounded(tmp_path) -> None:
-    torch.save(quantized_net("grid"), tmp_path / "model.pt")
-    assigned = quantized_net("grid")
-    assigned.load_state_dict(quantized_net("grid").state_dict(), assign=True)
-    others = (
-        copy.deepcopy(quantized_net("grid")),
-        torch.load(tmp_path / "model.pt", weights_only=False),
-        assigned,
-    )
-    for layer in (quantized_net("grid").fc, *(model.fc for model in others)):
-        with pytest.warns(UserWarning, match=MERGED):
-            layer.weight.data = layer.weight.data * 1.01
-        with pytest.warns(UserWarning, match=MERGED):
-            layer.weight.data *= 1.01
-        assert is_on_grid(layer)
-    scale = layer.manifold.scale.clone()
-    with pytest.warns(UserWarning, match=MERGED):
-        layer.weight.data = layer.weight.data * 1001
-    assert is_on_grid(layer)
-    assert bool((layer.manifold.scale > scale).all())
-    same = layer.weight.detach().clone()
-    layer.weight.data = same  # points stay as they are, in the memory given
-    assert layer.weight.data_ptr() == same.data_ptr()
-    assert torch.equal(layer.weight, same)
+def through_a_pickle(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    "write", ["weight.mul_(1.01)", "weight.data.mul_(1.01)", "nn.init.normal_(weight)"]
+def with_an_assigned_state(model: nn.Module) -> nn.Module:
+    model.load_state_dict(quantized_net("grid").state_dict(), assign=True)
+    return model
+
+
+@pytest.fixture(
+    params=[lambda model: model, copy.deepcopy, through_a_pickle, with_an_assigned_state],
+    ids=["made", "deepcopy", "pickle", "assigned"],
 )
-def test_weights_off_the_grid_are_not_saved_without_a_word(write) -> None:
+def grid_layer(request) -> fm.QuantizedLinear:
+    """A layer on its grid, and copies of it in each way to make them."""
+    return request.param(quantized_net("grid")).fc
+
+
+def test_what_is_assigned_is_rounded(grid_layer) -> None:
+    with pytest.warns(UserWarning, match=MERGED):
+        grid_layer.weight.data = grid_layer.weight.data * 1.01
+    with pytest.warns(UserWarning, match=MERGED):
+        grid_layer.weight.data *= 1.01
+    assert is_on_grid(grid_layer)
+
+
+def test_what_is_assigned_beyond_the_range_widens_the_scale(grid_layer) -> None:
+    scale = grid_layer.manifold.scale.clone()
+    with pytest.warns(UserWarning, match=MERGED):
+        grid_layer.weight.data = grid_layer.weight.data * 1001
+    assert is_on_grid(grid_layer)
+    assert bool((grid_layer.manifold.scale > scale).all())
+
+
+def test_points_that_are_assigned_stay_in_the_memory_given(grid_layer) -> None:
+    points = grid_layer.weight.detach().clone()
+    grid_layer.weight.data = points
+    assert grid_layer.weight.data_ptr() == points.data_ptr()
+    assert torch.equal(grid_layer.weight, points)
+
+
+@pytest.mark.parametrize("save", ["state_dict", "weight_codes"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(1.01),
+        lambda weight: weight.data.mul_(1.01),
+        nn.init.normal_,
+    ],
+    ids=["mul_", "data.mul_", "normal_"],
+)
+def test_weights_off_the_grid_are_not_saved_without_a_warning(write, save) -> None:
     """An operator in place can't be seen; what is saved is looked at."""
     layer = quantized_net("grid").fc
     with torch.no_grad():
-        eval(write, {"weight": layer.weight, "nn": nn})
-    for saved in (layer.state_dict, layer.weight_codes):
-        with pytest.warns(UserWarning, match=OFF):
-            saved()
+        write(layer.weight)
+    with pytest.warns(UserWarning, match=OFF):
+        getattr(layer, save)()
 
 
 def test_what_is_computed_from_points_is_nobody_s_grid() -> None:

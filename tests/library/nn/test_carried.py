@@ -99,31 +99,35 @@ def test_hooks_of_every_kind_go_over_and_come_back(storage) -> None:
     assert len(net[1]._forward_pre_hooks) == 0
 
 
+def check_contents(net: nn.Module, gradient: torch.Tensor) -> None:
+    layer = net[1]
+    assert layer.note == "stays"
+    assert layer.weight.decay == 0.5
+    assert layer.seen.tolist() == [1, 1]
+    assert layer.gain.numel() == 3
+    assert type(layer.adapter) is nn.LayerNorm
+    assert torch.equal(layer.weight.grad, gradient)
+    assert "1.gain" in net.state_dict()
+    assert "1.seen" not in net.state_dict()
+
+
 @storages
 def test_attributes_and_what_is_registered_go_over_and_come_back(storage) -> None:
     net = model()
     layer = net[1]
-    layer.note, layer.weight.decay, layer.adapter = "kept", 0.5, nn.LayerNorm(2)
+    layer.note = "stays"
+    layer.weight.decay = 0.5
+    layer.adapter = nn.LayerNorm(2)
     layer.register_buffer("seen", torch.ones(2), persistent=False)
     layer.register_parameter("gain", nn.Parameter(torch.ones(3)))
     net(X).sum().backward()
     gradient = layer.weight.grad
     quantize_model(net, {"1": "E4M3"}, storage)
-    for _ in range(2):
-        layer = net[1]
-        assert (layer.note, layer.weight.decay, layer.seen.tolist(), layer.gain.numel()) == (
-            "kept",
-            0.5,
-            [1, 1],
-            3,
-        )
-        assert type(layer.adapter) is nn.LayerNorm
-        assert torch.equal(layer.weight.grad, gradient)
-        assert "1.gain" in net.state_dict()
-        assert "1.seen" not in net.state_dict()
-        last = dequantize_model(net)
-    assert set(vars(last[1])) - set(vars(nn.Linear(1, 1))) == {"note"}
-    assert set(last[1]._modules) == {"adapter"}
+    check_contents(net, gradient)
+    floats = dequantize_model(net)
+    check_contents(floats, gradient)
+    assert set(vars(floats[1])) - set(vars(nn.Linear(1, 1))) == {"note"}
+    assert set(floats[1]._modules) == {"adapter"}
 
 
 def orders(net, known) -> tuple[list[str], list[str]]:
@@ -163,21 +167,32 @@ def test_parameters_and_state_keep_their_order(storage, tied) -> None:
     net.load_state_dict(copy.deepcopy(net).state_dict(), assign=True)
     assert orders(net, known) == orders(copy.deepcopy(net), known) == expected
     assert orders(dequantize_model(net), known) == expected
-    for linear in (net[0], net[2]):  # with a bias and without
-        assert [*QuantizedLinear(linear, LayerSpec("E4M3"), storage)._parameters] == [
-            *linear._parameters
-        ]
 
 
-@pytest.mark.parametrize("name", ["spec", "weight_codes", "weight_scaler"])
-def test_an_attribute_without_a_place_is_refused(name) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+@storages
+def test_parameters_of_a_layer_keep_their_order(storage, bias) -> None:
+    linear = nn.Linear(8, 8, bias=bias)
+    names = [*linear._parameters]
+    assert [*QuantizedLinear(linear, LayerSpec("E4M3"), storage)._parameters] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("spec", 1), ("weight_codes", 1), ("weight_scaler", nn.ReLU())],
+    ids=["spec", "weight_codes", "weight_scaler"],
+)
+def test_an_attribute_without_a_place_is_refused(name, value) -> None:
     net = model()
-    setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
+    setattr(net[1], name, value)
     with pytest.raises(
         ValueError, match=f"layer '1' has the attribute '{name}', which a QuantizedLinear needs"
     ):
         quantize_model(net, "E4M3")
     assert type(net[0]) is nn.Linear
+
+
+def test_an_attribute_of_a_weight_without_a_place_is_refused() -> None:
     net = model()
     net[1].weight.codes = 1
     with pytest.raises(ValueError, match="the weight of '1' has the attribute 'codes'"):
@@ -195,7 +210,7 @@ def pruned(layer: nn.Module) -> None:
     prune.random_unstructured(layer, "weight", 0.5)
 
 
-#: what is done to a layer, what is said, and how it is taken back
+#: by name: what changes a layer, words of the refusal, and what undoes the change
 CHANGES = {
     "pruned": (pruned, r"prune\.remove\(layer, 'weight'\)", lambda m: prune.remove(m, "weight")),
     "weight_norm": (nn.utils.weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
@@ -214,10 +229,9 @@ CHANGES = {
         "its forward was replaced on the object",
         lambda m: delattr(m, "forward"),
     ),
+    # What compile() does, without the compiler.
     "compiled": (
-        lambda m: setattr(
-            m, "_compiled_call_impl", m._call_impl
-        ),  # what compile() does, without the compiler
+        lambda m: setattr(m, "_compiled_call_impl", m._call_impl),
         "compile then",
         lambda m: setattr(m, "_compiled_call_impl", None),
     ),
@@ -227,16 +241,30 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "formats",
+    [{"1": "E4M3"}, {"*": "E4M3", "1": LayerSpec(activation="E4M3")}],
+    ids=["alone", "among others"],
+)
 @storages
-def test_layers_that_something_was_done_to(storage, change) -> None:
-    do, message, undo = CHANGES[change]
+def test_a_changed_layer_that_is_named_is_refused(storage, formats, change) -> None:
+    do, message, _ = CHANGES[change]
     net = model()
     do(net[1])
     state = [(name, id(x)) for name, x in net.named_parameters()]
-    for named in ({"1": "E4M3"}, {"*": "E4M3", "1": LayerSpec(activation="E4M3")}):
-        with pytest.raises(ValueError, match=message):
-            quantize_model(net, named, storage)
+    with pytest.raises(ValueError, match=message):
+        quantize_model(net, formats, storage)
     assert [(name, id(x)) for name, x in net.named_parameters()] == state
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", CHANGES)
+@storages
+def test_a_changed_layer_is_left_until_the_change_is_undone(storage, change) -> None:
+    do, message, undo = CHANGES[change]
+    net = model()
+    do(net[1])
     kind = type(net[1])
     quantize_model(net, {"*": "E4M3"}, storage)
     assert [type(layer) for layer in net] == [QuantizedLinear, kind]
@@ -267,11 +295,10 @@ def halved(layer: nn.Module, name: str = "weight") -> None:
 
 
 COMPUTED = pytest.mark.parametrize("compute", [halved, pruned])
-STORAGES = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 
 
 @COMPUTED
-@STORAGES
+@storages
 def test_a_weight_that_is_computed_later_is_reported_as_it_is(compute, storage) -> None:
     net = quantize_model(model(), "E4M3", storage)
     compute(net[1])
@@ -283,7 +310,7 @@ def test_a_weight_that_is_computed_later_is_reported_as_it_is(compute, storage) 
 
 
 @COMPUTED
-@STORAGES
+@storages
 def test_a_weight_that_is_computed_later_is_not_exported(compute, storage) -> None:
     net = quantize_model(model(), "E4M3", storage)
     compute(net[1])
@@ -291,7 +318,7 @@ def test_a_weight_that_is_computed_later_is_not_exported(compute, storage) -> No
         exported_state_dict(net)
 
 
-@STORAGES
+@storages
 def test_a_bias_that_is_computed_later_is_added(storage) -> None:
     net = quantize_model(nn.Linear(8, 8), "E4M3", storage)
     old_output = net(X)

@@ -24,7 +24,9 @@ INITIALISERS = {
 
 
 def near(p: torch.Tensor, values: torch.Tensor) -> bool:
-    p, top = p.detach(), values.abs().amax(-1, keepdim=True)
+    """Whether weights in E4M3 are the values, but for what their scale rounds."""
+    p = p.detach()
+    top = values.abs().amax(-1, keepdim=True)
     return bool(((p - values).abs() <= values.abs() / 8 + top * 2.0**-12).all())
 
 
@@ -74,7 +76,8 @@ def test_an_identity_is_written_at_the_old_scale_with_a_warning() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("factor", [1e-6, 1e-2, 1e4])
 def test_floats_of_another_size_are_loaded_at_a_scale_of_their_own(factor, granularity) -> None:
-    layer, values = nn.Linear(64, 4, bias=False), normal(4, 64, seed=3, std=0.1) * factor
+    layer = nn.Linear(64, 4, bias=False)
+    values = normal(4, 64, seed=3, std=0.1) * factor
     layer.weight = parameter(granularity=granularity, rounding="nearest")
     layer.load_state_dict({"weight": values})
     expected = fm.FP8Parameter(values, "E4M3", granularity=granularity)
@@ -87,7 +90,8 @@ def test_points_of_the_grid_are_copied_as_they_are() -> None:
     become.
     """
     p = parameter(rounding="nearest", scale=1.0)
-    scale, points = p.scale.clone(), torch.full(p.shape, p.format.ulp_min)
+    scale = p.scale.clone()
+    points = torch.full(p.shape, p.format.ulp_min)
     with torch.no_grad():
         p.copy_(points)
     assert torch.equal(p.scale, scale)
@@ -114,6 +118,36 @@ def quantized_layer(storage, *, bias=True, **options):
     return fm.quantize_model(nn.Linear(64, 32, bias=bias), spec, storage, seed=5, **options)
 
 
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that one-byte weights consist of, or the tensor itself."""
+    if isinstance(tensor, fm.FP8Tensor):
+        return tensor.codes, tensor.scale, tensor.counter
+    return (tensor,)
+
+
+def fill_memory(layer: nn.Module) -> None:
+    """Give memory to a layer on meta, and write into it what memory may hold."""
+    layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        for part in parts_of(tensor):
+            part.detach().view(-1).view(torch.uint8).fill_(17)
+
+
+def change_all(layer: nn.Module) -> None:
+    """Let a layer remember magnitudes, draw, and have other weights."""
+    for step in range(2):
+        layer(normal(3, 64, seed=step)).sum().backward()
+    layer.zero_grad()
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+def weight_gradient(layer: nn.Module) -> torch.Tensor:
+    torch.manual_seed(2)
+    layer(normal(3, 64)).sum().backward()
+    return layer.weight.grad
+
+
 @storages
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_layer_begins_anew(bare, storage) -> None:
@@ -126,27 +160,13 @@ def test_a_layer_begins_anew(bare, storage) -> None:
     with torch.device("meta" if bare else "cpu"):
         layer = quantized_layer(storage, bias=bare, **options)
     if bare:
-        layer.to_empty(device="cpu")
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            for part in (
-                (tensor.codes, tensor.scale, tensor.counter)
-                if isinstance(tensor, fm.FP8Tensor)
-                else (tensor,)
-            ):
-                part.detach().view(-1).view(torch.uint8).fill_(17)  # what memory may hold
+        fill_memory(layer)
     else:
-        for t in range(2):
-            layer(normal(3, 64, seed=t)).sum().backward()
-        layer.zero_grad()
-        with torch.no_grad():
-            layer.weight.mul_(0.5)
+        change_all(layer)
     torch.manual_seed(1)
     layer.reset_parameters()
     assert frozen(layer.state_dict()) == frozen(expected.state_dict())
-    for one in (layer, expected):
-        torch.manual_seed(2)
-        one(normal(3, 64)).sum().backward()
-    assert torch.equal(layer.weight.grad, expected.weight.grad)
+    assert torch.equal(weight_gradient(layer), weight_gradient(expected))
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +179,14 @@ def quantized(model, storage, **options):
 
 
 def convs(model):
-    return {
-        name: m
-        for name, m in model.named_modules()
-        if type(m).__name__ in ("Conv1D", "QuantizedConv1D")
-    }
+    names = ("Conv1D", "QuantizedConv1D")
+    return {name: m for name, m in model.named_modules() if type(m).__name__ in names}
 
 
 @storages
 def test_it_computes_what_fake_quantisation_by_hand_does(gpt, storage) -> None:
-    model, by_hand = quantized(gpt, storage), copy.deepcopy(gpt)
+    model = quantized(gpt, storage)
+    by_hand = copy.deepcopy(gpt)
     assert len(convs(model)) == 4
     for name, conv in convs(by_hand).items():
         rows = conv.weight.data.t()
@@ -184,10 +202,14 @@ def test_it_computes_what_fake_quantisation_by_hand_does(gpt, storage) -> None:
     assert "QuantizedConv1D" in str(fm.quantization_report(model))
 
 
+ASSIGNS = pytest.mark.parametrize("assign", [False, True])
+
+
 @storages
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_of_every_kind(gpt, storage, assign) -> None:
-    model, loaded = quantized(gpt, storage), quantized(gpt, storage, seed=1)
+@ASSIGNS
+def test_a_state_is_loaded(gpt, storage, assign) -> None:
+    model = quantized(gpt, storage)
+    loaded = quantized(gpt, storage, seed=1)
     with torch.no_grad():
         for layer in convs(loaded).values():
             layer.weight.mul_(0.5)
@@ -195,25 +217,38 @@ def test_state_dicts_of_every_kind(gpt, storage, assign) -> None:
     assert set(gpt.state_dict()) <= set(state)
     loaded.load_state_dict(through_disk(state), assign=assign)
     assert torch.equal(logits(loaded), logits(model))
-    if storage != "grid":  # whose scales are part of its state
-        loaded, parts = quantized(gpt, storage), ("_scale", "_counter", "_traits")
-        rest = {name: x for name, x in loaded.state_dict().items() if not name.endswith(parts)}
-        loaded.load_state_dict({**rest, **through_disk(gpt.state_dict())}, assign=assign)
-        assert torch.equal(logits(loaded), logits(model))
-    if storage != "fp8":
-        floats = copy.deepcopy(gpt)
-        floats.load_state_dict({name: state[name] for name in gpt.state_dict()}, assign=assign)
-        name = "transformer.h.0.attn.c_proj"
-        assert torch.equal(
-            floats.get_submodule(name).weight, model.get_submodule(name).weight.t() + 0
-        )
+
+
+@pytest.mark.parametrize("storage", ["master", "fp8"])
+@ASSIGNS
+def test_a_state_of_floats_is_loaded(gpt, storage, assign) -> None:
+    """A grid is left out, as its scales are part of its state."""
+    model = quantized(gpt, storage)
+    loaded = quantized(gpt, storage)
+    parts = ("_scale", "_counter", "_traits")
+    state = {name: x for name, x in loaded.state_dict().items() if not name.endswith(parts)}
+    loaded.load_state_dict({**state, **through_disk(gpt.state_dict())}, assign=assign)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("storage", ["master", "grid"])
+@ASSIGNS
+def test_a_state_is_loaded_into_a_float_model(gpt, storage, assign) -> None:
+    model = quantized(gpt, storage)
+    state = model.state_dict()
+    floats = copy.deepcopy(gpt)
+    floats.load_state_dict({name: state[name] for name in gpt.state_dict()}, assign=assign)
+    name = "transformer.h.0.attn.c_proj"
+    weight = model.get_submodule(name).weight
+    assert torch.equal(floats.get_submodule(name).weight, weight.t() + 0)
 
 
 @storages
 def test_the_way_back_gives_conv1d(gpt, storage) -> None:
     model = quantized(gpt, storage)
-    model.transformer.h[0].mlp.c_fc.note = "kept"
-    expected, state = logits(model), torch.get_rng_state()
+    model.transformer.h[0].mlp.c_fc.note = "stays"
+    expected = logits(model)
+    state = torch.get_rng_state()
     dequantize_model(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert set(model.state_dict()) == set(gpt.state_dict())
@@ -221,7 +256,8 @@ def test_the_way_back_gives_conv1d(gpt, storage) -> None:
         back = model.get_submodule(name)
         assert type(back) is type(conv)
         assert back.weight.shape == conv.weight.shape
-        assert set(vars(back)) - set(vars(conv)) == ({"note"} if name.endswith("c_fc") else set())
+        notes = {"note"} if name.endswith("c_fc") else set()
+        assert set(vars(back)) - set(vars(conv)) == notes
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
 
 

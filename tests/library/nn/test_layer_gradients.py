@@ -3,7 +3,6 @@ layer.
 """
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,13 +14,16 @@ import fp8manifold as fm
 from fp8manifold import LayerSpec, OperandSpec, QuantizedLinear, fake_quantize, quantize_model
 
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
-X, G = normal(6, 32, seed=11, std=2.0), normal(6, 64, seed=12, std=1e-4)
+#: inputs, and gradients of the outputs
+X = normal(6, 32, seed=11, std=2.0)
+G = normal(6, 64, seed=12, std=1e-4)
 BACKWARD = ("activation_gradient", "weight_gradient")
 
 
 def layer_of(spec, storage="master", seed=0, **options) -> QuantizedLinear:
     linear = nn.Linear(32, 64)
-    linear.weight.data, linear.bias.data = normal(64, 32, seed=1, std=0.1), normal(64, seed=2)
+    linear.weight.data = normal(64, 32, seed=1, std=0.1)
+    linear.bias.data = normal(64, seed=2)
     return QuantizedLinear(linear, spec, storage, seed=seed, **options)
 
 
@@ -74,21 +76,23 @@ def test_under_autocast_the_weights_gradient_keeps_its_values() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     y.backward(G.bfloat16())
-    grad, scale = layer.weight.grad, layer.weight_gradient_scaler.value
+    grad = layer.weight.grad
+    scale = layer.weight_gradient_scaler.value
     assert (y.dtype, grad.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert torch.equal(grad, fake_quantize(grad, "E5M2", scale))
-    exact = gradients(layer)
-    assert close(x.grad, exact[0], 0.02)
-    assert close(grad, exact[1], 0.05)
+    exact_x, exact_weight, _ = gradients(layer)
+    assert close(x.grad, exact_x, 0.02)
+    assert close(grad, exact_weight, 0.05)
 
 
 def test_batches_of_any_shape() -> None:
     layer = layer_of(
         LayerSpec("E4M3", {"format": "E4M3", "granularity": "channel"}, gradient="E5M2")
     )
-    flat, cube = gradients(layer), gradients(layer, X.view(2, 3, 32), G.view(2, 3, 64))
-    assert torch.equal(cube[0].view(6, 32), flat[0])
-    assert torch.equal(cube[1], flat[1])
+    flat_x, flat_weight, _ = gradients(layer)
+    cube_x, cube_weight, _ = gradients(layer, X.view(2, 3, 32), G.view(2, 3, 64))
+    assert torch.equal(cube_x.view(6, 32), flat_x)
+    assert torch.equal(cube_weight, flat_weight)
     assert layer(X[0]).shape == (64,)
 
 
@@ -114,38 +118,45 @@ def test_frozen_parameters_get_no_gradient() -> None:
         assert not layer(X).requires_grad
 
 
-@pytest.mark.parametrize("operand", ["weight", "activation"])
+#: a layer's operands in the forward pass, each with the granularity of its scales
+FORWARD = {"weight": "channel", "activation": "tensor"}
+
+
+@pytest.mark.parametrize("operand", FORWARD)
 def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
     """The average of many passes is the operand itself; a layer in eval mode draws
     nothing.
     """
     layer = layer_of(LayerSpec(**{operand: {"format": "E4M3", "rounding": "stochastic"}}))
     exact = layer.weight.detach() if operand == "weight" else X
-    total, sums = torch.zeros_like(exact), set()
+    total = torch.zeros_like(exact)
+    sums = set()
     for _ in range(300):
-        weight, y = layer.quantized_weight().detach(), layer(X).detach()
-        values = weight if operand == "weight" else layer.quantized_input(X)
-        assert torch.equal(y, F.linear(layer.quantized_input(X), weight, layer.bias))
+        # The weight as the pass that follows has it.
+        weight = layer.quantized_weight().detach()
+        y = layer(X).detach()
+        inputs = layer.quantized_input(X)
+        assert torch.equal(y, F.linear(inputs, weight, layer.bias))
+        values = weight if operand == "weight" else inputs
         total += values
         sums.add(values.sum().item())
-    spacing = (
-        fake_quantize(exact, "E4M3", granularity="channel" if operand == "weight" else "tensor")
-        - exact
-    )
+    spacing = fake_quantize(exact, "E4M3", granularity=FORWARD[operand]) - exact
     assert len(sums) > 200
     assert (total / 300 - exact).abs().mean() < 0.2 * spacing.abs().mean()
-    passes = int(layer.draws)
+    assert int(layer.draws) == 300
     layer.eval()
     assert torch.equal(layer(X), layer(X))
-    assert int(layer.draws) == passes == 300
+    assert int(layer.draws) == 300
 
 
 @pytest.mark.parametrize("operand", BACKWARD)
 def test_stochastic_gradients_are_unbiased(operand) -> None:
     kind = operand.removesuffix("_gradient")
-    spec = LayerSpec("E4M3", gradient={kind: {"format": "E5M2", "rounding": "stochastic"}})
-    layer, nearest = layer_of(spec), layer_of(LayerSpec("E4M3", gradient={kind: "E5M2"}))
-    exact, rounded = gradients(layer_of(LayerSpec("E4M3")))[1], gradients(nearest)[1]
+    stochastic = {"format": "E5M2", "rounding": "stochastic"}
+    layer = layer_of(LayerSpec("E4M3", gradient={kind: stochastic}))
+    nearest = layer_of(LayerSpec("E4M3", gradient={kind: "E5M2"}))
+    _, exact, _ = gradients(layer_of(LayerSpec("E4M3")))
+    _, rounded, _ = gradients(nearest)
     mean = sum(gradients(layer)[1] for _ in range(200)) / 200
     assert (mean - exact).norm() < 0.25 * (rounded - exact).norm()
 
@@ -153,9 +164,14 @@ def test_stochastic_gradients_are_unbiased(operand) -> None:
 def test_split_rounding_is_nearest_forward_and_stochastic_backward() -> None:
     layer = layer_of(LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split"))
     assert torch.equal(layer(X), layer_of(LayerSpec("E4M3", activation="E4M3"))(X))
-    first, second = gradients(layer), gradients(layer)
-    assert not torch.equal(first[0], second[0])
-    assert not torch.equal(first[1], second[1])
+    first_x, first_weight, _ = gradients(layer)
+    second_x, second_weight, _ = gradients(layer)
+    assert not torch.equal(first_x, second_x)
+    assert not torch.equal(first_weight, second_weight)
+
+
+def weight_gradient(layer) -> Tensor:
+    return gradients(layer)[1]
 
 
 def test_draws_are_a_function_of_seed_and_pass() -> None:
@@ -163,17 +179,18 @@ def test_draws_are_a_function_of_seed_and_pass() -> None:
     others.
     """
     spec = LayerSpec("E4M3", gradient="E5M2", rounding="stochastic")
-    layer, reseeded = layer_of(spec, seed=5), layer_of(spec, seed=6)
+    layer = layer_of(spec, seed=5)
     gradients(layer)
     resumed = layer_of(spec, seed=5)
     resumed.load_state_dict(through_disk(layer.state_dict()))
-    weight_gradients = [gradients(one)[1] for one in (layer, copy.deepcopy(resumed), resumed)]
-    assert not torch.equal(
-        weight_gradients[0], gradients(copy.deepcopy(resumed))[1]
-    )  # a pass further
-    assert torch.equal(weight_gradients[0], weight_gradients[1])
-    assert torch.equal(weight_gradients[0], weight_gradients[2])
-    assert not torch.equal(gradients(reseeded)[1], weight_gradients[0])
+    copied = copy.deepcopy(resumed)
+    second = weight_gradient(layer)
+    assert torch.equal(weight_gradient(copied), second)
+    assert torch.equal(weight_gradient(resumed), second)
+    assert not torch.equal(weight_gradient(resumed), second)
+    reseeded = layer_of(spec, seed=6)
+    gradients(reseeded)
+    assert not torch.equal(weight_gradient(reseeded), second)
 
 
 def test_one_models_layers_draw_apart() -> None:
@@ -211,24 +228,22 @@ def test_delayed_scales_follow_the_magnitudes_of_the_past() -> None:
     layer = layer_of(
         LayerSpec("E4M3", activation="E4M3", policy="delayed", history=2, gradient="E5M2")
     )
-    used = []
+    scales = []
+    gradient_scales = []
     for factor in (1.0, 4.0, 1.0, 1.0, 1.0):
         gradients(layer, X * factor, G * factor)
-        used.append(
-            [
-                getattr(layer, f"{name}_scaler").value.item()
-                for name in ("activation", "activation_gradient")
-            ]
-        )
-    first = used[0]
-    assert first[0] == pytest.approx(X.abs().max().item() / 448)
-    assert [row[0] / first[0] for row in used] == pytest.approx([1, 1, 4, 4, 1])
-    assert [row[1] / first[1] for row in used] == pytest.approx([1, 1, 4, 4, 1])
+        scales.append(layer.activation_scaler.value.item())
+        gradient_scales.append(layer.activation_gradient_scaler.value.item())
+    assert scales[0] == pytest.approx(X.abs().max().item() / 448)
+    assert [scale / scales[0] for scale in scales] == pytest.approx([1, 1, 4, 4, 1])
+    first_gradient_scale = gradient_scales[0]
+    ratios = [scale / first_gradient_scale for scale in gradient_scales]
+    assert ratios == pytest.approx([1, 1, 4, 4, 1])
     layer.eval()
     layer(X * 100)
     layer.train()
     layer(X)
-    assert layer.activation_scaler.value.item() == pytest.approx(first[0])
+    assert layer.activation_scaler.value.item() == pytest.approx(scales[0])
 
 
 def test_looking_at_a_layer_changes_nothing() -> None:
@@ -238,13 +253,11 @@ def test_looking_at_a_layer_changes_nothing() -> None:
     layer = layer_of(spec)
     layer(X)
     old_state = {name: t.clone() for name, t in layer.state_dict().items()}
-    (
-        layer.weight_scale(),
-        layer.quantized_weight(),
-        layer.weight_codes(),
-        layer.quantized_input(X),
-        repr(layer),
-    )
+    layer.weight_scale()
+    layer.quantized_weight()
+    layer.weight_codes()
+    layer.quantized_input(X)
+    repr(layer)
     assert all(torch.equal(t, old_state[name]) for name, t in layer.state_dict().items())
 
 
@@ -260,31 +273,35 @@ def test_a_scale_that_is_given_saturates() -> None:
 
 def net(scale) -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False))
-    model[0].weight.data, model[1].weight.data = (
-        normal(32, 32, seed=3),
-        normal(64, 32, seed=4) * 1e-6,
-    )
-    return quantize_model(
-        model, LayerSpec(gradient={"format": "E4M3", "scale": scale}), storage="master"
-    )
+    model[0].weight.data = normal(32, 32, seed=3)
+    model[1].weight.data = normal(64, 32, seed=4) * 1e-6
+    spec = LayerSpec(gradient={"format": "E4M3", "scale": scale})
+    return quantize_model(model, spec, storage="master")
+
+
+def gradient_scales(model) -> list[float]:
+    scalers = [getattr(layer, f"{name}_scaler") for layer in model for name in BACKWARD]
+    return [scaler.value.item() for scaler in scalers]
 
 
 def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
     model = net("global")
-    model(X).backward(torch.ones(6, 64))
-    scalers = [getattr(layer, f"{name}_scaler") for layer in model for name in BACKWARD]
+    ones = torch.ones(6, 64)
+    model(X).backward(ones)
     hidden = model[0](X).detach()
-    first = (torch.ones(64, 6) @ hidden).abs().max() / 448
-    model(X * 3).backward(torch.ones(6, 64))
-    assert {s.value.item() for s in scalers} == {scalers[0].value.item()}
-    assert scalers[0].value.item() == pytest.approx(first.item(), rel=1e-5)
-    second = (fake_quantize(torch.ones(64, 6), "E4M3", first) @ (3 * hidden)).abs().max() / 448
+    first = (ones.t() @ hidden).abs().max() / 448
+    model(X * 3).backward(ones)
+    scales = gradient_scales(model)
+    assert set(scales) == {scales[0]}
+    assert scales[0] == pytest.approx(first.item(), rel=1e-5)
+    second = (fake_quantize(ones.t(), "E4M3", first) @ (3 * hidden)).abs().max() / 448
     resumed = net("global")
     resumed.load_state_dict(through_disk(model.state_dict()))
-    for one in (model, copy.deepcopy(model), resumed):
-        one(X).backward(torch.ones(6, 64))
-        last = one[1].weight_gradient_scaler.value
-        assert last.item() == pytest.approx(second.item(), rel=1e-5)
+    copied = copy.deepcopy(model)
+    for following in (model, copied, resumed):
+        following(X).backward(ones)
+        scale = following[1].weight_gradient_scaler.value.item()
+        assert scale == pytest.approx(second.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
@@ -292,30 +309,66 @@ def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
     "option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"scale": 1.0}, {"ste": "clipped"}]
 )
 def test_stored_weights_refuse_what_they_would_ignore(storage, option) -> None:
-    with pytest.raises(
-        ValueError, match=rf"weight has {next(iter(option))}=.* needs storage='master'"
-    ):
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"weight has {name}=.* needs storage='master'"):
         layer_of(LayerSpec(OperandSpec("E4M3", **option)), storage)
     layer_of(LayerSpec(OperandSpec("E4M3"), activation=OperandSpec("E4M3", **option)), storage)
 
 
-@pytest.mark.parametrize(
+LAYER_OPTIONS = pytest.mark.parametrize(
     "option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"ste": "identity"}]
 )
-def test_options_of_a_layer_need_an_operand_that_takes_them(option) -> None:
-    name = next(iter(option))
-    refused = pytest.raises(ValueError, match=f"the layer has {name}=.*which no operand takes")
-    for storage in ("grid", "fp8"):
-        with refused:
-            layer_of(LayerSpec("E4M3", **option), storage)
-        layer_of(LayerSpec("E4M3", "E4M3", **option), storage)
-    with refused:
-        layer_of(LayerSpec(OperandSpec("E4M3", **option), **option))
-    with refused if name == "ste" else nullcontext():
-        layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "fp8")
-    with refused if name == "policy" else nullcontext():
-        layer_of(LayerSpec(OperandSpec("E4M3", scale=1.0), **option))
+
+
+def refused_for_no_operand(option):
+    (name,) = option
+    return pytest.raises(ValueError, match=f"the layer has {name}=.*which no operand takes")
+
+
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@LAYER_OPTIONS
+def test_a_stored_weight_alone_takes_no_option_of_its_layer(option, storage) -> None:
+    with refused_for_no_operand(option):
+        layer_of(LayerSpec("E4M3", **option), storage)
+
+
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@LAYER_OPTIONS
+def test_an_activation_takes_the_options_of_its_layer(option, storage) -> None:
+    layer_of(LayerSpec("E4M3", "E4M3", **option), storage)
+
+
+@LAYER_OPTIONS
+def test_a_master_weight_takes_the_options_of_its_layer(option) -> None:
     layer_of(LayerSpec("E4M3", **option))
+
+
+@LAYER_OPTIONS
+def test_an_option_that_every_operand_has_itself_is_refused(option) -> None:
+    with refused_for_no_operand(option):
+        layer_of(LayerSpec(OperandSpec("E4M3", **option), **option))
+
+
+@pytest.mark.parametrize("option", [{"policy": "delayed"}, {"rounding": "nearest"}])
+def test_a_gradient_takes_policy_and_rounding(option) -> None:
+    layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "fp8")
+
+
+def test_a_gradient_takes_no_ste() -> None:
+    option = {"ste": "identity"}
+    with refused_for_no_operand(option):
+        layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "fp8")
+
+
+@pytest.mark.parametrize("option", [{"rounding": "nearest"}, {"ste": "identity"}])
+def test_an_operand_with_a_given_scale_takes_rounding_and_ste(option) -> None:
+    layer_of(LayerSpec(OperandSpec("E4M3", scale=1.0), **option))
+
+
+def test_an_operand_with_a_given_scale_takes_no_policy() -> None:
+    option = {"policy": "delayed"}
+    with refused_for_no_operand(option):
+        layer_of(LayerSpec(OperandSpec("E4M3", scale=1.0), **option))
 
 
 @pytest.mark.parametrize("operand", ["weight", "activation", *BACKWARD])
@@ -330,9 +383,8 @@ def test_blocks_must_fit(operand) -> None:
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # Dynamo's own doing, as is
+# Dynamo warns of what it does itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_the_gradients_are_the_same() -> None:
     layer = layer_of(LayerSpec("E4M3", activation="E4M3", gradient="E5M2"))

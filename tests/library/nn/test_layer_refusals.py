@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from refused import check_refused
+from refused import calls, check_refused
 from surgery_models import Model
 from tensor_cases import Net, parameter
 from test_in_place import Language, seeded
@@ -34,9 +34,8 @@ def described(**changes) -> dict[str, str]:
         "by_operator": True,
     }
     description |= {"draws": "independent", "dtype": "float32"} | changes
-    return {
-        "fp8:w": json.dumps({key: value for key, value in description.items() if value != "gone"})
-    }
+    parts = {key: value for key, value in description.items() if value != "gone"}
+    return {"fp8:w": json.dumps(parts)}
 
 
 def state(model, **changes) -> dict[str, Tensor]:
@@ -48,8 +47,15 @@ def state(model, **changes) -> dict[str, Tensor]:
 def unfinite() -> nn.Module:
     model = Model()
     with torch.no_grad():
-        model.lm_head.weight[3, 2], model.blocks[11].attn.proj.weight[0, 0] = torch.nan, torch.inf
+        model.lm_head.weight[3, 2] = torch.nan
+        model.blocks[11].attn.proj.weight[0, 0] = torch.inf
     return model
+
+
+def layer_in_two_places() -> nn.Module:
+    """To replace it in one would untie it silently."""
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer)
 
 
 def two_buffers() -> nn.Module:
@@ -75,8 +81,7 @@ SUBJECTS = {
     "model": Model,
     "half": lambda: fm.quantize_model(Model(), {"mlp": "E4M3"}, "grid"),
     "tied": lambda: Model(tied=True),
-    # a layer in two places: to replace it in one would untie it silently
-    "twice": lambda: nn.Sequential(layer := nn.Linear(4, 4), nn.ReLU(), layer),
+    "twice": layer_in_two_places,
     "unfinite": unfinite,
     "language": lambda: seeded(Language),
     "experts": lambda: fm.quantize_model(
@@ -223,19 +228,66 @@ OPTIONS = {
     "'master'",
     "storage='grid', keep_remainder=True": "ValueError: keep_remainder=True needs storage='fp8'",
 }
+IN_EVERY_STORAGE = {
+    "unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
+    "tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & give embeddings= the layer's format "
+    "& tied='untie' & tied='leave'",
+    "twice, 'E4M3'": "layer '0' is shared",
+}
+DRAWS = {
+    "storage='fp8', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
+    "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid'",
+    "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not 'master'",
+}
+PARAMETERS = {
+    "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters "
+    "& 'experts'",
+    "parameters={'inner': 'E4M3'}": "ValueError: pattern 'inner' matches none",
+    "parameters=[]": "ValueError: parameters is empty",
+    "parameters={3: 'E4M3'}": "TypeError: parameters has 3: a pattern must be a string",
+    "parameters={'*': 'E9M9'}": "ValueError: E9M9",
+    "embeddings={'inner': 'E4M3'}": "ValueError: embeddings: pattern 'inner' matches none",
+    "embeddings='E5M2'": "ValueError: the weight of 'head' is shared",
+}
+#: changes of a state
+STATES = {
+    "_scale=None": "0.weight holds codes & and 0.weight_scale is missing",
+    "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale holds -0.3",
+    "_scale=ones(3, 1)": "scale has shape (3, 1)",
+    "_traits=zeros(11).long()": "0.weight_traits can't be read: & exponent_bits=0",
+    "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0, 1])": "9 is out of range: 0 to 5",
+    "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0, 1])": "seed=-1",
+    "_counter=zeros(2).long()": "counter has shape",
+    "_remainder=zeros(4, 64)": "0.weight can't be put together & remainder is torch.float32",
+    "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files "
+    "of earlier versions",
+    "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say in which format",
+    "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but "
+    "this layer's",
+}
+#: changes of a header of an earlier version
+HEADERS = {
+    "format='E9M9'": "'w' can't be put together & E9M9",
+    "format=8": "must be a str, not int",
+    "block_size=32": "needs (4, 2)",
+    "rounding='up'": "rounding='up'",
+    "seed=-1": "seed=-1",
+    "dtype='float16'": "'w' can't be put together",
+    "dtype='gone'": "KeyError('dtype')",
+    "by_operator='gone'": "KeyError('by_operator')",
+    "draws='gone'": "KeyError('draws')",
+}
+#: changes of the tensors of an earlier version
+TENSORS = {
+    "{'w': zeros(4, 64)}": "w holds torch.float32, and w_traits says codes",
+    "{'w_scale': full((4, 1), -0.3)}": "scale holds -0.3",
+    "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
+}
+for storage in ("master", "grid", "fp8"):
+    REFUSED |= calls(f"quantize_model(..., '{storage}')", IN_EVERY_STORAGE, "ValueError: ")
 REFUSED |= {
-    **{f"LayerSpec({options})": words for options, words in SPECS.items()},
-    **{f"quantize_model(model, 'E4M3', {options})": words for options, words in OPTIONS.items()},
-    **{
-        f"{call}, '{storage}')": f"ValueError: {words}"
-        for storage in ("master", "grid", "fp8")
-        for call, words in {
-            "quantize_model(unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
-            "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, & "
-            "give embeddings= the layer's format & tied='untie' & tied='leave'",
-            "quantize_model(twice, 'E4M3'": "layer '0' is shared",
-        }.items()
-    },
+    **calls("LayerSpec(...)", SPECS),
+    **calls("quantize_model(model, 'E4M3', ...)", OPTIONS),
     "quantize_model(tied, 'E4M3', tied='keep')": "ValueError: tied='keep' & refuse, untie, leave",
     "quantize_model(twice, 'E4M3', tied='untie')": "ValueError: layer '0' is shared",
     "quantize_model(half, 'E5M2', 'grid')": "ValueError: 'blocks.0.mlp.fc' is quantised already",
@@ -251,34 +303,11 @@ REFUSED |= {
     "inputs.weight_codes()": "ValueError: this layer has weight=None",
     "quantization_report({})": "TypeError: not dict",
     "averaged_model(linear, use_buffers=True)": "ValueError: use_buffers=True",
-    # draws
-    **{
-        f"{call}, {options})": f"ValueError: {words}"
-        for call in (
-            *(f"quantize_model(linear, {formats}" for formats in ("'E4M3'", "{'*': 'none'}")),
-            "QuantizedLinear(linear, LayerSpec('E4M3')",
-        )
-        for options, words in {
-            "storage='fp8', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
-            "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid'",
-            "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not "
-            "'master'",
-        }.items()
-    },
+    **calls("quantize_model(linear, 'E4M3', ...)", DRAWS, "ValueError: "),
+    **calls("quantize_model(linear, {'*': 'none'}, ...)", DRAWS, "ValueError: "),
+    **calls("QuantizedLinear(linear, LayerSpec('E4M3'), ...)", DRAWS, "ValueError: "),
     # parameters and embeddings
-    **{
-        f"quantize_model(language, 'E4M3', 'fp8', {options})": words
-        for options, words in {
-            "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters "
-            "& 'experts'",
-            "parameters={'inner': 'E4M3'}": "ValueError: pattern 'inner' matches none",
-            "parameters=[]": "ValueError: parameters is empty",
-            "parameters={3: 'E4M3'}": "TypeError: parameters has 3: a pattern must be a string",
-            "parameters={'*': 'E9M9'}": "ValueError: E9M9",
-            "embeddings={'inner': 'E4M3'}": "ValueError: embeddings: pattern 'inner' matches none",
-            "embeddings='E5M2'": "ValueError: the weight of 'head' is shared",
-        }.items()
-    },
+    **calls("quantize_model(language, 'E4M3', 'fp8', ...)", PARAMETERS),
     "quantize_model(language, 'E4M3', 'grid', parameters='*')": "ValueError: not with "
     "storage='grid'",
     "quantize_model(language, {'inner': 'E4M3'}, 'fp8', parameters='*.up')": "ValueError: give "
@@ -287,25 +316,7 @@ REFUSED |= {
     "quantize_model(experts, {'*': 'none'}, 'fp8', parameters={'*.up': 'E5M2'})": "ValueError: "
     "'experts.up'",
     # states that are loaded
-    **{
-        f"plain.load_state_dict(state(plain, {options}))": f"RuntimeError: {words}"
-        for options, words in {
-            "_scale=None": "0.weight holds codes & and 0.weight_scale is missing",
-            "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale "
-            "holds -0.3",
-            "_scale=ones(3, 1)": "scale has shape (3, 1)",
-            "_traits=zeros(11).long()": "0.weight_traits can't be read: & exponent_bits=0",
-            "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0, 1])": "9 is out of range: 0 to 5",
-            "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0, 1])": "seed=-1",
-            "_counter=zeros(2).long()": "counter has shape",
-            "_remainder=zeros(4, 64)": "0.weight can't be put together & remainder is torch.float32",
-            "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files "
-            "of earlier versions",
-            "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say in which format",
-            "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but "
-            "this layer's",
-        }.items()
-    },
+    **calls("plain.load_state_dict(state(plain, ...))", STATES, "RuntimeError: "),
     "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict())": "RuntimeError: "
     "lm_head.weight is of E4M3",
     "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: manifold "
@@ -316,28 +327,10 @@ REFUSED |= {
     "size "
     "mismatch",
     # files of earlier versions
-    **{
-        f"unflatten_state_dict(flat, described({options}))": f"ValueError: {words}"
-        for options, words in {
-            "format='E9M9'": "'w' can't be put together & E9M9",
-            "format=8": "must be a str, not int",
-            "block_size=32": "needs (4, 2)",
-            "rounding='up'": "rounding='up'",
-            "seed=-1": "seed=-1",
-            "dtype='float16'": "'w' can't be put together",
-            **{f"{key}='gone'": f"KeyError('{key}')" for key in ("dtype", "by_operator", "draws")},
-        }.items()
-    },
+    **calls("unflatten_state_dict(flat, described(...))", HEADERS, "ValueError: "),
     "unflatten_state_dict(flat, {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
     "unflatten_state_dict(flat, {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
-    **{
-        f"unflatten_state_dict(flat | {options}, described())": f"ValueError: {words}"
-        for options, words in {
-            "{'w': zeros(4, 64)}": "w holds torch.float32, and w_traits says codes",
-            "{'w_scale': full((4, 1), -0.3)}": "scale holds -0.3",
-            "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
-        }.items()
-    },
+    **calls("unflatten_state_dict(flat | ..., described())", TENSORS, "ValueError: "),
     # models read and written
     "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values "
     "already",
@@ -370,17 +363,15 @@ def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call) -> None:
     check_refused(call, REFUSED[call], SUBJECTS, **HELPERS)
 
 
+@pytest.mark.parametrize("storage", ["", ", 'grid'"], ids=["default", "grid"])
 @pytest.mark.parametrize("formats", FORMATS)
-def test_what_is_not_allowed_is_known_without_a_model(formats) -> None:
-    for more in ("", ", 'grid'"):
-        calls = (
-            f"quantize_model(model, {formats}{more})",
-            f"check_formats({formats}, SIZES{more})",
-        )
-        assert (
-            len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls})
-            == 1
-        )
+def test_what_is_not_allowed_is_known_without_a_model(formats, storage) -> None:
+    words = FORMATS[formats]
+    by_model = check_refused(f"quantize_model(model, {formats}{storage})", words, SUBJECTS)
+    by_sizes = check_refused(
+        f"check_formats({formats}, SIZES{storage})", words, SUBJECTS, SIZES=SIZES
+    )
+    assert by_sizes == by_model
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
     linear.weight.data = normal(5, 64, std=0.1)
     floats = linear.weight.detach().clone()
     layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "grid", headroom=16.0)
-    scale, fmt = layer.weight_scale(), fm.FloatFormat.from_string(name)
+    scale = layer.weight_scale()
+    fmt = fm.FloatFormat.from_string(name)
     assert isinstance(layer.weight, geoopt.ManifoldParameter)
     assert layer.weight.manifold is layer.manifold
     assert on_grid(layer.weight)
@@ -76,8 +77,9 @@ def test_grid_is_the_weight_itself(name, granularity, bias) -> None:
 
 
 def exported(model: nn.Module, x: Tensor, *, strict: bool) -> nn.Module:
-    """The program of a model; torch warns that a forward pass stores scales for
-    logging.
+    """Return the program of a model.
+
+    torch warns that a forward pass stores scales for logging.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +87,7 @@ def exported(model: nn.Module, x: Tensor, *, strict: bool) -> nn.Module:
 
 
 def same_frozen(model: nn.Module, way: str) -> nn.Module:
-    """A model that has the frozen scales of another, in one of the ways to get there."""
+    """Return a model that has the frozen scales of another, by one of four ways."""
     if way == "deepcopy":
         return copy.deepcopy(model)
     if way == "state":
@@ -175,28 +177,32 @@ def test_gradients_flow_to_what_they_did_before(storage) -> None:
     assert model[1].weight.grad is not None
 
 
+def seeds_of(model) -> set[int]:
+    return {int(layer.weight.manifold.seed_word) for layer in layers(model)}
+
+
+def roundings_of(model) -> set[str]:
+    return {layer.weight.manifold.rounding for layer in layers(model)}
+
+
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
 def test_options_reach_the_weights(storage) -> None:
     options = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
-    model, reseeded = (
-        quantize_model(Model(), "E4M3", storage, seed=seed, **options) for seed in (3, 4)
-    )
-    seeds = [
-        {int(layer.weight.manifold.seed_word) for layer in layers(each)}
-        for each in (model, reseeded)
-    ]
-    assert [len(each) for each in seeds] == [49, 49]
-    assert not seeds[0] & seeds[1]
-    assert {layer.weight.manifold.rounding for layer in layers(model)} == {"nearest"}
-    assert {layer.weight.manifold.rounding for layer in layers(stored())} == {"stochastic"}
+    model = quantize_model(Model(), "E4M3", storage, seed=3, **options)
+    reseeded = quantize_model(Model(), "E4M3", storage, seed=4, **options)
+    assert len(seeds_of(model)) == len(seeds_of(reseeded)) == 49
+    assert not seeds_of(model) & seeds_of(reseeded)
+    assert roundings_of(model) == {"nearest"}
+    assert roundings_of(stored()) == {"stochastic"}
     expected = fm.storage_scale(Model().lm_head.weight, "E4M3", "tensor", headroom=4.0)
-    assert all(torch.equal(layer.weight_scale(), expected) for layer in layers(model)[-1:])
-    if storage == "fp8":
-        assert all(layer.weight.remainder is None for layer in layers(model))
-        assert all(
-            layer.weight.remainder.count_nonzero() > 0
-            for layer in layers(stored(keep_remainder=True))
-        )
+    assert torch.equal(model.lm_head.weight_scale(), expected)
+
+
+def test_a_remainder_is_there_on_request() -> None:
+    options = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
+    assert {layer.weight.remainder for layer in layers(stored(**options))} == {None}
+    remainders = [layer.weight.remainder for layer in layers(stored(keep_remainder=True))]
+    assert all(remainder.count_nonzero() > 0 for remainder in remainders)
 
 
 @all_storages
@@ -217,7 +223,8 @@ def test_a_deep_copy_is_independent(storage) -> None:
 def test_dequantize_puts_plain_layers_back(storage) -> None:
     model = quantize_model(Model(), {"*": "E4M3", "lm_head": "none"}, storage)
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
-    expected, biases = model.eval()(TOKENS), model.blocks[0].attn.qkv.bias
+    expected = model.eval()(TOKENS)
+    bias = model.blocks[0].attn.qkv.bias
     assert dequantize_model(model) is model
     assert torch.equal(model(TOKENS), expected)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -225,13 +232,14 @@ def test_dequantize_puts_plain_layers_back(storage) -> None:
     assert {type(m) for m in linears.values()} == {nn.Linear}
     assert {type(m.weight) for m in linears.values()} == {nn.Parameter}
     assert not linears["blocks.0.attn.qkv"].weight.requires_grad
-    assert linears["blocks.0.attn.qkv"].bias is biases
+    assert linears["blocks.0.attn.qkv"].bias is bias
     assert linears["blocks.0.attn.proj"].bias is None
     assert not any(m.training for m in linears.values())
     quantize_model(model, "E4M3", storage)
     fresh = Model()
     assert dequantize_model(fresh) is fresh
-    if storage == "fp8":  # values of the grid are those that rounding once more gives
+    if storage == "fp8":
+        # Values of the grid are those that rounding once more gives.
         fresh = dequantize_model(quantize_model(fresh, "E4M3"))
         assert torch.equal(dequantize_model(model)(TOKENS), fresh(TOKENS))
 
@@ -281,16 +289,18 @@ def test_a_small_network_learns(storage, make, formats) -> None:
         assert all(on_grid(m.weight) for m in model.modules() if isinstance(m, QuantizedLinear))
 
 
-def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
-    """Steps a thousandth in size: what the library is about, in one comparison."""
-    stochastic, nearest = (
-        trained_loss(
-            "grid",
-            lambda p, rule=rule: fm.optim.StiffnessAdamW(p, 1e-3, stiffness=0.0, writeback=rule),
-        )[1]
-        for rule in ("stochastic", "nearest")
+def loss_of_small_steps(writeback: str) -> float:
+    """Return the last losses after steps a thousandth in size."""
+    _, last, _ = trained_loss(
+        "grid",
+        lambda p: fm.optim.StiffnessAdamW(p, 1e-3, stiffness=0.0, writeback=writeback),
     )
-    assert stochastic < 0.8 * nearest
+    return last
+
+
+def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
+    """What the library is about, in one comparison."""
+    assert loss_of_small_steps("stochastic") < 0.8 * loss_of_small_steps("nearest")
 
 
 @all_storages
@@ -298,7 +308,8 @@ def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
 def test_a_state_of_floats_goes_into_every_layer_and_scales_are_measured_anew(
     storage, activation
 ) -> None:
-    floats, x = nn.Sequential(nn.Linear(16, 4)), normal(3, 16)
+    floats = nn.Sequential(nn.Linear(16, 4))
+    x = normal(3, 16)
     model = quantize_model(
         nn.Sequential(nn.Linear(16, 4)), LayerSpec("E4M3", activation=activation), storage=storage
     )

@@ -100,60 +100,64 @@ def test_one_format_for_every_linear_layer(formats, storage) -> None:
     assert type(model.blocks[0].norm) is nn.LayerNorm
 
 
-#: what each pattern matches, as an expression of n
+#: whether each pattern matches a name
 PATTERNS = {
-    "attn": "'.attn.' in n",
-    "attn.qkv": "n.endswith('attn.qkv')",
-    "blocks.1": "n.startswith('blocks.1.')",
-    "1": "n.startswith('blocks.1.')",
-    "blocks.1?": "n.startswith(('blocks.10.', 'blocks.11.'))",
-    "blocks.[0-2].mlp": "n[7:9] in ('0.', '1.', '2.') and '.mlp.' in n",
-    "q*": "n.endswith('qkv')",
-    "blocks.*.out": "n.endswith('out')",
-    "blocks.3.attn.proj": "n == 'blocks.3.attn.proj'",
+    "attn": lambda name: ".attn." in name,
+    "attn.qkv": lambda name: name.endswith("attn.qkv"),
+    "blocks.1": lambda name: name.startswith("blocks.1."),
+    "1": lambda name: name.startswith("blocks.1."),
+    "blocks.1?": lambda name: name.startswith(("blocks.10.", "blocks.11.")),
+    "blocks.[0-2].mlp": lambda name: name[7:9] in ("0.", "1.", "2.") and ".mlp." in name,
+    "q*": lambda name: name.endswith("qkv"),
+    "blocks.*.out": lambda name: name.endswith("out"),
+    "blocks.3.attn.proj": lambda name: name == "blocks.3.attn.proj",
 }
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern) -> None:
     model = quantize_model(Model(), {pattern: "E4M3"})
-    assert set(formats_of(model)) == {
-        name for name in LINEARS if eval(PATTERNS[pattern], {"n": name})
-    }
+    assert set(formats_of(model)) == set(filter(PATTERNS[pattern], LINEARS))
 
 
-def test_the_most_literal_pattern_wins_in_any_order() -> None:
-    formats = {
-        "blocks.0.attn.qkv": "E5M2",
-        "*": "E4M3",
-        "attn": "E3M4",
-        "mlp": "none",
-        "lm_head": None,
-    }
-    formats["attn.*"] = "E1M6"
-    for items in (list(formats.items()), list(formats.items())[::-1]):
-        got = formats_of(quantize_model(Model(), dict(items)))
-        assert got["blocks.0.attn.qkv"] == "E5M2"
-        assert got["blocks.0.attn.proj"] == got["blocks.5.attn.qkv"] == "E1M6"
-        assert set(got) == {name for name in LINEARS if "attn" in name}
-    # of two as specific the later one
-    assert set(
-        formats_of(quantize_model(Model(), {"fc": "E4M3", "f?": "E3M4", "?c": "E5M2"})).values()
-    ) == {"E4M3"}
-    assert set(formats_of(quantize_model(Model(), {"f?": "E3M4", "?c": "E5M2"})).values()) == {
-        "E5M2"
-    }
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_most_literal_pattern_wins_in_any_order(reverse) -> None:
+    patterns = [
+        ("blocks.0.attn.qkv", "E5M2"),
+        ("*", "E4M3"),
+        ("attn", "E3M4"),
+        ("mlp", "none"),
+        ("lm_head", None),
+        ("attn.*", "E1M6"),
+    ]
+    if reverse:
+        patterns.reverse()
+    formats = formats_of(quantize_model(Model(), dict(patterns)))
+    assert formats["blocks.0.attn.qkv"] == "E5M2"
+    assert formats["blocks.0.attn.proj"] == formats["blocks.5.attn.qkv"] == "E1M6"
+    assert set(formats) == {name for name in LINEARS if "attn" in name}
 
 
-def test_one_byte_is_the_default() -> None:
-    """Everything that takes a storage; a spec with formats for the passes has codes
-    too, and trains.
-    """
-    for call in (quantize_model, check_formats, QuantizedLinear):
-        assert inspect.signature(call).parameters["storage"].default == "fp8"
-    model = quantize_model(
-        Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed")
-    )
+@pytest.mark.parametrize(
+    ("patterns", "winner"),
+    [
+        ({"fc": "E4M3", "f?": "E3M4", "?c": "E5M2"}, "E4M3"),
+        ({"f?": "E3M4", "?c": "E5M2"}, "E5M2"),
+    ],
+    ids=["the literal one", "the later one"],
+)
+def test_the_more_literal_pattern_wins_and_of_two_alike_the_later(patterns, winner) -> None:
+    assert set(formats_of(quantize_model(Model(), patterns)).values()) == {winner}
+
+
+@pytest.mark.parametrize("call", [quantize_model, check_formats, QuantizedLinear])
+def test_one_byte_is_the_default_of(call) -> None:
+    assert inspect.signature(call).parameters["storage"].default == "fp8"
+
+
+def test_a_spec_with_formats_for_the_passes_has_codes_and_trains() -> None:
+    spec = LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed")
+    model = quantize_model(Model(), spec)
     assert {layer.weight_codes().dtype for layer in layers(model)} == {torch.uint8}
     model(torch.zeros(1, 4, dtype=torch.long)).square().sum().backward()
     assert all(layer.weight.grad.isfinite().all() for layer in layers(model))
@@ -202,7 +206,8 @@ def test_specs_and_dicts() -> None:
 )
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
 def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> None:
-    model, shared = Model(tied=True), {"lm_head": ("embedding.weight", "lm_head.weight")}
+    model = Model(tied=True)
+    shared = {"lm_head": ("embedding.weight", "lm_head.weight")}
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     sizes = {name: (m.in_features, m.out_features) for name, m in linears.items()}
     try:
@@ -230,56 +235,73 @@ def test_what_none_names_may_be_anything(storage) -> None:
     assert set(formats_of(model).values()) == {"E4M3", "E5M2"}
 
 
-def test_a_tied_head_is_untied_or_left() -> None:
-    for storage, kind in (("fp8", fm.FP8Parameter), ("master", nn.Parameter)):
-        model = quantize_model(Model(tied=True), "E4M3", storage, tied="untie")
-        assert model.lm_head.weight is not model.embedding.weight
-        assert (type(model.lm_head.weight), type(model.embedding.weight)) == (kind, nn.Parameter)
-    assert torch.equal(model.lm_head.weight, model.embedding.weight)
+@pytest.mark.parametrize(("storage", "kind"), [("fp8", fm.FP8Parameter), ("master", nn.Parameter)])
+def test_a_tied_head_is_untied(storage, kind) -> None:
+    model = quantize_model(Model(tied=True), "E4M3", storage, tied="untie")
+    assert model.lm_head.weight is not model.embedding.weight
+    assert (type(model.lm_head.weight), type(model.embedding.weight)) == (kind, nn.Parameter)
+    if storage == "master":
+        assert torch.equal(model.lm_head.weight, model.embedding.weight)
+
+
+def test_a_tied_head_is_left() -> None:
     model = quantize_model(Model(tied=True), "E4M3", tied="leave")
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.embedding.weight
 
 
-def test_what_a_model_holds_is_reported() -> None:
-    class Own(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-            return -super().forward(input)
+class Negative(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return -super().forward(input)
 
+
+def mixed_net() -> nn.ModuleDict:
+    """Return a module with layers that are quantised and some of each kind that is not."""
     net = nn.ModuleDict(
         {
             "wte": nn.Embedding(4, 8),
             "attn": nn.MultiheadAttention(8, 2),
-            "own": Own(8, 8),
+            "negative": Negative(8, 8),
             "fc": nn.Linear(8, 8),
         }
     )
     net["head"] = nn.Linear(8, 4, bias=False)
     net["head"].weight = net["wte"].weight
-    for pattern in (
-        "out_proj",
-        "own",
-    ):  # a pattern that names nothing else is an error rather than ignored
-        with pytest.raises(
-            ValueError, match=f"'{pattern}' matches only layers that can't be quantised"
-        ):
-            quantize_model(net, {pattern: "E4M3"})
-    quantize_model(net, {"*": "E4M3"}, "grid", tied="leave")
+    return net
+
+
+@pytest.mark.parametrize("pattern", ["out_proj", "negative"])
+def test_a_pattern_of_layers_that_can_not_be_quantised_is_refused(pattern) -> None:
+    with pytest.raises(
+        ValueError, match=f"'{pattern}' matches only layers that can't be quantised"
+    ):
+        quantize_model(mixed_net(), {pattern: "E4M3"})
+
+
+def test_what_a_model_holds_is_reported() -> None:
+    net = quantize_model(mixed_net(), {"*": "E4M3"}, "grid", tied="leave")
     report = quantization_report(net)
     assert {layer.name: layer.detail for layer in report.layers} == {
         "wte": "not a linear layer",
         "attn": "not a linear layer",
         "attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
-        "own": "Own is a subclass of nn.Linear with a forward of its own",
+        "negative": "Negative is a subclass of nn.Linear with a forward of its own",
         "fc": "weight=E4M3, activation=none, storage=grid",
         "head": "its weight is also wte.weight; tied='untie' gives it one of its own",
     }
-    assert ([layer.name for layer in report.quantized], report.quantized_parameters) == (["fc"], 64)
+    assert [layer.name for layer in report.quantized] == ["fc"]
+    assert report.quantized_parameters == 64
     assert report.parameters == sum(p.numel() for p in net.parameters())
     assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
+
+
+def test_a_layer_that_was_put_where_it_is_never_called_is_reported() -> None:
+    net = quantize_model(mixed_net(), {"*": "E4M3"}, "grid", tied="leave")
     net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"), storage="master")
     assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
+
+
+def test_a_model_without_linear_layers_is_reported() -> None:
     assert quantization_report(nn.ReLU()).layers == ()
-    assert quantization_report(
-        quantize_model(nn.Sequential(nn.Embedding(4, 8)), None, embeddings="E4M3")
-    ).quantized
+    model = quantize_model(nn.Sequential(nn.Embedding(4, 8)), None, embeddings="E4M3")
+    assert quantization_report(model).quantized

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from family_cases import NAMES, is_valid
-from optimizer_cases import normal, manifold_parameter, step_from
+from optimizer_cases import manifold_parameter, normal, step_from
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
 from step_oracle import Slow

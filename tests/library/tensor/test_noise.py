@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from optimizer_cases import normal, manifold_parameter, same_bits
+from optimizer_cases import manifold_parameter, normal, same_bits
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
