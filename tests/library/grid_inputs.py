@@ -127,6 +127,7 @@ def random_in_range(top, count=100_000, seed=7):
     return torch.from_numpy((size * generator.choice([-1.0, 1.0], count)).astype(np.float32))
 
 
+@cache
 def float16_holds(fmt):
     values = np.array(finite_values(fmt))
     with np.errstate(over="ignore"):

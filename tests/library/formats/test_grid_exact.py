@@ -24,6 +24,8 @@ from fp8manifold import reference
 from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS
 
 pytestmark = pytest.mark.covering(2)
+#: of a test of three parameters every case stays in the default run
+all_cases = pytest.mark.covering(3)
 
 DETERMINISTIC = ROUNDINGS[:4]
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
@@ -59,27 +61,33 @@ def critical_draws(x, table):
     return [mirrored(np.clip(d, 0, last).astype(np.int64), x) for d in draws]
 
 
+@all_cases
 @named
 @overflow
-def test_tables_agree_with_the_oracle(fmt, overflow):
-    x, table = critical64(fmt), stochastic_steps(fmt, overflow)
+@pytest.mark.parametrize("mode", DETERMINISTIC)
+def test_tables_agree_with_the_oracle(fmt, overflow, mode):
+    x = critical64(fmt)
     different, places = np.unique(x.view(np.int64), return_inverse=True)
     values = different.view(np.float64).tolist()
-    for mode in DETERMINISTIC:
-        expected = np.array([reference.round_to_grid(v, fmt, mode, overflow) for v in values])[
-            places
+    rounded = np.array([reference.round_to_grid(v, fmt, mode, overflow) for v in values])
+    expected = rounded[places]
+    tabulated = steps(fmt, mode, overflow)(x)
+    np.testing.assert_array_equal(tabulated, expected)
+    np.testing.assert_array_equal(np.signbit(tabulated), np.signbit(expected))
+
+
+@named
+@overflow
+def test_tables_of_draws_agree_with_the_oracle(fmt, overflow):
+    """By draws just below and at where each value turns."""
+    x = critical64(fmt)
+    table = stochastic_steps(fmt, overflow)
+    below, at_turn, *_ = critical_draws(x, table)
+    for draws in (below, at_turn):
+        expected = [
+            reference.round_to_grid(v, fmt, "stochastic", overflow, draw)
+            for v, draw in zip(x.tolist(), draws.tolist(), strict=True)
         ]
-        tabulated = steps(fmt, mode, overflow)(x)
-        np.testing.assert_array_equal(tabulated, expected)
-        np.testing.assert_array_equal(np.signbit(tabulated), np.signbit(expected))
-    for draws in critical_draws(x, table)[:2]:
-        pairs = zip(x, draws, strict=True)
-        expected = np.array(
-            [
-                reference.round_to_grid(float(v), fmt, "stochastic", overflow, int(r))
-                for v, r in pairs
-            ]
-        )
         np.testing.assert_array_equal(table(x, draws), expected)
 
 
@@ -110,8 +118,9 @@ def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits):
     points = torch.from_numpy(critical64(fmt))
     inputs = [points[: len(critical(fmt))].float()]
     if fmt.name in NAMED:
-        dtypes = (torch.bfloat16, torch.float16) if float16_holds(fmt) else (torch.bfloat16,)
-        inputs = [points, points.float(), *map(every_16_bit, dtypes)]
+        inputs = [points, points.float(), every_16_bit(torch.bfloat16)]
+        if float16_holds(fmt):
+            inputs.append(every_16_bit(torch.float16))
     for x, policy in itertools.product(inputs, OVERFLOWS):
         table = stochastic_steps(fmt, policy)
         for draws in critical_draws(as_float64(x), table):
@@ -122,68 +131,94 @@ def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits):
 
 
 @named
-def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits):
+@pytest.mark.parametrize("offset", [2**33 + 17, 0])
+def test_stochastic_with_a_seed_uses_random_bits(fmt, offset, compare_bits):
     x = random_in_range(fmt.max, 20_000)
-    for key in (
-        {"seed": 11, "step": 5, "stream": 3, "offset": 2**33 + 17},
-        {"seed": 11, "step": 5, "stream": 3},
-    ):
-        draws = fm.random_bits(x.shape, **{"offset": 0, **key}).numpy().astype(np.int64)
-        expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws)
-        compare_bits(fm.round_to_grid(x, fmt, "stochastic", **key), expected, x, fmt.name)
+    key = {"seed": 11, "step": 5, "stream": 3}
+    draws = fm.random_bits(x.shape, **key, offset=offset).numpy().astype(np.int64)
+    expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws)
+    if offset:
+        key["offset"] = offset
+    compare_bits(fm.round_to_grid(x, fmt, "stochastic", **key), expected, x, fmt.name)
+
+
+def decoded_by_the_oracle(fmt):
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
+    return codes, np.array([reference.decode(code, fmt) for code in codes.tolist()])
 
 
 @every_format
 def test_decode_every_code(fmt, compare_bits):
-    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
-    expected = np.array([reference.decode(code, fmt) for code in codes.tolist()])
+    codes, expected = decoded_by_the_oracle(fmt)
     compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), fmt.name)
-    dtypes = [torch.float32, torch.float64, torch.bfloat16] + [torch.float16] * float16_holds(fmt)
-    for dtype in dtypes if fmt.name in NAMED else ():
-        compare_bits(
-            fm.decode(codes, fmt, dtype), expected, torch.empty(len(codes), dtype=dtype), fmt.name
-        )
 
 
 @named
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_decode_every_code_into_every_dtype(fmt, dtype, compare_bits):
+    codes, expected = decoded_by_the_oracle(fmt)
+    if dtype == torch.float16 and not float16_holds(fmt):
+        with pytest.raises(TypeError, match="float16"):
+            fm.decode(codes, fmt, dtype)
+        return
+    like_result = torch.empty(len(codes), dtype=dtype)
+    compare_bits(fm.decode(codes, fmt, dtype), expected, like_result, fmt.name)
+
+
+@all_cases
+@named
+@pytest.mark.parametrize("mode", DETERMINISTIC)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype):
+def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype, mode):
     x = torch.from_numpy(critical64(fmt)).to(dtype)
     x = x[~x.isnan()]
-    for mode in DETERMINISTIC:
-        rounded = steps(fmt, mode, "saturate")(as_float64(x))
-        code_of = {float(v): reference.encode(float(v), fmt) for v in np.unique(rounded)}
-        zero_codes = np.where(np.signbit(rounded), reference.sign_bit(fmt), 0)
-        expected = np.where(rounded == 0, zero_codes, [code_of[float(v)] for v in rounded])
-        codes = fm.encode(x, fmt, rounding=mode)
-        assert codes.dtype == torch.uint8
-        np.testing.assert_array_equal(codes.numpy(), expected)
+    rounded = steps(fmt, mode, "saturate")(as_float64(x))
+    code_of = {float(v): reference.encode(float(v), fmt) for v in np.unique(rounded)}
+    zero_codes = np.where(np.signbit(rounded), reference.sign_bit(fmt), 0)
+    expected = np.where(rounded == 0, zero_codes, [code_of[float(v)] for v in rounded])
+    codes = fm.encode(x, fmt, rounding=mode)
+    assert codes.dtype == torch.uint8
+    np.testing.assert_array_equal(codes.numpy(), expected)
 
 
+@all_cases
 @named
-def test_decode_of_encode_is_round_to_grid(fmt, compare_bits):
+@overflow
+@pytest.mark.parametrize("mode", ROUNDINGS)
+def test_decode_of_encode_is_round_to_grid(fmt, mode, overflow, compare_bits):
+    """Over random bits, every bfloat16 and all critical points; NaN where it has a code."""
     has_nan = bool(reference.nan_codes(fmt))
+    key = {"seed": 9, "step": 2, "stream": 1} if mode == "stochastic" else {}
     for x in (random_float32(), every_16_bit(torch.bfloat16), torch.from_numpy(critical64(fmt))):
         x = x if has_nan else x[~x.isnan()]
-        for mode, policy in itertools.product(ROUNDINGS, OVERFLOWS):
-            key = {"seed": 9, "step": 2, "stream": 1} if mode == "stochastic" else {}
-            codes = fm.encode(x, fmt, rounding=mode, overflow=policy, **key)
-            rounded = as_float64(fm.round_to_grid(x, fmt, mode, policy, **key))
-            compare_bits(fm.decode(codes, fmt, x.dtype), rounded, x, f"{fmt.name} {mode} {policy}")
+        codes = fm.encode(x, fmt, rounding=mode, overflow=overflow, **key)
+        rounded = as_float64(fm.round_to_grid(x, fmt, mode, overflow, **key))
+        decoded = fm.decode(codes, fmt, x.dtype)
+        compare_bits(decoded, rounded, x, f"{fmt.name} {mode} {overflow}")
 
 
-def test_inputs_that_require_grad_names_in_place_of_formats_and_odd_shapes():
+def test_inputs_that_require_grad_are_rounded_without_it():
     x = torch.linspace(-3, 3, 101, requires_grad=True)
     assert torch.equal(fm.round_to_grid(x, "E4M3"), fm.round_to_grid(x.detach(), "E4M3"))
     assert torch.equal(fm.encode(x, "E4M3"), fm.encode(x.detach(), "E4M3"))
     assert x.grad is None
-    x, fmt = torch.linspace(-9, 9, 99), fm.FloatFormat.from_string("E3M4")
+
+
+def test_a_name_stands_for_its_format():
+    x = torch.linspace(-9, 9, 99)
+    fmt = fm.FloatFormat.from_string("E3M4")
     assert torch.equal(fm.round_to_grid(x, "e3m4"), fm.round_to_grid(x, fmt))
     assert torch.equal(fm.encode(x, "E3M4"), fm.encode(x, fmt))
     assert torch.equal(fm.decode(fm.encode(x, fmt), "E3M4"), fm.round_to_grid(x, fmt))
     assert torch.equal(fm.ulp(x, "E3M4"), fm.ulp(x, fmt))
-    for x in (torch.ones(()), torch.ones(0), torch.ones(2, 0, 3)):
-        assert (
-            fm.encode(x, "E4M3").shape == fm.decode(fm.encode(x, "E4M3"), "E4M3").shape == x.shape
-        )
-        assert fm.round_to_grid(x, "E4M3", "stochastic", seed=0).shape == x.shape
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)], ids=str)
+def test_scalars_and_empty_tensors_keep_their_shape(shape):
+    x = torch.ones(shape)
+    codes = fm.encode(x, "E4M3")
+    assert codes.shape == shape
+    assert fm.decode(codes, "E4M3").shape == shape
+    assert fm.round_to_grid(x, "E4M3", "stochastic", seed=0).shape == shape

@@ -72,7 +72,8 @@ def inputs(fmt, stride=1):
 
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_nearest_against_ml_dtypes(name, compare_bits):
-    fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
+    fmt = fm.FloatFormat.from_string(name)
+    dtype = ML_DTYPES[name]
     x = inputs(fmt)
     if ml_dtypes.finfo(dtype).bits < 8:
         x = x[~x.isnan()]  # there they turn a NaN into a number; ours keeps it
@@ -88,8 +89,10 @@ def test_nearest_against_ml_dtypes(name, compare_bits):
 @pytest.mark.parametrize("overflow", ["saturate", "inf_or_nan"])
 def test_rounding_against_gfloat(name, rounding, overflow, compare_bits):
     """Its NaN is left to itself: it refuses one where the format has none."""
-    fmt, info = fm.FloatFormat.from_string(name), GFLOAT[name]
-    saturate = overflow == "saturate" or not (info.domain == Domain.Extended or info.num_nans > 0)
+    fmt = fm.FloatFormat.from_string(name)
+    info = GFLOAT[name]
+    has_specials = info.domain == Domain.Extended or info.num_nans > 0
+    saturate = overflow == "saturate" or not has_specials
     for x in (inputs(fmt, GFLOAT_STRIDE), torch.from_numpy(critical64(fmt))):
         with np.errstate(invalid="ignore", over="ignore"):
             expected = gfloat.round_ndarray(

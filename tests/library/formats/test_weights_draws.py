@@ -39,25 +39,26 @@ def owned(net):
 def stepped(net, make):
     weights = [net[0].weight, net[2].weight]
     take_steps([make(weights)], [weights], range(3))
-    return [
-        layer.quantized_weight().detach().dequantize().flatten().tolist() for layer in layers(net)
-    ]
+    values = [layer.quantized_weight().detach().dequantize() for layer in layers(net)]
+    return [value.flatten().tolist() for value in values]
 
 
 @STORED
-def test_weights_reports_and_layers_say_which_draws_they_have(storage):
+def test_weights_have_the_draws_of_their_model(storage):
     assert owned(network(storage)) == ["dither"] * 2
-    assert (
-        owned(network(storage, "independent"))
-        == owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) * 2
-    )
+    assert owned(network(storage, "independent")) == ["independent"] * 2
     assert owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) == ["independent"]
-    net, plain = network(storage), network(storage, "independent")
+
+
+@STORED
+def test_reports_and_layers_say_which_draws_they_have(storage):
+    net = network(storage)
+    plain = network(storage, "independent")
     description = f"weight=E4M3, activation=none, storage={storage}"
-    assert [layer.detail for layer in fm.quantization_report(net).quantized] == [
-        f"{description}, draws=dither"
-    ] * 2
-    assert [layer.detail for layer in fm.quantization_report(plain).quantized] == [description] * 2
+    details = [layer.detail for layer in fm.quantization_report(net).quantized]
+    assert details == [f"{description}, draws=dither"] * 2
+    plain_details = [layer.detail for layer in fm.quantization_report(plain).quantized]
+    assert plain_details == [description] * 2
     assert "draws=dither" in repr(net[0])
     assert "draws" not in repr(plain)
     assert "rounding=stochastic, draws=dither" in repr(net[0].weight.manifold)
@@ -68,29 +69,35 @@ ADAM = {"lr": 0.6, "writeback": "stochastic"}
 
 @STORED
 def test_an_optimizer_without_draws_takes_the_weights(storage):
-    """Ours with draws=None, and geoopt's, which write by the manifold; torch's write by
-    operators, which do not.
-    """
-    named = stepped(
-        network(storage, "independent"),
-        lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="dither"),
-    )
-    assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM)) == named
-    assert (
-        stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent"))
-        != named
-    )
-    makers = [
+    def stepped_by(net, **draws):
+        return stepped(net, lambda p: fm.optim.RiemannianAdam(p, **ADAM, **draws))
+
+    expected = stepped_by(network(storage, "independent"), draws="dither")
+    assert stepped_by(network(storage)) == expected
+    assert stepped_by(network(storage), draws="independent") != expected
+
+
+@STORED
+@pytest.mark.parametrize(
+    "make",
+    [
         lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6),
         lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-3), exponent=1.0),
-        lambda p: torch.optim.SGD(p, lr=1e-3),
-        lambda p: torch.optim.AdamW(p, lr=1e-3),
-    ]
-    same = [
-        stepped(network(storage), make) == stepped(network(storage, "independent"), make)
-        for make in makers
-    ]
-    assert same == [False, False, True, True]
+    ],
+    ids=["geoopt", "StiffnessWrapper"],
+)
+def test_optimizers_that_write_by_the_manifold_take_the_weights(make, storage):
+    assert stepped(network(storage), make) != stepped(network(storage, "independent"), make)
+
+
+@STORED
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.SGD(p, lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3)],
+    ids=["SGD", "AdamW"],
+)
+def test_optimizers_that_write_by_operators_do_not(make, storage):
+    assert stepped(network(storage), make) == stepped(network(storage, "independent"), make)
 
 
 @STORED
@@ -108,26 +115,33 @@ def test_an_optimizers_own_draws_go_before_the_weights(storage, name):
     assert dithered == stepped(network(storage, "independent"), make(draws="dither")) != plain
 
 
+def riemannian_sgd(p):
+    return geoopt.optim.RiemannianSGD(p, lr=1e-3)
+
+
 @STORED
 def test_what_is_made_of_the_model_keeps_them(storage):
-    net, again = network(storage), network(storage)
-    assert owned(copy.deepcopy(net)) == owned(net.to(torch.bfloat16).float()) == ["dither"] * 2
+    net = network(storage)
+    assert owned(copy.deepcopy(net)) == ["dither"] * 2
+    assert owned(net.to(torch.bfloat16).float()) == ["dither"] * 2
     net[0].reset_parameters()
     assert owned(net) == ["dither"] * 2
+    # Floats say nothing of draws.
     net.load_state_dict(floats().state_dict(), False)
-    assert owned(net) == ["dither"] * 2  # floats say nothing of draws
+    assert owned(net) == ["dither"] * 2
+    again = network(storage)
     again.load_state_dict(through_disk(net.state_dict()))
     assert owned(again) == ["dither"] * 2
-    stepped_again, stepped_net = (
-        stepped(model, lambda p: geoopt.optim.RiemannianSGD(p, lr=1e-3)) for model in (again, net)
-    )
-    assert stepped_again == stepped_net
-    if storage == "fp8":
-        assert net[0].weight.clone().draws == through_disk(net[0].weight).draws == "dither"
-        net.load_state_dict(
-            dict(fm.exported_state_dict(net)[0])
-        )  # codes of another library leave the layer's own
-        assert owned(net) == ["dither"] * 2
+    assert stepped(again, riemannian_sgd) == stepped(net, riemannian_sgd)
+
+
+def test_what_is_made_of_one_byte_weights_keeps_them():
+    net = network("fp8")
+    assert net[0].weight.clone().draws == "dither"
+    assert through_disk(net[0].weight).draws == "dither"
+    # Codes of another library leave the layer's own.
+    net.load_state_dict(dict(fm.exported_state_dict(net)[0]))
+    assert owned(net) == ["dither"] * 2
 
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
