@@ -18,6 +18,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -50,16 +51,35 @@ _FORMATS_BY_LAYOUT: Final = {
     "torchao": tuple(fmt.name for fmt in FLOAT8),
 }
 """The formats of weights that each layout describes."""
-_STRATEGIES: Final[dict[str, dict[str, Any]]] = {
-    "tensor": {"strategy": "tensor"},
-    "channel": {"strategy": "channel"},
-    "group": {"strategy": "group", "group_size": BLOCK_SIZE},
-    "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
+
+
+class _ScaleSharing(StrEnum):
+    """The weights that share a scale."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    #: 32 of a row, at any scale.
+    GROUP = "group"
+    #: 32 of a row, at a power of two.
+    BLOCK = "block"
+    #: 128 x 128.
+    SQUARE = "square"
+
+
+_STRATEGIES: Final[dict[_ScaleSharing, dict[str, Any]]] = {
+    _ScaleSharing.TENSOR: {"strategy": "tensor"},
+    _ScaleSharing.CHANNEL: {"strategy": "channel"},
+    _ScaleSharing.GROUP: {"strategy": "group", "group_size": BLOCK_SIZE},
+    _ScaleSharing.BLOCK: {
+        "strategy": "group",
+        "group_size": BLOCK_SIZE,
+        "scale_dtype": "torch.uint8",
+    },
 }
 """What compressed-tensors calls the weights that share a scale."""
 _INPUT_STRATEGIES: Final = _STRATEGIES | {
-    "tensor": {"strategy": "token"},
-    "channel": {"strategy": "token"},
+    _ScaleSharing.TENSOR: {"strategy": "token"},
+    _ScaleSharing.CHANNEL: {"strategy": "token"},
 }
 """The same of a layer's inputs, which a server rounds as they come.
 
@@ -321,15 +341,15 @@ class _ExportedWeight:
     in_squares: bool = False
 
     @property
-    def sharing(self) -> str:
-        """What shares a scale: a key of the strategies, or ``square``."""
+    def sharing(self) -> _ScaleSharing:
+        """What shares a scale."""
         if self.in_squares:
-            return "square"
+            return _ScaleSharing.SQUARE
         if not self.scale.dim():
-            return "tensor"
+            return _ScaleSharing.TENSOR
         if self.scale.shape[-1] == 1:
-            return "channel"
-        return "block" if are_powers_of_two(self.scale) else "group"
+            return _ScaleSharing.CHANNEL
+        return _ScaleSharing.BLOCK if are_powers_of_two(self.scale) else _ScaleSharing.GROUP
 
 
 @torch.no_grad()
@@ -443,8 +463,10 @@ def _is_for_training(name: str, layers: Mapping[str, QuantizedLinear]) -> bool:
 
 
 def _compressed_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
-    scale = weight.scale.reshape(1) if weight.sharing == "tensor" else weight.scale
-    if weight.sharing == "block":
+    scale = weight.scale
+    if weight.sharing is _ScaleSharing.TENSOR:
+        scale = scale.reshape(1)
+    elif weight.sharing is _ScaleSharing.BLOCK:
         scale = as_kept(scale, blocks=True)
     scale_name = f"{weight.name}_scale_inv" if weight.in_squares else f"{weight.name}_scale"
     return {weight.name: weight.codes.view(FLOAT8[weight.format]), scale_name: scale}
@@ -454,9 +476,9 @@ def _compressed_config(
     weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
 ) -> dict[str, Any]:
     """Return settings with a group for each way in which weights share scales."""
-    layers_by_sharing: dict[str, list[str]] = {}
+    layers_by_sharing: dict[_ScaleSharing, list[str]] = {}
     for sharing in _STRATEGIES:
-        layers = [w.name.rpartition(".")[0] for w in weights if w.sharing == sharing]
+        layers = [w.name.rpartition(".")[0] for w in weights if w.sharing is sharing]
         if layers:
             layers_by_sharing[sharing] = layers
     groups = {}
@@ -465,7 +487,7 @@ def _compressed_config(
         inputs = {**number, "dynamic": True, **_INPUT_STRATEGIES[sharing]}
         groups[f"group_{index}"] = {
             "targets": ["Linear"] if len(layers_by_sharing) == 1 else layers,
-            "format": _MX_GROUP if sharing == "block" else _FLOAT_GROUP,
+            "format": _MX_GROUP if sharing is _ScaleSharing.BLOCK else _FLOAT_GROUP,
             "input_activations": inputs if are_inputs_rounded else None,
             "output_activations": None,
             "weights": {**number, "dynamic": False, **_STRATEGIES[sharing]},
@@ -511,9 +533,9 @@ def _squares_config(
 
 def _float8_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
     rows, columns = weight.codes.shape
-    if weight.sharing == "tensor":
+    if weight.sharing is _ScaleSharing.TENSOR:
         block_size, scale = [rows, columns], weight.scale.reshape(1, 1)
-    elif weight.sharing == "channel":
+    elif weight.sharing is _ScaleSharing.CHANNEL:
         block_size, scale = [1, columns], weight.scale
     else:
         block_size, scale = [1, BLOCK_SIZE], weight.scale

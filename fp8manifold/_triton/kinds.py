@@ -13,6 +13,7 @@ Triton.
 
 import math
 from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Final
 
@@ -201,6 +202,22 @@ def widest_scale(fmt: FloatFormat) -> float:
     return 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))
 
 
+class TileScales(StrEnum):
+    """The elements of a parameter that share a scale.
+
+    Kernels, which can't name an enumeration, compare the values.
+    """
+
+    #: All of them.
+    ONE = "one"
+    #: Those of a row, or of as many rows as the record says.
+    ROW = "row"
+    #: As many elements as the record says, wherever rows end.
+    RUN = "run"
+    #: None: each has a scale.
+    ELEMENT = "element"
+
+
 @dataclass(frozen=True)
 class Tile:
     """The elements of a parameter that a program takes at a time."""
@@ -210,9 +227,7 @@ class Tile:
     #: The length of a row; 0 if it is read from the record: where a tile is a part of a
     #: row, of a single one or of long ones.
     length: int
-    #: ``one`` in all, one per ``row``, one per ``run`` of elements, or one per
-    #: ``element``.
-    scales: str
+    scales: TileScales
     #: Whether all arrays begin at multiples of 16 bytes, and have a multiple of 16
     #: elements.
     aligned: bool

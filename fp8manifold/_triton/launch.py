@@ -23,19 +23,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
+from fp8manifold._triton.kinds import KernelSpec, Tile, TileScales, Widening, as_constants
 
 Kind = tuple[KernelSpec, Tile]
 """The facts that a step's kernel is compiled for."""
-Sizes = list[tuple[int, int, int]]
-"""Index, rows and length of each parameter."""
-Widenings = tuple[NDArray[np.void], Sequence[Widening]]
-"""Records of parameters whose scales may double, and the facts of each doubling."""
 
 _CHECKED: Final = 2048
 """Elements that a program reads for the verdict on finiteness."""
 _ROW_TILE: Final = 128
 _BLOCK_TILE: Final = 32
+
+
+class ParameterSize(NamedTuple):
+    """The size of a parameter, and the number of its record."""
+
+    record: int
+    rows: int
+    length: int
+
+
+class Widenings(NamedTuple):
+    """Records of parameters whose scales may double, and the facts of each doubling."""
+
+    records: NDArray[np.void]
+    facts: Sequence[Widening]
 
 
 class Call(NamedTuple):
@@ -80,11 +91,10 @@ def launches_of(
     launches = [Launch(records, _step_calls(records, kinds, device, check=check))]
     if widenings is None:
         return launches
-    widened_records, facts = widenings
     _, _, widen_kernel = _kernels()
-    widening_kinds = [(widening, _tile_of_rows(widening)) for widening in facts]
-    calls = _calls(widen_kernel, widening_kinds, _sizes_of(widened_records), device)
-    launches.append(Launch(widened_records, calls))
+    widening_kinds = [(widening, _tile_of_rows(widening)) for widening in widenings.facts]
+    calls = _calls(widen_kernel, widening_kinds, _sizes_of(widenings.records), device)
+    launches.append(Launch(widenings.records, calls))
     return launches
 
 
@@ -142,7 +152,10 @@ def _step_calls(
 
 
 def _calls(
-    kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device
+    kernel: Any,
+    kinds: Sequence[tuple[Any, Tile]],
+    sizes: Sequence[ParameterSize],
+    device: torch.device,
 ) -> list[Call]:
     """Return a call of a kernel for each kind."""
     calls = []
@@ -153,14 +166,16 @@ def _calls(
     return calls
 
 
-def _finite_calls(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[Call]:
+def _finite_calls(
+    kinds: Sequence[Kind], sizes: Sequence[ParameterSize], device: torch.device
+) -> list[Call]:
     """Return the calls of the verdict, one for each dtype of gradients."""
     _, finite_kernel, _ = _kernels()
-    tile = Tile(1, _CHECKED, 0, "one", aligned=False)
+    tile = Tile(1, _CHECKED, 0, TileScales.ONE, aligned=False)
     calls: list[Call] = []
     dtypes = [spec.gradient for spec, _ in kinds]
     for dtype, members in _indices_by_kind(dtypes).items():
-        flat_sizes = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
+        flat_sizes = tuple(ParameterSize(i, 1, sizes[i].rows * sizes[i].length) for i in members)
         calls.append(Call(finite_kernel, chunks_of(tile, flat_sizes, device), (dtype, _CHECKED)))
     return calls
 
@@ -172,14 +187,14 @@ def _indices_by_kind(kinds: Sequence[Any]) -> dict[Any, list[int]]:
     return indices
 
 
-def _sizes_of(records: NDArray[np.void]) -> Sizes:
+def _sizes_of(records: NDArray[np.void]) -> list[ParameterSize]:
     rows = records["rows"].tolist()
     lengths = records["length"].tolist()
-    return [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
+    return [ParameterSize(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
 
 
 @lru_cache(maxsize=256)
-def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
+def chunks_of(tile: Tile, sizes: tuple[ParameterSize, ...], device: torch.device) -> Tensor:
     """Return (parameter, start) of every program, int32: (programs, 2).
 
     The start is a row if programs take whole rows, else the index of a tile.
@@ -198,7 +213,7 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
 def _tile_of_rows(widening: Widening) -> Tile:
     """Return a tile for programs that take some whole rows, piece by piece."""
     width = _BLOCK_TILE if widening.exponents else _ROW_TILE
-    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
+    return Tile(_CHECKED // width, width, 0, TileScales.ROW, aligned=False, long=True)
 
 
 # --------------------------------------------------------------------------------------

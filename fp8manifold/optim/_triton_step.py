@@ -31,6 +31,7 @@ from fp8manifold._triton.kinds import (
     WIDENED,
     KernelSpec,
     Tile,
+    TileScales,
     format_of,
     widening_of,
 )
@@ -159,7 +160,7 @@ class TritonStep:
         records["keys"] = key_rows(slots)
         records["hyper"] = number_rows(slots)
         if self._widenings is not None:
-            doublings = self._widenings[0]
+            doublings = self._widenings.records
             doublings["pointers"][:, 3] = records["pointers"][self._doubling, 2]
             doublings["pointers"][:, -1] = report_rows[self._doubling]
             doublings["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
@@ -254,7 +255,7 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
         moments = slot.spec.moments if first else ""
         are_exponents = scale.dtype is torch.uint8
         widenings.append(widening_of(parameter.format, bits, are_exponents, gradient, moments))
-    return records, widenings
+    return Widenings(records, widenings)
 
 
 def _scale(slot: Slot) -> Tensor | None:
@@ -283,16 +284,16 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     repeats = view.repeats
-    scales = "one"
+    scales = TileScales.ONE
     if slot.kept_scale is not None and view.row_dims:
-        scales = "element" if view.row_dims == view.dims else "row"
+        scales = TileScales.ELEMENT if view.row_dims == view.dims else TileScales.ROW
     if not slot.spec.blockwise:
         # rows of the view are blocks of moments, which this step does not have: join
         # them to whole rows
         rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
     # a row whose largest gradient is needed, and which is too long for one program
     is_long = slot.spec.blockwise and length > _LONGEST
-    is_tiled = not is_long and (scales == "row" or slot.spec.blockwise)
+    is_tiled = not is_long and (scales is TileScales.ROW or slot.spec.blockwise)
     width = 1 << (length - 1).bit_length() if is_tiled else _ELEMENTS
     is_aligned = length % 16 == 0 and not any(place % 16 for place in places)
     tile = _tile(
@@ -305,7 +306,9 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     )
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
     exponents = (
-        slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
+        slot.kept_scale is not None
+        and slot.kept_scale.dtype is torch.uint8
+        and scales is not TileScales.ELEMENT
     )
     return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
 
@@ -314,7 +317,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
 _tile = lru_cache(maxsize=1024)(Tile)
 
 
-def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
+def _cut(rows: int, length: int, scales: TileScales) -> tuple[int, int, int, TileScales]:
     """Cut rows into pieces, where moments are not in blocks.
 
     Returns:
@@ -322,11 +325,11 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
         ``run``) that share a scale, and the way in which scales are shared, as in
         :class:`Tile`.
     """
-    if scales != "row":
+    if scales is not TileScales.ROW:
         return 1, rows * length, 1, scales
     piece = next((piece for piece in _PIECES if length % piece == 0), 0)
     if not piece:
-        return 1, rows * length, length, "run"
+        return 1, rows * length, length, TileScales.RUN
     return rows * length // piece, piece, length // piece, scales
 
 

@@ -21,7 +21,7 @@ import torch
 
 from fp8manifold import _triton
 from fp8manifold._triton import launch, whole
-from fp8manifold._triton.kinds import Tile, as_constants, format_of, widening_of
+from fp8manifold._triton.kinds import Tile, TileScales, as_constants, format_of, widening_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -42,11 +42,19 @@ THREADS, ELEMENTS = 128, 2048
 WIDE = ("length", "numel", "height", "width", "stride")
 #: by name: write-back, moments, tile
 STEPS = {
-    "stochastic, 8-bit moments": ("stochastic", "8bit", Tile(8, 256, 256, "row", True)),
-    "residual8, 8-bit moments": ("residual8", "8bit", Tile(8, 256, 256, "row", True)),
-    "nearest, 8-bit moments": ("nearest", "8bit", Tile(8, 256, 256, "row", True)),
-    "stochastic, float32 moments": ("stochastic", "float32", Tile(8, 256, 256, "row", True)),
-    "stochastic, bfloat16 moments": ("stochastic", "bfloat16", Tile(1, 2048, 0, "one", True)),
+    "stochastic, 8-bit moments": ("stochastic", "8bit", Tile(8, 256, 256, TileScales.ROW, True)),
+    "residual8, 8-bit moments": ("residual8", "8bit", Tile(8, 256, 256, TileScales.ROW, True)),
+    "nearest, 8-bit moments": ("nearest", "8bit", Tile(8, 256, 256, TileScales.ROW, True)),
+    "stochastic, float32 moments": (
+        "stochastic",
+        "float32",
+        Tile(8, 256, 256, TileScales.ROW, True),
+    ),
+    "stochastic, bfloat16 moments": (
+        "stochastic",
+        "bfloat16",
+        Tile(1, 2048, 0, TileScales.ONE, True),
+    ),
 }
 CODES = {"direction": "adam", "storage": "codes", "decays": True}
 VARIANTS = {
@@ -84,13 +92,29 @@ VARIANTS = {
     "muon": {"direction": "muon", "storage": "plain", "nesterov": True, "moments": "8bit"},
     # rows that no block divides, and scales of blocks
     "long": CODES
-    | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(1, 1024, 0, "row", False, True)},
+    | {
+        "writeback": "stochastic",
+        "moments": "8bit",
+        "tile": Tile(1, 1024, 0, TileScales.ROW, False, True),
+    },
     "runs": CODES
-    | {"writeback": "stochastic", "moments": "float32", "tile": Tile(1, 2048, 0, "run", False)},
+    | {
+        "writeback": "stochastic",
+        "moments": "float32",
+        "tile": Tile(1, 2048, 0, TileScales.RUN, False),
+    },
     "short rows": CODES
-    | {"writeback": "residual8", "moments": "8bit", "tile": Tile(16, 128, 77, "row", False)},
+    | {
+        "writeback": "residual8",
+        "moments": "8bit",
+        "tile": Tile(16, 128, 77, TileScales.ROW, False),
+    },
     "blocks": CODES
-    | {"writeback": "stochastic", "moments": "8bit", "tile": Tile(64, 32, 32, "row", True)},
+    | {
+        "writeback": "stochastic",
+        "moments": "8bit",
+        "tile": Tile(64, 32, 32, TileScales.ROW, True),
+    },
 }
 
 
@@ -229,7 +253,9 @@ def test_other_steps(name, architecture, tmp_path):
         kernel_spec(spec_of(fmt=fmt, **fields), weight, torch.bfloat16), exponents=name == "blocks"
     )
     tile = tile or (
-        Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True)
+        Tile(8, 256, 256, TileScales.ROW, True)
+        if known.blocks
+        else Tile(1, 2048, 0, TileScales.ONE, True)
     )
     assert list(faults(step(known, tile, architecture, tmp_path))) == []
 
