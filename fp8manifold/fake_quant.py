@@ -105,7 +105,7 @@ def quantize_at(
     scale: Tensor,
     fmt: FloatFormat,
     ste: str = "identity",
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     key: DrawKey | None = None,
     *,
     blocks: bool = False,
@@ -124,7 +124,7 @@ class _FakeQuantize(torch.autograd.Function):
         scale: Tensor,
         fmt: FloatFormat,
         ste: str,
-        rounding: str,
+        rounding: Rounding,
         key: DrawKey | None,
         blocks: bool,
     ) -> Tensor:

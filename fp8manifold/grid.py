@@ -398,7 +398,7 @@ def _draw_source(x: Tensor, key: DrawKey | None, offset: int, bits: Tensor | Non
     return lambda start, size: draw_range(offset + start, size, key, x.device)
 
 
-def _is_native_mode(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
+def _is_native_mode(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> bool:
     """True for the modes of native code, which always saturates."""
     saturates = overflow == "saturate" or fmt.layout == "finite"
     return saturates and rounding in ("nearest", "stochastic")

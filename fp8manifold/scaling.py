@@ -144,7 +144,7 @@ def scale_of_amax(amax: Tensor, fmt: FloatFormat, *, pow2: bool) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
-def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
+def amax_of(x: Tensor, granularity: StoredGranularity, axis: int = 0) -> Tensor:
     """Return the largest magnitude under each scale, float32; NaN where there is one."""
     amax = wide_amax(x, granularity, axis)
     if amax.dtype is torch.float64:
@@ -152,7 +152,7 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
     return amax.float()
 
 
-def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
+def wide_amax(x: Tensor, granularity: StoredGranularity, axis: int = 0) -> Tensor:
     """Return the largest magnitude under each scale, in the working dtype of ``x``."""
     check_choice("granularity", granularity, STORED_GRANULARITIES if axis == 0 else GRANULARITIES)
     if type(x.detach()) is Tensor and in_pieces(x) and axis == 0:
@@ -164,7 +164,7 @@ def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
     return _amax(x, granularity, axis)
 
 
-def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
+def _amax(x: Tensor, granularity: StoredGranularity, axis: int) -> Tensor:
     x = x.detach()
     magnitude = x.abs() if x.dtype is torch.float64 else x.float().abs()
     if granularity == "block":

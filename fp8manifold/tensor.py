@@ -642,7 +642,7 @@ def _granularity_of_shape(
 
 def _granularity_of_scale(
     scale: float | Tensor, codes: Tensor, block_size: storage.BlockSize
-) -> str:
+) -> scaling.StoredGranularity:
     """Return the granularity that a scale of this block size and shape has."""
     if block_size == scaling.BLOCK_SIZE:
         return "block"

@@ -25,6 +25,7 @@ from fp8manifold._encoded.stored_scale import decoded_scale, replacement_scale
 from fp8manifold._numerics.charts import RETRACTIONS, Retraction
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import StoredGranularity
 
 WriteRounding = Literal["nearest", "stochastic"]
 # States have WRITE_ROUNDINGS by index, and DRAWS by that of a pair
@@ -187,7 +188,7 @@ class ScaledTensor(EncodedTensor):
         self.set_scale_(scale)
 
     @property
-    def granularity(self) -> str:
+    def granularity(self) -> StoredGranularity:
         """What shares a scale.
 
         It is ``tensor``, ``channel``, ``row``, ``block`` or ``square``.

@@ -29,6 +29,7 @@ from fp8manifold._numerics.codec import (
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import named_word, random_bits
+from fp8manifold.scaling import StoredGranularity
 
 ONE: Final = 127
 """The byte of a scale of 1."""
@@ -94,7 +95,7 @@ def headroom_or_usual(fmt: FloatFormat, headroom: float | None) -> float:
     return scaling.usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
-def chosen_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
+def chosen_scale(scale: float | Tensor, w: Tensor, granularity: StoredGranularity) -> Tensor:
     """Return a scale that the caller chose, as stored, in the granularity's shape."""
     scaling.check_is_scale(scale)
     blocks = granularity in IN_BLOCKS
@@ -206,7 +207,9 @@ def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
         )
 
 
-def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: str) -> None:
+def warn_if_lost(
+    values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: StoredGranularity
+) -> None:
     """Warn if even the largest value under a scale rounds to zero."""
     if is_traced(scale) or is_traced(values) or not values.numel():
         return

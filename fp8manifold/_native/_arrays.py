@@ -27,7 +27,7 @@ from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.float_bits import check_holds, working_dtype
 from fp8manifold._base.reading import refuse_trace
 from fp8manifold._native import library, threads_for
-from fp8manifold._numerics.codec import round_block
+from fp8manifold._numerics.codec import Rounding, round_block
 from fp8manifold._numerics.records import ARRAY, format_record
 from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import FloatFormat
@@ -235,7 +235,7 @@ def round_at_scale(
     x: Tensor,
     scale: Tensor,
     fmt: FloatFormat,
-    rounding: str = "nearest",
+    rounding: Rounding = "nearest",
     key: DrawKey | None = None,
     *,
     blocks: bool = False,

@@ -279,7 +279,7 @@ def keep_nan_codes(codes: Tensor, old_codes: Tensor, fmt: FloatFormat) -> Tensor
 def round_block(
     x: Tensor,
     fmt: FloatFormat,
-    rounding: str,
+    rounding: Rounding,
     overflow: str,
     bits: Tensor | None,
     out: Tensor | None = None,
@@ -296,7 +296,7 @@ def round_block(
 
 
 def _round_unbounded(
-    y: Tensor, x: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor | None
+    y: Tensor, x: Tensor, fmt: FloatFormat, rounding: Rounding, bits: Tensor | None
 ) -> Tensor:
     """Round ``y`` in place as if the exponent had no upper end.
 
@@ -342,7 +342,9 @@ def _round_to_nearest(y: Tensor, fmt: FloatFormat) -> Tensor:
     return magic
 
 
-def _round_by_fraction(y: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor | None) -> Tensor:
+def _round_by_fraction(
+    y: Tensor, fmt: FloatFormat, rounding: Rounding, bits: Tensor | None
+) -> Tensor:
     """Replace ``y`` in place by its rounded magnitude; return its scratch memory.
 
     For all modes but ``nearest``. Masks would cost several times as much as clamp and
@@ -380,7 +382,9 @@ def _round_by_fraction(y: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor 
     return unit
 
 
-def _round_overflowing(x: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor | None) -> Tensor:
+def _round_overflowing(
+    x: Tensor, fmt: FloatFormat, rounding: Rounding, bits: Tensor | None
+) -> Tensor:
     """Return rounded values, with Inf or NaN for those beyond ``max``."""
     # In these modes a finite value never rounds past the end of its side.
     keeps_top = rounding in ("toward_zero", "down")

@@ -16,7 +16,7 @@ codes, and in `_grid_weight` for ``storage="grid"``.
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,6 @@ from fp8manifold.random_bits import DrawKey, Draws
 from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-Storage = Literal["fp8", "grid", "master"]
-STORAGES: Final = ("fp8", "grid", "master")
 #: Streams of the operands' rounding: far from those that optimizers use.
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERANDS)}
 _IS_OLD_TORCH: Final = torch.__version__.startswith("2.8.")
@@ -145,7 +143,7 @@ class QuantizedLinear(nn.Linear):
         self,
         linear: nn.Linear,
         spec: _spec.LayerSpec,
-        storage: Storage = "fp8",
+        storage: _spec.Storage = "fp8",
         *,
         headroom: float | None = None,
         rounding: WriteRounding = "stochastic",
@@ -159,9 +157,9 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
-        check_choice("storage", storage, STORAGES)
+        check_choice("storage", storage, _spec.STORAGES)
         _spec.check_storage(storage, spec, keep_remainder)
-        _spec.check_stored_weight(draws, retraction, headroom, storage)
+        _spec.check_stored_weight_options(draws, retraction, headroom, storage)
         if codes is not None:
             _spec.check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
@@ -653,7 +651,7 @@ class QuantizedConv1D(QuantizedLinear):
     """
 
     def __init__(
-        self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any
+        self, conv: nn.Module, spec: _spec.LayerSpec, storage: _spec.Storage = "fp8", **options: Any
     ) -> None:
         old: Any = conv
         if options.get("codes") is None:

@@ -25,7 +25,7 @@ from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._selection import obstacle
-from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
+from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec, Storage
 from fp8manifold.nn._surgery import carry_out, encode_parameter, layers_of, parameters_of
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
@@ -350,7 +350,7 @@ class Reader:
         self,
         model: Any,
         formats: Any,
-        storage: str,
+        storage: Storage,
         options: Mapping[str, Any],
         files: Iterable[str] | None,
     ) -> None:

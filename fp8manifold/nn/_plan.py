@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
+from fp8manifold._encoded.scaled import WriteRounding
 from fp8manifold._numerics.charts import Retraction
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn import _spec
 from fp8manifold.nn._carried import parameter_names
-from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
+from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._selection import (
     CONVOLUTIONS,
     Obstacle,
@@ -90,7 +91,7 @@ class Plan:
     """
 
     entries: tuple[Entry, ...]
-    storage: Any
+    storage: _spec.Storage
     options: Mapping[str, Any]
 
     @property
@@ -120,15 +121,15 @@ class Plan:
 def plan(
     model: nn.Module,
     formats: _spec.Formats | None,
-    storage: str = "fp8",
+    storage: _spec.Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
-    rounding: str = "stochastic",
+    rounding: WriteRounding = "stochastic",
     seed: int = 0,
     keep_remainder: bool = False,
     defer_weight_gradients: bool = False,
-    tied: str = "refuse",
+    tied: Tied = "refuse",
     draws: Draws = "independent",
     retraction: Retraction = "exponential",
     products: _spec.Products = "decoded",
@@ -141,11 +142,11 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("storage", storage, STORAGES)
+    check_choice("storage", storage, _spec.STORAGES)
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
-    _spec.check_stored_weight(draws, retraction, headroom, storage)
+    _spec.check_stored_weight_options(draws, retraction, headroom, storage)
     pattern_specs = {}
     if formats is not None:
         pattern_specs = _spec.read_formats(formats, granularity, products)
@@ -192,7 +193,7 @@ def plan(
 def check_formats(
     formats: _spec.Formats,
     layers: Mapping[str, tuple[int, int]],
-    storage: Storage = "fp8",
+    storage: _spec.Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     keep_remainder: bool = False,
@@ -233,7 +234,7 @@ def check_formats(
         Traceback (most recent call last):
         ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
     """
-    check_choice("storage", storage, STORAGES)
+    check_choice("storage", storage, _spec.STORAGES)
     check_choice("tied", tied, TIED)
     routers = routers_of(layers)
     names_of_shared = shared or {}
@@ -291,7 +292,7 @@ def _layer_facts(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict
 
 
 def _layer_entry(
-    name: str, module: nn.Module, spec: _spec.LayerSpec, facts: _LayerFacts, storage: str
+    name: str, module: nn.Module, spec: _spec.LayerSpec, facts: _LayerFacts, storage: _spec.Storage
 ) -> Entry:
     """Return the entry of a layer to replace; its weight becomes codes with ``fp8``."""
     entry = Entry(name, module, facts.names, spec, is_copied=facts.is_shared)
@@ -437,9 +438,9 @@ def _check_in_one_place(
 def _resolve_shared(
     specs: Mapping[str, _spec.LayerSpec],
     facts: Mapping[str, _LayerFacts],
-    storage: str,
+    storage: _spec.Storage,
     keep_remainder: bool,
-    tied: str,
+    tied: Tied,
     in_place: Sequence[Entry],
 ) -> dict[str, _spec.LayerSpec]:
     """Return the layers to replace, once it is decided on shared weights.
@@ -509,7 +510,7 @@ def _in_place_candidates(
 def _in_place_entries(
     candidates: Mapping[str, _Candidate],
     formats: Mapping[str, FloatFormat | None],
-    granularity: str,
+    granularity: WeightGranularity,
 ) -> list[Entry]:
     """Return entries of the candidates that have a format, in the candidates' order."""
     entries = []
@@ -622,7 +623,9 @@ def _chosen_formats(
     return chosen
 
 
-def _in_place_granularity(name: str, candidate: _Candidate, granularity: str) -> StoredGranularity:
+def _in_place_granularity(
+    name: str, candidate: _Candidate, granularity: WeightGranularity
+) -> StoredGranularity:
     """Return the granularity of a parameter that becomes codes where it is.
 
     With ``channel`` there is a scale for each filter of a convolution, and otherwise
@@ -635,7 +638,7 @@ def _in_place_granularity(name: str, candidate: _Candidate, granularity: str) ->
             f"'channel'"
         )
     if granularity != "channel":
-        return granularity  # type: ignore[return-value]
+        return granularity
     return "channel" if is_kernel or candidate.parameter.dim() == 2 else "row"
 
 

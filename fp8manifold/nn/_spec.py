@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_keys, check_number
 from fp8manifold._encoded.scaled import DRAWS
-from fp8manifold._numerics.charts import RETRACTIONS
+from fp8manifold._numerics.charts import RETRACTIONS, Retraction
 from fp8manifold._ranks import share_of
 from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn._scalers import HISTORY, POLICIES, Policy
+from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import BLOCK_SIZE, WEIGHT_GRANULARITIES, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -178,6 +179,8 @@ LayerRounding = Literal["nearest", "stochastic", "split"]
 Products = Literal["decoded", "fp8", "int8", "auto"]
 PRODUCTS: Final = get_args(Products)
 GradientProducts = Literal["bfloat16", "fp8"]
+Storage = Literal["fp8", "grid", "master"]
+STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 Units = Literal["fp8", "int8"]
 #: The units that multiply the codes of a format as they are.
 _UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
@@ -520,7 +523,7 @@ def _read_spec(
     return spec
 
 
-def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
+def check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> None:
     """Refuse options that a storage would ignore.
 
     Options of the layer that no operand takes under this storage are refused too.
@@ -560,7 +563,7 @@ def _operands_as_given(spec: LayerSpec) -> dict[OperandName, OperandSpec]:
     return operands
 
 
-def _check_stored_weight(storage: str, weight: OperandSpec) -> None:
+def _check_stored_weight(storage: Storage, weight: OperandSpec) -> None:
     for option in ("policy", "history", "rounding", "scale", "ste"):
         value = getattr(weight, option)
         if value is not None:
@@ -573,7 +576,7 @@ def _check_stored_weight(storage: str, weight: OperandSpec) -> None:
 
 def _check_option_is_taken(
     option: str,
-    storage: str,
+    storage: Storage,
     spec: LayerSpec,
     operands: Mapping[OperandName, OperandSpec],
     stored_weight: OperandSpec | None,
@@ -603,7 +606,9 @@ def _takes(name: OperandName, operand: OperandSpec, option: str) -> bool:
     return getattr(operand, option) is None
 
 
-def check_stored_weight(draws: str, retraction: str, headroom: float | None, storage: str) -> None:
+def check_stored_weight_options(
+    draws: Draws, retraction: Retraction, headroom: float | None, storage: Storage
+) -> None:
     """Refuse an unknown kind of draws or retraction.
 
     Options of stored weights are refused where a master copy is stored.
@@ -638,7 +643,7 @@ def check_blocks(
             )
 
 
-def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: str) -> None:
+def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: Storage) -> None:
     """Refuse codes that are not those of a layer's weight."""
     operand = spec.operands.get("weight")
     if storage != "fp8" or operand is None:

@@ -22,7 +22,7 @@ from fp8manifold.nn._carried import (
     put_parameter,
     replace_layers,
 )
-from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._plan import Embeddings, Entry, ParameterFormats, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight, chosen_products
 from fp8manifold.nn._selection import (
@@ -33,7 +33,7 @@ from fp8manifold.nn._selection import (
     linear_of,
     obstacle,
 )
-from fp8manifold.nn._spec import Formats, Products
+from fp8manifold.nn._spec import Formats, Products, Storage
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
