@@ -92,8 +92,8 @@ def fp8_mm(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
     """
     check_choice("granularity", granularity, _GRANULARITIES)
-    _check_operand("a", a)
-    _check_operand("b", b)
+    _check_is_matrix("a", a)
+    _check_is_matrix("b", b)
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a "
@@ -128,7 +128,7 @@ class _Options(NamedTuple):
     out_dtype: torch.dtype
 
 
-def _check_operand(name: str, x: Tensor) -> None:
+def _check_is_matrix(name: str, x: Tensor) -> None:
     # refuses other dtypes
     working_dtype(x, name)
     if x.dim() != 2:
