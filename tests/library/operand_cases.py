@@ -54,30 +54,49 @@ def matrix(width, dtype, seed=1):
     return x.to(dtype)
 
 
+def fold_of(kind, width):
+    """Return what columns are multiplied by: nothing, one number, or one each."""
+    if kind == "no":
+        return None
+    if kind == "one":
+        return torch.tensor([[0.125]])
+    return torch.exp2(normal(1, width, seed=3).mul(4).round())
+
+
+def on_card(x):
+    return None if x is None else x.to(CARD)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 37, 256, 1000, 2048])
 @pytest.mark.parametrize("folds", ["no", "one", "each"])
-def test_rows_and_columns(folds, width, dtype):
+@pytest.mark.parametrize("to", ROWS)
+def test_rows(to, folds, width, dtype):
     x = matrix(width, dtype)
-    fold = {
-        "no": None,
-        "one": torch.tensor([[0.125]]),
-        "each": torch.exp2(normal(1, width, seed=3).mul(4).round()),
-    }[folds]
-    x_on_card, by = x.to(CARD), None if fold is None else fold.to(CARD)
-    for ours, expected in ROWS.values():
-        same(ours(x_on_card, by), expected(x, fold))
-    of_rows, by = (None, None) if fold is None else (fold.t(), fold.t().to(CARD))
-    same(columns_on_gpu(x_on_card.t(), by), round_columns(x.t(), of_rows))
+    fold = fold_of(folds, width)
+    round_on_card, definition = ROWS[to]
+    same(round_on_card(on_card(x), on_card(fold)), definition(x, fold))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 37, 256, 1000, 2048])
+@pytest.mark.parametrize("folds", ["no", "one", "each"])
+def test_columns(folds, width, dtype):
+    x = matrix(width, dtype).t()
+    fold = fold_of(folds, width)
+    of_rows = None if fold is None else fold.t()
+    same(columns_on_gpu(on_card(x), on_card(of_rows)), round_columns(x, of_rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16384, 16385, 20000])
-def test_long_rows(width, dtype):
-    x, fold = matrix(width, dtype)[::6], torch.exp2(normal(1, width, seed=3).mul(4).round())
+@pytest.mark.parametrize("to", ROWS)
+def test_long_rows(to, width, dtype):
+    x = matrix(width, dtype)[::6]
     x[1, 3] = 30000.0  # before the last turn
-    for on_card, expected in ROWS.values():
-        same(on_card(x.to(CARD), fold.to(CARD)), expected(x, fold))
+    fold = torch.exp2(normal(1, width, seed=3).mul(4).round())
+    round_on_card, definition = ROWS[to]
+    same(round_on_card(on_card(x), on_card(fold)), definition(x, fold))
 
 
 def test_any_distance_between_rows_and_between_columns():

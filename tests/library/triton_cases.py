@@ -196,35 +196,38 @@ def test_arrays_against_native_code(name):
     first, second, third = round_keys(key.words, 0)
     keys = (signed_word(first + offset), second, third, key.phase)
     scale = torch.exp2(normal(30, seed=5).mul(3).round())
-    there, scale_there = x.to(CARD), scale.to(CARD)
-    for inputs_of_step, key_or_not in ((keys, key), (None, None)):
-        at = offset if key_or_not else 0
-        expected = _arrays.encode_by_kernel(x, fmt, key_or_not, at)
-        ours = array_on_gpu("encode", there, fmt, torch.uint8, None, inputs_of_step)
-        assert not different(ours, expected)
+    x_on_card = x.to(CARD)
+    scale_on_card = scale.to(CARD)
+    for words, key_or_not in ((keys, key), (None, None)):
+        start = offset if key_or_not else 0
+        expected = _arrays.encode_by_kernel(x, fmt, key_or_not, start)
+        codes = array_on_gpu("encode", x_on_card, fmt, torch.uint8, None, words)
+        assert not different(codes, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
-                where = None if s is None else s.to(CARD)
-                ours = array_on_gpu(
-                    "round", there, fmt, torch.float32, where, inputs_of_step, rescale=rescale
+                s_on_card = None if s is None else s.to(CARD)
+                rounded = array_on_gpu(
+                    "round", x_on_card, fmt, torch.float32, s_on_card, words, rescale=rescale
                 )
-                expected = _arrays.round_by_kernel(x, fmt, key_or_not, at, s, rescale=rescale)
-                assert not different(ours, expected)
+                expected = _arrays.round_by_kernel(x, fmt, key_or_not, start, s, rescale=rescale)
+                assert not different(rounded, expected)
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
     for floats in (x, x.bfloat16()):
         units = floats.float().view(30, 100) / scale.view(-1, 1)
-        ours = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, scale_there)
+        encoded = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, scale_on_card)
         expected = _arrays.encode_by_kernel(units, fmt)
-        assert not different(ours, expected.view(-1))
+        assert not different(encoded, expected.view(-1))
     for s in (scale, scale[:1], scale * 1.3):
         for dtype in (torch.float32, torch.bfloat16):
-            ours = array_on_gpu("decode", codes.to(CARD), fmt, dtype, s.to(CARD))
+            values = array_on_gpu("decode", codes.to(CARD), fmt, dtype, s.to(CARD))
             assert not different(
-                ours,
+                values,
                 dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1),
             )
-        ours = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True)
-        assert not different(ours, _arrays.spacings_by_kernel(codes, fmt, s))
+        spacings = array_on_gpu(
+            "decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True
+        )
+        assert not different(spacings, _arrays.spacings_by_kernel(codes, fmt, s))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -264,7 +267,7 @@ def on_both(parameters, kind=optim.StiffnessAdamW, lr=1e-9, **options):
         [torch.nn.Parameter(copy.deepcopy(p).detach().to(device)) for p in parameters]
         for device in devices
     ]
-    return [kind(each, lr, **options) for each in copies]
+    return [kind(weights, lr, **options) for weights in copies]
 
 
 def by_turns(monkeypatch, optimizers):

@@ -5,7 +5,7 @@ message.
 import pytest
 import torch
 from optimizer_cases import normal, stored_weight
-from refused import check_refused
+from refused import calls, check_refused, named
 from tensor_cases import parameter
 
 import fp8manifold as fm
@@ -26,6 +26,15 @@ SUBJECTS = {
     "chart": lambda: fm.StiffnessManifold("E4M3", 0.3),
 }
 
+FIELDS = named(
+    "ValueError",
+    "exponent_bits=0; exponent_bits=-1; mantissa_bits=-1; mantissa_bits=4; exponent_bits=8; "
+    "bias=1000; bias=-1000",
+)
+FIELDS |= named(
+    "TypeError",
+    "exponent_bits=4.0; exponent_bits='4'; mantissa_bits=None; bias=7.5; exponent_bits=True",
+)
 FORMATS = {
     **{f"read('E4M3').decode_code({code})": f"ValueError: {code}" for code in (-1, 256)},
     "read('E2M1').decode_code(16)": "ValueError: 16",
@@ -35,29 +44,13 @@ FORMATS = {
         f"read({value})": f"TypeError: format name must be a str & {value}"
         for value in ("None", "4.3", "b'E4M3'")
     },
-    **{
-        f"FloatFormat(**{{'exponent_bits': 4, 'mantissa_bits': 3}} | dict({arguments}))": f"{error}: "
-        f"{arguments}"
-        for error, argument_list in {
-            "ValueError": "exponent_bits=0; exponent_bits=-1; mantissa_bits=-1; mantissa_bits=4; "
-            "exponent_bits=8; bias=1000; bias=-1000",
-            "TypeError": "exponent_bits=4.0; exponent_bits='4'; mantissa_bits=None; bias=7.5; "
-            "exponent_bits=True",
-        }.items()
-        for arguments in argument_list.split("; ")
-    },
+    **calls("FloatFormat(**{'exponent_bits': 4, 'mantissa_bits': 3} | dict(...))", FIELDS),
     "FloatFormat(4, 3, 7, 'fnn')": "ValueError: 'fnn'",
     "FloatFormat(1, 0, 0, 'ieee')": "ValueError: ieee",
 }
 BITS = {
     "random_bits((3,))": "TypeError: seed",
     "random_bits((3, -1), seed=0)": "ValueError: shape=(3, -1) has a negative size",
-    **{
-        f"random_bits((3,), **{{'seed': 0, '{word}': {value!r}}})": f"{error}: {word}={value!r}"
-        for word in ("seed", "step", "stream", "offset")
-        for error, values in (("ValueError", (-1, 2**64)), ("TypeError", (1.5, "1", None, True)))
-        for value in values
-    },
     "random_bits(3, seed=0, draws='dithered')": "ValueError: draws='dithered' is unknown: one of "
     "independent, dither",
     **dict.fromkeys(
@@ -71,6 +64,19 @@ BITS = {
         "ValueError: draws='even' is unknown: one of independent, dither",
     ),
 }
+for word in ("seed", "step", "stream", "offset"):
+    form = "random_bits((3,), **{'seed': 0} | dict(...))"
+    out_of_range = f"{word}=-1; {word}={2**64}"
+    no_integers = f"{word}=1.5; {word}='1'; {word}=None; {word}=True"
+    BITS |= calls(form, named("ValueError", out_of_range))
+    BITS |= calls(form, named("TypeError", no_integers))
+#: calls of `encode` and `round_to_grid`
+ROUNDED = {
+    "x, 'E3M4', overflow='wrap'": "overflow='wrap'",
+    "x, 'E3M4', 'odd'": "rounding='odd'",
+    "x, 'E3M4', 'stochastic'": "needs seed",
+    "x, 'E3M4', 'stochastic', seed=1, offset=-1": "offset=-1 is out of range",
+}
 GRID = {
     "round_to_grid(x, 'E4M3', 'nearest_even')": "ValueError: nearest_even & nearest",
     "round_to_grid(x, 'E4M3', overflow='saturated')": "ValueError: saturated & saturate",
@@ -82,18 +88,8 @@ GRID = {
     "round_to_grid(x.half(), 'E7M0')": "TypeError: float16",  # why halves go through float32
     "decode(x, 'E4M3')": "TypeError: uint8",
     "decode(codes, 'E7M0', float16)": "TypeError: float16",
-    **{
-        f"{name}(x, 'E3M4', {options})": f"ValueError: {words}"
-        for name in ("encode", "round_to_grid")
-        for options, words in (
-            *(
-                ("overflow='wrap'", "overflow='wrap'"),
-                ("'odd'", "rounding='odd'"),
-                ("'stochastic'", "needs seed"),
-            ),
-            ("'stochastic', seed=1, offset=-1", "offset=-1 is out of range"),
-        )
-    },
+    **calls("encode(...)", ROUNDED, "ValueError: "),
+    **calls("round_to_grid(...)", ROUNDED, "ValueError: "),
     **{
         f"{name}(x.int(), 'E4M3')": "TypeError: int32" for name in ("ulp", "to_chart", "from_chart")
     },
@@ -136,6 +132,16 @@ PRODUCT = {
     "x, x.T, a_scale=ones(1, 3), granularity='channel'": "ValueError: (1, 3) does not fit (2, 1), "
     "one per row",
 }
+HUGE = "full((2, 32), -1e60, dtype=float64), 'E4M3'"
+#: calls of `amax_scale` and `storage_scale`
+OF_NO_SCALE = {
+    f"{HUGE}, 'tensor'": "1e+60 is beyond float32",
+    f"{HUGE}, 'channel'": "1e+60 is beyond float32",
+    f"{HUGE}, 'block'": "1e+60 is beyond float32",
+    "ones((4, 33)), 'E4M3', 'block'": "'block' needs a last dimension that 32 divides",
+    "ones((4, 1)), 'E4M3', 'block'": "'block' needs a last dimension that 32 divides",
+    "ones(()), 'E4M3', 'block'": "'block' needs a last dimension that 32 divides",
+}
 SCALES = {
     "amax_scale(x, 'E4M3', 'row')": "ValueError: granularity='row'",
     "storage_scale(x, 'E4M3', 'row', axis=1)": "ValueError: granularity='row'",
@@ -153,19 +159,8 @@ SCALES = {
     "widened_scale(x, ones(2, 1), 'E4M3', 0.9)": "ValueError: headroom=0.9",
     "fake_quantize(ones(3, 96), 'E3M4', ones(3, 2), granularity='block')": "ValueError: (3, 2) & "
     "(3, 3), the blocks of",
-    **{
-        f"{name}(full((2, 32), -1e60, dtype=float64), 'E4M3', '{granularity}')": "ValueError: "
-        "1e+60 is beyond "
-        "float32"
-        for name in ("amax_scale", "storage_scale")
-        for granularity in ("tensor", "channel", "block")
-    },
-    **{
-        f"{name}(ones({shape}), 'E4M3', 'block')": "ValueError: 'block' needs a last dimension "
-        "that 32 divides"
-        for name in ("amax_scale", "storage_scale")
-        for shape in ((4, 33), (4, 1), ())
-    },
+    **calls("amax_scale(...)", OF_NO_SCALE, "ValueError: "),
+    **calls("storage_scale(...)", OF_NO_SCALE, "ValueError: "),
     **{
         f"storage_scale(tensor([[1.0, 2.0], [{bad}, 0.0]]), 'E4M3')": "ValueError: (2, 2) hold NaN "
         "or Inf & E4M3"
@@ -194,12 +189,18 @@ BOTH_MANIFOLDS = {
     "'E4M3', metric=None": "TypeError: metric & NoneType",
 }
 KINDS = ("StiffnessManifold", "FP8Manifold")
+#: what a metric function gives
+METRICS = {
+    "-x": "ValueError: metric function gave & -",
+    "0.0": "ValueError: metric function gave & 0.0",
+    "x * nan": "ValueError: metric function gave & nan",
+    "x / 0": "ValueError: metric function gave & inf",
+    "ones(3)": "ValueError: metric function gave & (3,)",
+    "'wide'": "TypeError: metric function gave & str",
+}
 MANIFOLDS = {
-    **{
-        f"{kind}({arguments})": BOTH_MANIFOLDS[arguments]
-        for kind in KINDS
-        for arguments in BOTH_MANIFOLDS
-    },
+    **calls("StiffnessManifold(...)", BOTH_MANIFOLDS),
+    **calls("FP8Manifold(...)", BOTH_MANIFOLDS),
     **{
         f"{kind}('E4M3', ROWS).random(3)": "ValueError: scale of shape & (3,) & (2, 1)"
         for kind in KINDS
@@ -209,31 +210,9 @@ MANIFOLDS = {
     "FP8Manifold('E4M3', rounding='up')": "ValueError: rounding='up' & nearest, stochastic",
     "FP8Manifold('E4M3', rounding=None)": "ValueError: rounding=None",
     "FP8Manifold('E4M3', retraction='exp')": "ValueError: retraction='exp' & exponential",
-    **{
-        f"FP8Manifold('E4M3', seed={seed!r})": f"{error}: seed={seed}"
-        for seed, error in (
-            (-1, "ValueError"),
-            (2**63, "ValueError"),
-            (1.5, "TypeError"),
-            (True, "TypeError"),
-        )
-    },
-    **{
-        f"StiffnessManifold('E4M3', metric=lambda x, fmt: {arguments})": f"{error}: metric function "
-        f"gave & {named}"
-        for arguments, error, named in (
-            *(
-                ("-x", "ValueError", "-"),
-                ("0.0", "ValueError", "0.0"),
-                ("x * nan", "ValueError", "nan"),
-            ),
-            *(
-                ("x / 0", "ValueError", "inf"),
-                ("ones(3)", "ValueError", "(3,)"),
-                ("'wide'", "TypeError", "str"),
-            ),
-        )
-    },
+    **calls("FP8Manifold('E4M3', ...)", named("ValueError", f"seed=-1; seed={2**63}")),
+    **calls("FP8Manifold('E4M3', ...)", named("TypeError", "seed=1.5; seed=True")),
+    **calls("StiffnessManifold('E4M3', metric=lambda x, fmt: ...)", METRICS),
     **{
         f"chart.load_state_dict(StiffnessManifold('{saved}').state_dict())": f"RuntimeError: "
         f"{saved}, but & is "
@@ -250,10 +229,10 @@ REFUSED = {
     **FORMATS,
     **BITS,
     **GRID,
-    **{f"fake_quantize(x, {arguments})": words for arguments, words in FAKE_QUANTIZE.items()},
+    **calls("fake_quantize(x, ...)", FAKE_QUANTIZE),
     "fake_quantize(x.long(), 'E4M3')": "TypeError: int64",
     "fake_quantize([1.0], 'E4M3')": "TypeError: list",
-    **{f"fp8_mm({arguments})": words for arguments, words in PRODUCT.items()},
+    **calls("fp8_mm(...)", PRODUCT),
     **SCALES,
     **MANIFOLDS,
 }

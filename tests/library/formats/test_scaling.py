@@ -25,7 +25,8 @@ def is_power_of_two(x):
 def test_amax_lands_on_the_largest_value_and_pow2_is_the_next_power_of_two(amax, name):
     fmt = fm.FloatFormat.from_string(name)
     x = torch.tensor([amax / 3, -amax, 0.0])
-    scale, next_power = amax_scale(x, fmt), amax_scale(x, fmt, pow2=True)
+    scale = amax_scale(x, fmt)
+    next_power = amax_scale(x, fmt, pow2=True)
     assert scale.dtype == torch.float32
     assert scale.item() == pytest.approx(amax / fmt.max, rel=1e-6)
     assert fm.round_to_grid(x / scale, fmt)[1].item() == -fmt.max
@@ -33,7 +34,7 @@ def test_amax_lands_on_the_largest_value_and_pow2_is_the_next_power_of_two(amax,
     assert scale <= next_power < 2 * scale
 
 
-def test_channels_and_other_dtypes():
+def test_channels():
     x = torch.tensor([[1.0, -896.0, 2.0], [0.0, 0.0, 0.0], [44.8, 1.0, 1.0]])
     rows = amax_scale(x, "E4M3", "channel")
     assert rows.shape == (3, 1)
@@ -43,21 +44,36 @@ def test_channels_and_other_dtypes():
     assert columns.flatten().tolist() == pytest.approx([0.1, 2.0, 2 / 448], rel=1e-6)
     assert amax_scale(x[0], "E4M3", "channel").tolist() == pytest.approx([1 / 448, 2.0, 2 / 448])
     assert amax_scale(x.expand(2, 3, 3), "E4M3", "channel", axis=1).shape == (1, 3, 1)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        scale = amax_scale(torch.tensor([224.0, -1.0], dtype=dtype), "E4M3")
-        assert (scale.dtype, scale.item()) == (torch.float32, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_scales_are_float32(dtype):
+    scale = amax_scale(torch.tensor([224.0, -1.0], dtype=dtype), "E4M3")
+    assert (scale.dtype, scale.item()) == (torch.float32, 0.5)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[0.0, -0.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, math.nan]],
+    ids=["zeros", "NaN", "Inf", "-Inf and NaN"],
+)
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_what_has_no_magnitude_has_scale_one(granularity, row):
+    assert (amax_scale(torch.tensor([row]), "E4M3", granularity) == 1).all()
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
-def test_what_has_no_magnitude_has_scale_one(granularity):
-    for row in ([0.0, -0.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, math.nan]):
-        assert (amax_scale(torch.tensor([row]), "E4M3", granularity) == 1).all()
+def test_what_is_empty_has_scale_one(granularity):
     assert (amax_scale(torch.empty(0, 3), "E4M3", granularity) == 1).all()
+
+
+def test_rows_without_columns_have_scale_one():
     assert amax_scale(torch.empty(3, 0), "E4M3", "channel").tolist() == [[1.0], [1.0], [1.0]]
 
 
 def test_the_largest_and_the_tiniest_magnitudes_have_normal_scales():
-    infinite, empty = torch.tensor([math.inf]), torch.empty(0)
+    infinite = torch.tensor([math.inf])
+    empty = torch.empty(0)
     assert fm.widened_scale(infinite, torch.ones(1), "E4M3").tolist() == [2.0**127]
     assert fm.widened_scale(empty, empty, "E4M3").shape == (0,)
     # dividing by a subnormal would give Inf
@@ -93,15 +109,26 @@ def test_storage_is_per_row_by_default_and_squares_of_the_stiffness_of_stored_we
     assert (manifold.projx(w).abs() >= w.abs() / 2).all()
 
 
-def test_scales_follow_each_tensor_without_a_gradient_and_say_what_they_are():
+def test_scales_follow_each_tensor():
     scale = Scale("E4M3")
-    for amax in (448.0, 44.8, 896.0):
-        assert scale(torch.tensor([amax, 1.0])).item() == pytest.approx(amax / 448, rel=1e-6)
-        assert scale.value.item() == pytest.approx(amax / 448, rel=1e-6)
+    magnitudes = [448.0, 44.8, 896.0]
+    scales = []
+    values = []
+    for amax in magnitudes:
+        scales.append(scale(torch.tensor([amax, 1.0])).item())
+        values.append(scale.value.item())
+    assert scales == pytest.approx([amax / 448 for amax in magnitudes], rel=1e-6)
+    assert values == scales
+
+
+def test_scales_have_no_gradient():
     x = normal(5).requires_grad_()
     assert not Scale("E4M3")(x).requires_grad
     assert not amax_scale(x, "E4M3").requires_grad
     assert not storage_scale(x, "E4M3").requires_grad
+
+
+def test_a_scale_says_what_it_is():
     assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 

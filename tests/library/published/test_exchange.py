@@ -23,13 +23,22 @@ from fp8manifold import (
     quantize_model,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # what other libraries' imports announce is their own business
+#: what other libraries' imports announce is their own business
+pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.arange(10).view(2, 5)
-STORED = [(s, g) for s in ("fp8", "grid", "master") for g in ("tensor", "channel", "block")]
+#: every storage and granularity, but for a grid of blocks, which there is not
 stored = pytest.mark.parametrize(
-    ("storage", "granularity"), [pair for pair in STORED if pair != ("grid", "block")]
+    ("storage", "granularity"),
+    [
+        ("fp8", "tensor"),
+        ("fp8", "channel"),
+        ("fp8", "block"),
+        ("grid", "tensor"),
+        ("grid", "channel"),
+        ("master", "tensor"),
+        ("master", "channel"),
+        ("master", "block"),
+    ],
 )
 
 
@@ -37,20 +46,24 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any)
     return read_folder(folder, dtype=dtype, **options).eval()
 
 
+def plain_values(weight: Tensor) -> Tensor:
+    """Return the values of a weight of this library's or of torchao's, in float32."""
+    weight = weight.detach()
+    if isinstance(weight, fm.FP8Tensor) or type(weight).__name__ == "Float8Tensor":
+        return weight.dequantize().float().contiguous()
+    return weight.as_subclass(Tensor).float().contiguous()
+
+
 def assert_same(model: Any, reloaded: Any, outputs: bool = True) -> None:
+    """Assert that every quantised weight has the same bits, and the model the same logits."""
     assert torch.equal(logits(reloaded), logits(model)) or not outputs
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear) and layer.weight_format is not None:
-            assert type(reloaded.get_submodule(name)) is nn.Linear
-            theirs, ours = (
-                reloaded.get_submodule(name).weight.detach(),
-                layer.quantized_weight().detach(),
-            )
-            theirs = (
-                theirs.dequantize() if type(theirs).__name__ == "Float8Tensor" else theirs
-            ).float()
-            ours = ours.dequantize() if isinstance(ours, fm.FP8Tensor) else ours.as_subclass(Tensor)
-            assert torch.equal(theirs.view(torch.int32), ours.contiguous().view(torch.int32)), name
+            reloaded_layer = reloaded.get_submodule(name)
+            assert type(reloaded_layer) is nn.Linear
+            values = plain_values(reloaded_layer.weight)
+            expected = plain_values(layer.quantized_weight())
+            assert torch.equal(values.view(torch.int32), expected.view(torch.int32)), name
 
 
 @stored
@@ -61,11 +74,9 @@ def test_transformers_reads_compressed_tensors(storage, granularity, dequantize,
     export_model(model, tmp_path)
     assert model.config.to_dict() | {"dtype": None} == settings | {"dtype": None}
     assert "hf_quantizer" not in vars(model)
-    options = (
-        {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-        if dequantize
-        else {}
-    )
+    options = {}
+    if dequantize:
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     if granularity == "block" and not dequantize:  # whose weights become bfloat16 at the first pass
         assert_same(model, read_model(tmp_path, torch.bfloat16), outputs=False)
     else:
@@ -86,7 +97,8 @@ def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
         .quantization_config["config_groups"]
         .values()
     )
-    weights, inputs = group["weights"], group["input_activations"]
+    weights = group["weights"]
+    inputs = group["input_activations"]
     assert (weights["dynamic"], inputs["dynamic"]) == (False, True)
     assert all(inputs[key] == weights[key] for key in ("num_bits", "type", "symmetric"))
     if granularity == "block":  # MXFP8, whose weights become bfloat16
@@ -94,17 +106,26 @@ def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
         assert (logits(read_model(tmp_path, torch.bfloat16)) - logits(model)).abs().max() > 2e-3
         return
     assert inputs["strategy"] == "token"
-    reloaded, floats = read_model(tmp_path), logits(model)
+    reloaded = read_model(tmp_path)
+    exact_logits = logits(model)
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
             layer.register_forward_pre_hook(lambda _, x: rounded_by_token(x[0]))
     torch.testing.assert_close(logits(reloaded), logits(model), rtol=1e-5, atol=1e-6)
-    assert (logits(reloaded) - floats).abs().max() > 1e-3
+    assert (logits(reloaded) - exact_logits).abs().max() > 1e-3
 
 
 def rounded_by_token(x: Tensor) -> Tensor:
     scale = x.abs().amax(-1, keepdim=True) / 448
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+@torch.no_grad()
+def with_unlike_scales(model: Any) -> None:
+    """Multiply rows by up to 2^8, so that the squares of a weight have unlike scales."""
+    for i, p in enumerate(model.parameters()):
+        exponents = torch.arange(p.shape[0]).remainder(128 + i % 3).div(16)
+        p.mul_(torch.exp2(exponents).view(-1, *[1] * (p.dim() - 1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,13 +142,7 @@ def test_transformers_reads_what_was_trained_in_squares(vocabulary, dequantize, 
         "vocab_size": vocabulary,
     }
     model = llama(False, **sizes)
-    for i, p in enumerate(model.parameters()):
-        with torch.no_grad():  # scales that differ
-            p.mul_(
-                torch.exp2(torch.arange(p.shape[0]).remainder(128 + i % 3).div(16)).view(
-                    -1, *[1] * (p.dim() - 1)
-                )
-            )
+    with_unlike_scales(model)
     quantize_model(model, {"*": "E4M3"}, "fp8", granularity="square")
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=0.02, moments="8bit")
     for _ in range(2):
@@ -180,27 +195,30 @@ def test_partial_squares_are_written_as_their_layout_has_them():
 
 
 @stored
-def test_torchao_reads_its_own(storage, granularity, tmp_path):
-    for fmt in ("E4M3", "E5M2"):
-        model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
-        tensors, _ = exported_state_dict(model, "torchao")
-        reloaded = llama()
-        reloaded.load_state_dict(
-            tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True
-        )
-        assert_same(model, reloaded)
-        export_model(model, tmp_path / fmt, "torchao")
-        assert_same(model, read_model(tmp_path / fmt))
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2"])
+def test_torchao_reads_its_own(fmt, storage, granularity, tmp_path):
+    model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
+    tensors, _ = exported_state_dict(model, "torchao")
+    reloaded = llama()
+    tied = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    reloaded.load_state_dict(tensors | tied, assign=True)
+    assert_same(model, reloaded)
+    export_model(model, tmp_path / fmt, "torchao")
+    assert_same(model, read_model(tmp_path / fmt))
 
 
-def test_bfloat16_weights_are_exact_too(tmp_path):
+def test_scales_of_bfloat16_weights_are_float32():
     model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
     tensors, _ = exported_state_dict(model)
     assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32
-    for layout in ("compressed-tensors", "torchao"):
-        export_model(model, tmp_path / layout, layout)
-        wanted = quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave")
-        assert_same(wanted, read_model(tmp_path / layout, torch.bfloat16), outputs=False)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+def test_bfloat16_weights_are_exact_too(layout, tmp_path):
+    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
+    export_model(model, tmp_path, layout)
+    wanted = quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave")
+    assert_same(wanted, read_model(tmp_path, torch.bfloat16), outputs=False)
 
 
 def test_granularities_and_layers_are_mixed(tmp_path):
@@ -226,19 +244,35 @@ def test_granularities_and_layers_are_mixed(tmp_path):
     assert_same(model, read_model(tmp_path / "other"))
 
 
-def test_what_is_held_beside_a_weight_stays_behind():
+@pytest.mark.parametrize(
+    ("storage", "spec"),
+    [
+        (
+            "master",
+            LayerSpec("E4M3", activation="E5M2", policy="delayed", rounding="split"),
+        ),
+        ("fp8", LayerSpec("E4M3", activation="E5M2")),
+        ("grid", LayerSpec("E4M3", activation="E5M2")),
+    ],
+    ids=["master", "fp8", "grid"],
+)
+def test_what_belongs_to_training_is_not_exported(storage, spec):
     """Counts, measured scales and manifolds; what somebody has registered in a layer
     goes along.
     """
-    spec = LayerSpec("E4M3", activation="E5M2", policy="delayed", rounding="split")
-    for storage in ("master", "fp8", "grid"):
-        chosen = spec if storage == "master" else LayerSpec("E4M3", activation="E5M2")
-        model = quantize_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), chosen, storage)
-        model[0].register_buffer("mine", torch.ones(1))
-        tensors, _ = exported_state_dict(model)
-        weights = [f"{i}.{name}" for i in range(2) for name in ("bias", "weight", "weight_scale")]
-        assert sorted(tensors) == sorted([*weights, "0.mine"])
-        assert not tensors["0.weight"].requires_grad
+    model = quantize_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), spec, storage)
+    model[0].register_buffer("mine", torch.ones(1))
+    tensors, _ = exported_state_dict(model)
+    assert sorted(tensors) == [
+        "0.bias",
+        "0.mine",
+        "0.weight",
+        "0.weight_scale",
+        "1.bias",
+        "1.weight",
+        "1.weight_scale",
+    ]
+    assert not tensors["0.weight"].requires_grad
 
 
 def test_a_layer_by_itself_and_special_codes():
@@ -256,26 +290,30 @@ def test_a_layer_by_itself_and_special_codes():
     assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
 
 
+#: formats of which a layout has codes
+FORMATS_OF = {
+    "compressed-tensors": ["E4M3"],
+    "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"],
+}
+
+
 @pytest.mark.parametrize("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
-@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
-def test_formats_without_a_dtype_are_refused_by_name(name, layout):
-    allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[
-        layout
-    ]
+@pytest.mark.parametrize("layout", FORMATS_OF)
+def test_formats_with_a_dtype_are_exported_and_others_refused_by_name(layout, name):
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
-    if name in allowed:
-        tensors, _ = exported_state_dict(model, layout)
-        weight = tensors["0.weight"]
-        values = (
-            weight.dequantize()
-            if layout == "torchao"
-            else weight.float() * tensors["0.weight_scale"]
-        )
-        assert torch.equal(values, model[0].weight.dequantize())
+    if name not in FORMATS_OF[layout]:
+        allowed = ", ".join(FORMATS_OF[layout])
+        line = f"layer '0' is in {name}, and layout='{layout}' takes one of {allowed}$"
+        with pytest.raises(ValueError, match=line):
+            exported_state_dict(model, layout)
         return
-    text = f"layer '0' is in {name}, and layout='{layout}' takes one of {', '.join(allowed)}$"
-    with pytest.raises(ValueError, match=text):
-        exported_state_dict(model, layout)
+    tensors, _ = exported_state_dict(model, layout)
+    values = tensors["0.weight"]
+    if layout == "torchao":
+        values = values.dequantize()
+    else:
+        values = values.float() * tensors["0.weight_scale"]
+    assert torch.equal(values, model[0].weight.dequantize())
 
 
 def test_what_no_layout_takes_is_refused(tmp_path):
@@ -291,32 +329,34 @@ def test_what_no_layout_takes_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_block_scales_are_written_as_they_are_kept():
-    layer: Any = quantize_model(
-        nn.Linear(64, 1, bias=False), LayerSpec("E4M3", granularity="block"), "fp8"
-    )
-    for exponent in (-126, 0, 127):
-        layer.weight.set_scale_(2.0**exponent)
-        scales = exported_state_dict(layer)[0]["weight_scale"]
-        assert scales.tolist() == [[exponent + 127] * 2]
-        assert torch.equal(scales, layer.weight.exponents)
+@pytest.mark.parametrize("exponent", [-126, 0, 127])
+def test_block_scales_are_written_as_they_are_kept(exponent):
+    spec = LayerSpec("E4M3", granularity="block")
+    layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "fp8")
+    layer.weight.set_scale_(2.0**exponent)
+    scales = exported_state_dict(layer)[0]["weight_scale"]
+    assert scales.tolist() == [[exponent + 127] * 2]
+    assert torch.equal(scales, layer.weight.exponents)
 
 
-def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float():
+@pytest.mark.parametrize(
+    ("scale", "entry", "dtype"),
+    [
+        (2.0**-126, 1, torch.uint8),
+        (2.0**-127, 2.0**-127, torch.float32),
+        (3.0, 3.0, torch.float32),
+    ],
+)
+def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float(scale, entry, dtype):
     spec = LayerSpec("E4M3", granularity="block", policy="static")
     layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "master")
     layer(torch.ones(1, 64))
     with torch.no_grad():
         layer.weight.zero_()
-    for scale, dtype in (
-        (2.0**-126, torch.uint8),
-        (2.0**-127, torch.float32),
-        (3.0, torch.float32),
-    ):
-        layer.weight_scaler.value.fill_(scale)
-        scales = exported_state_dict(layer)[0]["weight_scale"]
-        assert scales.tolist() == [[1, 1] if dtype is torch.uint8 else [scale, scale]]
-        assert scales.dtype is dtype
+    layer.weight_scaler.value.fill_(scale)
+    scales = exported_state_dict(layer)[0]["weight_scale"]
+    assert scales.tolist() == [[entry, entry]]
+    assert scales.dtype is dtype
 
 
 def checkpointed(model: Any) -> Any:

@@ -21,11 +21,8 @@ import fp8manifold as fm
 from fp8manifold import FP8Parameter, huggingface, quantize_model
 from fp8manifold.nn import _loading, _tensor_files
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # what other libraries announce is their own business
-
-
+#: what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings("ignore")
 MAKERS = {
     "llama": llama,
     "gpt2": gpt2,
@@ -92,13 +89,15 @@ def test_each_tensor_is_encoded_in_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama(True).save_pretrained(tmp_path)
-    before, alive, own = [], [], _loading.Reader.encode
+    values = []
+    alive = []
+    encode = _loading.Reader.encode
 
     def watched(self: Any, model: Any, name: str, value: Tensor) -> Tensor:
         gc.collect()
-        before.append(weakref.ref(value))
-        alive.append(sum(ref() is not None for ref in before))
-        return own(self, model, name, value)
+        values.append(weakref.ref(value))
+        alive.append(sum(ref() is not None for ref in values))
+        return encode(self, model, name, value)
 
     monkeypatch.setattr(_loading.Reader, "encode", watched)
     model = read_quantized(tmp_path, {"*": "E4M3"}, tied="leave")
@@ -280,15 +279,23 @@ def test_logits_and_gradients_are_those_of_the_values(kind: str) -> None:
     assert report.quantized_parameters > 0.95 * report.parameters
     floats: Any = fm.dequantize_model(copy.deepcopy(model))
     assert torch.equal(model(TOKENS).logits, floats(TOKENS).logits)
-    for one in (model, floats):
-        one(TOKENS, labels=TOKENS).loss.backward()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    floats(TOKENS, labels=TOKENS).loss.backward()
     expected = dict(floats.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, expected[name].grad), name
-    for way in ("grouped_mm", "batched_mm"):
-        for one in (model, floats):
-            one.set_experts_implementation(way)
-        assert torch.equal(model(TOKENS).logits, floats(TOKENS).logits), way
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_logits_by_every_implementation_are_those_of_the_values(
+    kind: str, implementation: str
+) -> None:
+    model = quantized(kind)
+    floats: Any = fm.dequantize_model(copy.deepcopy(model))
+    model.set_experts_implementation(implementation)
+    floats.set_experts_implementation(implementation)
+    assert torch.equal(model(TOKENS).logits, floats(TOKENS).logits)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -350,31 +357,37 @@ def test_floats_are_read_into_codes(kind: str, dtype: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
-def test_a_tied_embedding_in_codes_is_saved_and_read(tied: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["codes", "floats"])
+def test_a_tied_embedding_in_codes_is_saved_and_read(
+    folder: str, tied: Any, tmp_path: Path
+) -> None:
+    """From a folder of codes, and from one of floats that are quantised as they are read."""
     model = llama().eval()
-    model.save_pretrained(tmp_path / "floats")
-    quantize_model(model, "E4M3", "fp8", embeddings="E4M3", tied=tied)
-    huggingface.attach(model).save_pretrained(tmp_path / "codes")
-    asked = huggingface.quantization_config("E4M3", embeddings="E4M3", tied=tied)
-    for loaded in (
-        plain(tmp_path / "codes"),
-        plain(tmp_path / "floats", quantization_config=asked),
-    ):
-        assert bits(loaded) == bits(model)
-        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-        head, embedding = (
-            loaded.get_output_embeddings().weight,
-            loaded.get_input_embeddings().weight,
+    options: Any = {}
+    if folder == "floats":
+        model.save_pretrained(tmp_path)
+        options["quantization_config"] = huggingface.quantization_config(
+            "E4M3", embeddings="E4M3", tied=tied
         )
-        assert (head is embedding) == (tied != "untie")
-        assert all(isinstance(weight, FP8Parameter) for weight in (head, embedding))
+    quantize_model(model, "E4M3", "fp8", embeddings="E4M3", tied=tied)
+    if folder == "codes":
+        huggingface.attach(model).save_pretrained(tmp_path)
+    loaded = plain(tmp_path, **options)
+    assert bits(loaded) == bits(model)
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    head = loaded.get_output_embeddings().weight
+    embedding = loaded.get_input_embeddings().weight
+    assert (head is embedding) == (tied != "untie")
+    assert isinstance(head, FP8Parameter)
+    assert isinstance(embedding, FP8Parameter)
 
 
 def test_the_experts_are_exported_as_the_floats_that_they_are(tmp_path: Path) -> None:
     model = quantized("Mixtral")
     fm.export_model(model, tmp_path)
     exported = plain(tmp_path)
-    ours, theirs = (each.model.layers[0].mlp.experts.down_proj for each in (model, exported))
-    assert torch.equal(theirs, ours.dequantize())
+    codes = model.model.layers[0].mlp.experts.down_proj
+    floats = exported.model.layers[0].mlp.experts.down_proj
+    assert torch.equal(floats, codes.dequantize())
     exported.set_experts_implementation("eager")
     assert torch.equal(exported(TOKENS).logits, model(TOKENS).logits)

@@ -24,9 +24,8 @@ import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
 from fp8manifold.nn._saved import spec_as_json
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # what other libraries announce is their own business
+#: what other libraries announce is their own business
+pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.arange(12).view(2, 6)
 DELAYED = LayerSpec(
     "E4M3",
@@ -68,7 +67,18 @@ def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     assert bits(learnt(loaded)) == bits(learnt(model))  # and goes on as it would have
 
 
-def test_each_part_of_a_weight_is_named_whole():
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [
+        ("", 1),
+        ("_scale", 1),
+        ("_counter", 1),
+        ("_traits", 1),
+        ("_scaler.value", 0),
+        ("s", 0),
+    ],
+)
+def test_each_part_of_a_weight_is_named_whole(part, count):
     """transformers before 5.22 takes a name for a weight's that only begins as its name
     does.
     """
@@ -76,19 +86,12 @@ def test_each_part_of_a_weight_is_named_whole():
         llama(), DELAYED, tied="leave", parameters={"*embed_tokens.weight": "E4M3"}
     )
     huggingface.attach(model)
-    patterns = [
-        p for made in model.hf_quantizer.get_weight_conversions() for p in made.source_patterns
-    ]
-    for part, count in (
-        ("", 1),
-        ("_scale", 1),
-        ("_counter", 1),
-        ("_traits", 1),
-        ("_scaler.value", 0),
-        ("s", 0),
-    ):
-        found = [p for p in patterns if re.search(p, f"model.layers.0.mlp.up_proj.weight{part}")]
-        assert len(found) == count, (part, found)
+    patterns = []
+    for conversion in model.hf_quantizer.get_weight_conversions():
+        patterns += conversion.source_patterns
+    name = f"model.layers.0.mlp.up_proj.weight{part}"
+    matching = [pattern for pattern in patterns if re.search(pattern, name)]
+    assert len(matching) == count, matching
 
 
 @pytest.mark.parametrize("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
@@ -119,6 +122,11 @@ def test_a_specification_survives_json(spec):
     assert LayerSpec(**json.loads(json.dumps(spec_as_json(spec)))) == spec
 
 
+def settings_of(layer: QuantizedLinear) -> dict[str, Any]:
+    names = ("_headroom", "_keep_remainder", "_defers", "_seed")
+    return {name: getattr(layer, name) for name in names}
+
+
 @MAKERS
 def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     formats = {"*": "none", "q_proj" if maker is llama else "c_attn": DELAYED}
@@ -135,11 +143,7 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     assert bits(loaded) == bits(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
-            mine, its = (vars(each.get_submodule(name)) for each in (model, loaded))
-            assert all(
-                mine[key] == its[key]
-                for key in ("_headroom", "_keep_remainder", "_defers", "_seed")
-            )
+            assert settings_of(loaded.get_submodule(name)) == settings_of(layer)
     assert bits(learnt(loaded)) == bits(learnt(model))
 
 
@@ -425,7 +429,8 @@ def test_a_folder_without_register_is_refused_by_transformers(tmp_path, monkeypa
 def test_a_given_state_is_saved(tied, by_position, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, tied=tied, embeddings={"*": "E5M2"})
     huggingface.attach(model)
-    expected, best = bits(model), copy.deepcopy(model.state_dict())
+    expected = bits(model)
+    best = copy.deepcopy(model.state_dict())
     learnt(model)
     if by_position:
         model.save_pretrained(tmp_path / "best", True, best)

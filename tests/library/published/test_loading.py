@@ -87,12 +87,11 @@ def test_shards_of_another_dtype(tmp_path: Path) -> None:
     }
     names = sorted(state)
     parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    weight_map = {}
     for file, members in parts.items():
         safetensors.save_file({name: state[name] for name in members}, tmp_path / file)
-    index = {
-        "metadata": {},
-        "weight_map": {name: file for file, members in parts.items() for name in members},
-    }
+        weight_map |= dict.fromkeys(members, file)
+    index = {"metadata": {}, "weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     model = valued_model(tied=False)
     model.load_state_dict(state)
@@ -165,21 +164,35 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
 ]
 
 
+def from_memory(state: dict[str, Tensor], folder: Path) -> Any:
+    return state
+
+
+def one_by_one(state: dict[str, Tensor], folder: Path) -> Any:
+    return Watched(state)
+
+
+def from_folder(state: dict[str, Tensor], folder: Path) -> Any:
+    safetensors.save_file(state, folder / "part.safetensors")
+    return folder
+
+
+SOURCES = pytest.mark.parametrize("source_of", [from_memory, one_by_one, from_folder])
+
+
+@SOURCES
 @pytest.mark.parametrize(("changes", "line"), UNFIT)
 def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(
-    changes: Any, line: str, tmp_path: Path
+    changes: Any, line: str, source_of: Any, tmp_path: Path
 ) -> None:
     changed = state_of(valued_model()) | {"head.weight": None} | changes
     state = {name: x for name, x in changed.items() if x is not None}
-    safetensors.save_file(state, tmp_path / "model.safetensors")
-    sources: list[Any] = [state, Watched(state), tmp_path]
-    for source in sources:
-        model = bare()
-        old_parameters = [(name, id(p)) for name, p in model.named_parameters()]
-        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-            load_quantized(model, source, tied="leave")
-        assert [(name, id(p)) for name, p in model.named_parameters()] == old_parameters
-        assert type(model.one) is nn.Linear
+    model = bare()
+    old_parameters = [(name, id(p)) for name, p in model.named_parameters()]
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        load_quantized(model, source_of(state, tmp_path), tied="leave")
+    assert [(name, id(p)) for name, p in model.named_parameters()] == old_parameters
+    assert type(model.one) is nn.Linear
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
@@ -263,24 +276,39 @@ def in_codes(state: Mapping[str, Tensor], layout: str, end: str) -> dict[str, Te
 
 
 def refusal_line(layout: str, name: str, file: str = "") -> str:
-    dtype, in_file, beside, _ = LAYOUTS[layout]
-    where, kind = (f" of {file!r}", in_file) if file else ("", str(dtype))
-    scales = name.removesuffix("weight") + beside
-    read = f"with the scales {scales!r}, which fm.load_fp8 can read"
-    how = read if beside else f"and {name}_scale is missing"
-    return f"{name}{where} holds codes ({kind}), {how}: {WANTED}"
+    """Return the message about a weight in codes, of a file or in memory."""
+    dtype, dtype_in_file, scale_name, _ = LAYOUTS[layout]
+    of_file = f" of {file!r}" if file else ""
+    kind = dtype_in_file if file else str(dtype)
+    reason = f"and {name}_scale is missing"
+    if scale_name:
+        scales = name.removesuffix("weight") + scale_name
+        reason = f"with the scales {scales!r}, which fm.load_fp8 can read"
+    return f"{name}{of_file} holds codes ({kind}), {reason}: {WANTED}"
 
 
+@pytest.mark.parametrize(
+    ("source_of", "file"),
+    [(from_memory, ""), (from_folder, "part.safetensors")],
+    ids=["memory", "folder"],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_load_quantized(layout: str, tmp_path: Path) -> None:
+def test_load_quantized(layout: str, source_of: Any, file: str, tmp_path: Path) -> None:
     state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
-    safetensors.save_file(state, tmp_path / "part.safetensors")
-    sources: list[tuple[Any, str]] = [(state, ""), (tmp_path, "part.safetensors")]
-    for source, file in [*sources, *([(Watched(state), "")] if layout.startswith("raw") else [])]:
-        model = bare(tied=False)
-        with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME, file))}$"):
-            load_quantized(model, source, "E4M3")
-        assert model.one.weight.is_meta
+    model = bare(tied=False)
+    with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME, file))}$"):
+        load_quantized(model, source_of(state, tmp_path), "E4M3")
+    assert model.one.weight.is_meta
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("raw")])
+def test_load_quantized_of_tensors_that_are_made_when_asked_for(layout: str) -> None:
+    """Of codes without scales."""
+    state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
+    model = bare(tied=False)
+    with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME))}$"):
+        load_quantized(model, Watched(state), "E4M3")
+    assert model.one.weight.is_meta
 
 
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master", "embedded"])

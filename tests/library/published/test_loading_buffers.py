@@ -56,7 +56,8 @@ def test_buffers_are_those_of_the_model_that_was_made_with_values(name: str) -> 
     floats = MODELS[name]()
     with torch.device("meta"):
         empty = MODELS[name]()
-    expected, state = buffers_of(floats), floats.state_dict()
+    expected = buffers_of(floats)
+    state = floats.state_dict()
     model = fm.load_quantized(empty, state, "E4M3", tied="leave")
     buffers = buffers_of(model)
     assert all(torch.equal(buffers[entry], value) for entry, value in expected.items())
@@ -64,8 +65,9 @@ def test_buffers_are_those_of_the_model_that_was_made_with_values(name: str) -> 
     quantised = fm.quantize_model(floats, "E4M3", "fp8", tied="leave")
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
-        both = [each.eval()(tokens).logits for each in (model, quantised)]
-    assert torch.equal(*both)
+        output = model.eval()(tokens).logits
+        expected_output = quantised.eval()(tokens).logits
+    assert torch.equal(output, expected_output)
 
 
 def test_codes_are_read_into_a_model_without_values(tmp_path: Path) -> None:

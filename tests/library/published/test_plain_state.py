@@ -37,27 +37,26 @@ def through_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_path: Path) -> None:
-    model, loaded = (quantized_net(name, granularity=granularity, seed=seed) for seed in (0, 1))
+    model = quantized_net(name, granularity=granularity, seed=0)
+    loaded = quantized_net(name, granularity=granularity, seed=1)
     with torch.no_grad():
         model[0].weight.mul_(0.7)
     original = copy.deepcopy(model)
-    assert (
-        loaded.load_state_dict(through_file(model, tmp_path / "m"), assign=assign).missing_keys
-        == []
-    )
-    for ours, theirs in ((model, loaded), (original, loaded)):
-        assert same_store(ours[0].weight, theirs[0].weight)
-        assert same_store(ours[2].weight, theirs[2].weight)
-    own, others = model[0].weight, loaded[0].weight
-    assert (own.seed, int(own.counter), own.by_operator) == (
-        others.seed,
-        int(others.counter),
-        others.by_operator,
-    )
-    for weight in (own, others):  # the same draws follow
-        with torch.no_grad():
-            weight.add_(normal(4, 64) * 1e-3)
-    assert same_store(own, others)
+    state = through_file(model, tmp_path / "m")
+    assert loaded.load_state_dict(state, assign=assign).missing_keys == []
+    for index in (0, 2):
+        assert same_store(model[index].weight, original[index].weight)
+        assert same_store(loaded[index].weight, original[index].weight)
+    weight = model[0].weight
+    loaded_weight = loaded[0].weight
+    assert loaded_weight.seed == weight.seed
+    assert int(loaded_weight.counter) == int(weight.counter)
+    assert loaded_weight.by_operator == weight.by_operator
+    # The same draws follow.
+    with torch.no_grad():
+        weight.add_(normal(4, 64) * 1e-3)
+        loaded_weight.add_(normal(4, 64) * 1e-3)
+    assert same_store(weight, loaded_weight)
 
 
 def test_every_trait_survives(tmp_path: Path) -> None:
@@ -75,20 +74,22 @@ def test_every_trait_survives(tmp_path: Path) -> None:
 
 def test_the_names_and_what_is_left_as_it_is() -> None:
     model = quantized_net()
-    names = ["weight", "weight_scale", "weight_counter", "weight_traits"]
-    assert set(model.state_dict()) == {
-        "0.bias",
-        *(f"{index}.{name}" for name in names for index in (0, 2)),
-    }
-    assert all(type(x) is Tensor for x in model.state_dict().values())
-    assert model.state_dict()["0.weight"].dtype == torch.uint8
+    state = model.state_dict()
+    parts = ["weight", "weight_scale", "weight_counter", "weight_traits"]
+    names = [*(f"0.{part}" for part in parts), *(f"2.{part}" for part in parts)]
+    assert set(state) == {"0.bias", *names}
+    assert all(type(x) is Tensor for x in state.values())
+    assert state["0.weight"].dtype == torch.uint8
+    assert state["0.weight_scale"].data_ptr() == model[0].weight.scale.data_ptr()
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
-    assert model.state_dict()["0.weight_scale"].data_ptr() == model[0].weight.scale.data_ptr()
-    for storage in ("grid", "master"):
-        keys = (plain := quantized_net(storage=storage)).state_dict().keys()
-        assert (
-            keys == quantize_model(fm.dequantize_model(plain), "E4M3", storage).state_dict().keys()
-        )
+
+
+@pytest.mark.parametrize("storage", ["grid", "master"])
+def test_names_are_those_after_a_way_to_floats_and_back(storage: Any) -> None:
+    model = quantized_net(storage=storage)
+    names = model.state_dict().keys()
+    again = quantize_model(fm.dequantize_model(model), "E4M3", storage)
+    assert names == again.state_dict().keys()
 
 
 @pytest.mark.parametrize("storage", ["grid", "master", "fp8"])

@@ -65,25 +65,27 @@ def bytes_counted(storage, products="decoded"):
     }
 
 
+def gathered_bytes(counts):
+    return {name: count for name, count in counts["wire"].items() if "gather" in name}
+
+
 @pytest.mark.parametrize("products", ["decoded", "fp8"])
 def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
-    codes, floats = (
-        pair.run(bytes_counted, *arguments)[0] for arguments in (("fp8", products), ("float",))
-    )
+    codes = pair.run(bytes_counted, "fp8", products)[0]
+    floats = pair.run(bytes_counted, "float")[0]
     weights = codes["weights"]
+    scales = 4 * (48 + 96) // 2
     assert floats["shards"] == 4 * weights // 2
     assert codes["shards"] == weights // 2
-    assert codes["scales"] == 4 * (48 + 96) // 2
-    ours, theirs = [
-        {k: v for k, v in each["wire"].items() if "gather" in k} for each in (codes, floats)
-    ]
-    assert ours.keys() == theirs.keys()
-    passes = sum(theirs.values()) // (
-        4 * weights // 2
-    )  # one in the forward pass; the root is kept for the other
+    assert codes["scales"] == scales
+    codes_on_wire = gathered_bytes(codes)
+    floats_on_wire = gathered_bytes(floats)
+    assert codes_on_wire.keys() == floats_on_wire.keys()
+    # One in the forward pass; the root is kept for the backward pass.
+    passes = sum(floats_on_wire.values()) // (4 * weights // 2)
     assert passes in (1, 2)
-    assert sum(theirs.values()) == passes * 4 * weights // 2
-    assert sum(ours.values()) == passes * (weights // 2 + 4 * (48 + 96) // 2)
+    assert sum(floats_on_wire.values()) == passes * 4 * weights // 2
+    assert sum(codes_on_wire.values()) == passes * (weights // 2 + scales)
 
 
 def guarded(difference):
@@ -102,17 +104,21 @@ def guarded(difference):
     if difference == "nan" and rank == 1:
         net[0].weight.grad._local_tensor[0, 0] = torch.nan
     old_rows = stored_rows(net)
-    if said := refusal(optimizer.step):
-        return said
+    message = refusal(optimizer.step)
+    if message:
+        return message
     return optimizer.skipped_steps, stored_rows(net) == old_rows
 
 
-def test_ranks_skip_together_and_start_from_one_model(pair):
+def test_ranks_skip_together(pair):
     assert pair.run(guarded, "nan") == [(1, True)] * 2
-    for what in ("seed", "scale"):
-        for said in pair.run(guarded, what):
-            assert "'0.weight'" in said
-            assert "is not the same in every process" in said
+
+
+@pytest.mark.parametrize("difference", ["seed", "scale"])
+def test_ranks_start_from_one_model(pair, difference):
+    for message in pair.run(guarded, difference):
+        assert "'0.weight'" in message
+        assert "is not the same in every process" in message
 
 
 def on_devices():
