@@ -27,7 +27,7 @@ from _record import Cell, add_option, record
 from _timing import Ratio, wall_seconds
 from torch import Tensor
 
-from nanogpt_bench.checkpoint import Contents, commit, read, step_file
+from nanogpt_bench.checkpoint import Contents, commit_checkpoint, read_checkpoint, step_file
 
 #: weights of a layer
 LAYER = 1_000_000
@@ -101,7 +101,7 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
     contents = Contents(1, tensors, facts={"best": True})
     saving = times_in_turn(
         {
-            "commit": lambda: commit(run_folder, contents, keep_last=1),
+            "commit": lambda: commit_checkpoint(run_folder, contents, keep_last=1),
             "torch.save": lambda: torch.save(tensors, torch_file),
             "durable": lambda: durable_save(tensors, torch_file),
         },
@@ -109,7 +109,7 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
     )
     loading = times_in_turn(
         {
-            "read": lambda: read(commit_file),
+            "read": lambda: read_checkpoint(commit_file),
             "torch.load": lambda: torch.load(torch_file, weights_only=True),
         },
         repeats,

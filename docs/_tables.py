@@ -260,7 +260,7 @@ def bytes_table(rows: int = 64, columns: int = 512) -> str:
 
 
 def _bytes_row(call: str, rows: int, columns: int) -> tuple[str, ...]:
-    from nanogpt_bench.setup.memory import bytes_of, plain_tensors
+    from nanogpt_bench.setup.memory import bytes_with_state, plain_tensors
 
     layer = torch.nn.Linear(columns, rows, bias=False)
     if call != FLOAT_ADAMW:
@@ -269,7 +269,7 @@ def _bytes_row(call: str, rows: int, columns: int) -> tuple[str, ...]:
     layer(torch.ones(1, columns)).sum().backward()
     optimizer.step()
     weight = sum(part.untyped_storage().nbytes() for part in plain_tensors(layer.weight))
-    total = bytes_of([layer.weight], optimizer)
+    total = bytes_with_state([layer.weight], optimizer)
     count = rows * columns
     return (
         f"`{call}`",

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from nanogpt_bench.system.errors import (
-    LONGEST_WORD,
+    LONGEST_COMPARED_WORD,
     BenchError,
     DiskError,
     disk_failure,
@@ -106,7 +106,7 @@ def _guarded(words: list[str]) -> int:
         return INTERRUPTED + number
     except UnicodeEncodeError as error:
         # Bytes that are not UTF-8 stand in arguments as halves of surrogate pairs.
-        text = shortened(str(error.object), LONGEST_WORD)
+        text = shortened(str(error.object), LONGEST_COMPARED_WORD)
         say(f"nanogpt-bench: error: {BenchError(f'{text!r} is not UTF-8; give a text that is')}")
         return USAGE_ERROR
     except OSError as error:

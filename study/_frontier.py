@@ -19,7 +19,7 @@ from _study import against_baseline
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.row_styles import RULE_ORDER, THEMES, theme_colours
 from nanogpt_bench.report.svg_figures import svg
-from nanogpt_bench.report.vega_spec import CONFIG, coloured, ink, over, quantity
+from nanogpt_bench.report.vega_spec import CHART_CONFIG, coloured, ink, over, quantity
 
 FOLDER = Path(__file__).parent.parent / "docs" / "_static"
 #: GitHub's dark background, which differs from that of a report's dark theme
@@ -372,7 +372,7 @@ PICTURES: dict[str, Callable[[], Spec]] = {"memory": memory, "frontier": loss}
 
 def themed(name: str) -> dict[Path, Spec]:
     """Return a picture's descriptions by file, one for light and one for dark pages."""
-    spec = {**PICTURES[name](), "config": CONFIG, "padding": 8}
+    spec = {**PICTURES[name](), "config": CHART_CONFIG, "padding": 8}
     backgrounds = {"light": THEMES["light"]["page"], "dark": DARK_PAGE}
     paths = {"light": FOLDER / f"{name}.svg", "dark": FOLDER / f"{name}-dark.svg"}
     specs = {}

@@ -9,7 +9,7 @@ from _markdown import markdown
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.row_styles import styles
-from nanogpt_bench.report.rows import find_reference, references_of
+from nanogpt_bench.report.rows import find_reference, references_by_label
 from nanogpt_bench.report.svg_figures import side_by_side, svg
 
 
@@ -32,7 +32,7 @@ def gap_figure(ladder: Ladder, file: Exported) -> str:
     """Return the chart of those differences, as SVG."""
     results = _results_of(file)
     rows = [result.row for result in results]
-    references = references_of(rows, find_reference(rows, file.baseline)).values()
+    references = references_by_label(rows, find_reference(rows, file.baseline)).values()
     styles_of_rows = styles(rows, *references)
     chart = ladder_chart(ladder, results, styles_of_rows)
     assert chart is not None

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.holm import holm
-from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
+from nanogpt_bench.report.rows import Row, identity, references_by_label, seed_of, setting_of
 from nanogpt_bench.runs.load import Run
 
 #: share of a run's steps within which metrics count as early
@@ -99,7 +99,7 @@ def early_points(
         at: the share of a run's steps within which its last record counts.
         group: what the runs of a group have in common.
     """
-    references = references_of(rows, reference)
+    references = references_by_label(rows, reference)
     points: dict[Hashable, Point] = {}
     for row in rows:
         reference_row = references.get(row.label)

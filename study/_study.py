@@ -48,7 +48,7 @@ from matplotlib.figure import Figure
 
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported, read_export
-from nanogpt_bench.report.rows import Row, find_reference, references_of, row_label
+from nanogpt_bench.report.rows import Row, find_reference, references_by_label, row_label
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.plan import baseline_of
 
@@ -193,7 +193,7 @@ def courses_by_text(file: Exported, name: str) -> dict[str, dict[str, Course]]:
     It is by text and rule.
     """
     reference = find_reference(file.rows, baseline_of(name, file.rows))
-    references = references_of(file.rows, reference)
+    references = references_by_label(file.rows, reference)
     courses: dict[str, dict[str, Course]] = {}
     for text, results in by_text(measure(file.rows, reference)):
         courses[text] = {}
@@ -213,7 +213,7 @@ def _tables_along(file: Exported, name: str) -> str:
 
 def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> str:
     reference = find_reference(file.rows, baseline_of(name, file.rows))
-    references = references_of(file.rows, reference)
+    references = references_by_label(file.rows, reference)
     tables = []
     for text, results in by_text(measure(file.rows, reference)):
         runs, reference_runs = {}, {}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
+from nanogpt_bench.model.gpt import GPT, GPT_SIZES, GPTShape
 from nanogpt_bench.monitors.resources import flops_per_token
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -157,7 +157,7 @@ def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_
     assert training.flops_per_token(model) == flops_per_token(model, config)
     llama = sys.modules["_gpu.llama"]
     with torch.device("meta"):
-        gpt2 = GPT(SIZES["124M"])
+        gpt2 = GPT(GPT_SIZES["124M"])
         for name, count in (
             ("Llama-3.1-8B", 8_030_261_248),
             ("Llama-2-7B", 6_738_415_616),

@@ -72,10 +72,10 @@ def verify(path: Path) -> None:
 
     It takes little memory, whatever the checkpoint's size.
     """
-    read(path, only=())
+    read_checkpoint(path, only=())
 
 
-def read(path: Path, only: Collection[str] | None = None) -> Contents:
+def read_checkpoint(path: Path, only: Collection[str] | None = None) -> Contents:
     """Return the contents of a checkpoint, after checking all of it.
 
     `only` names the parts whose tensors are read.
@@ -147,7 +147,7 @@ def _errors_named(path: Path) -> Iterator[None]:
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {one_line(error)}") from None
 
 
-def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
+def commit_checkpoint(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
     """Write a checkpoint, remove older ones, and return its file.
 
     The file is `run_dir`/checkpoints/step-N.safetensors. It is written under another
@@ -185,9 +185,9 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
             os.mkdir(path.parent)
             _sync_folder(run_dir)
             _sync_folder(run_dir.parent)
-        check_room(path.parent, bytes_of(contents) + len(header), "it")
+        check_room(path.parent, tensor_bytes(contents) + len(header), "it")
         try:
-            _write(path, pieces)
+            _write_checkpoint(path, pieces)
         except BaseException:
             # Removing may fail, too; the next start removes the litter.
             with suppress(OSError):
@@ -205,7 +205,7 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
     return path
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+def _write_checkpoint(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     digest = _write_file(part_file(path), pieces)
     _remove(path)
     _write_file(sum_file(path), [sum_line(digest, path).encode()])
@@ -236,7 +236,7 @@ def _prune(run_dir: Path, step: int, keep_last: int) -> None:
 
 
 #: bytes written at a time
-CHUNK = 1 << 20
+WRITTEN_AT_A_TIME = 1 << 20
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
@@ -250,7 +250,7 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
             digest.update(rest)
             size += len(rest)
             while len(rest):
-                count = os.write(file, rest[:CHUNK])
+                count = os.write(file, rest[:WRITTEN_AT_A_TIME])
                 if count <= 0:
                     raise OSError(f"the system took {count} of {len(rest)} bytes")
                 rest = rest[count:]
@@ -273,10 +273,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 #: bytes for digests and the file system's bookkeeping
-OVERHEAD = 1 << 20
+SPARE_BYTES = 1 << 20
 
 
-def bytes_of(contents: Contents) -> int:
+def tensor_bytes(contents: Contents) -> int:
     """Return the bytes that a checkpoint's tensors take on disk, without its header."""
     size = 0
     for tensors in contents.tensors.values():
@@ -293,8 +293,8 @@ def check_room(folder: Path, needed: int, subject: str) -> None:
     while not existing.is_dir() and existing != existing.parent:
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    if free < needed + OVERHEAD:
+    if free < needed + SPARE_BYTES:
         raise BenchError(
-            f"{subject} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, "
+            f"{subject} needs {(needed + SPARE_BYTES) / 1e6:,.1f} MB below {str(folder)!r}, "
             f"{free / 1e6:,.1f} MB are free; make room or choose another folder"
         )

@@ -90,7 +90,7 @@ def clean(run_dir: Path) -> None:
         file.unlink()
 
 
-def check_layout(run_dir: Path) -> None:
+def refuse_checkpoint_folders(run_dir: Path) -> None:
     """Refuse a run whose checkpoints are folders, as earlier versions wrote them."""
     for name in _file_names(run_dir):
         path = run_dir / CHECKPOINTS / name

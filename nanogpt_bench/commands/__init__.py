@@ -53,7 +53,7 @@ def tokenizer(word: str) -> str:
     return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
 
 
-def names(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Return the names in a text with commas between them.
 
     >>> names("E4M3, E7M0")

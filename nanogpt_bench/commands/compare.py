@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands import add_executor, names, positive
+from nanogpt_bench.commands import add_executor, parse_names, positive
 from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.system.files import locked, new_folder
 
@@ -47,10 +47,10 @@ def add_options(parser: Any) -> None:
         "--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus"
     )
     parser.add_argument(
-        "--formats", type=names, metavar="A,B", help="formats of the quantised rules"
+        "--formats", type=parse_names, metavar="A,B", help="formats of the quantised rules"
     )
     parser.add_argument(
-        "--rules", type=names, metavar="A,B|all", help="update rules, or all of them"
+        "--rules", type=parse_names, metavar="A,B|all", help="update rules, or all of them"
     )
     parser.add_argument(
         "--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run"

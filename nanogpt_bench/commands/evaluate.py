@@ -7,11 +7,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands import above_0, names, one_of, positive
+from nanogpt_bench.commands import above_0, one_of, parse_names, positive
 from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.files import (
     check_place,
-    holds,
+    json_test,
     refuse_to_replace,
     rows_with,
     write_json,
@@ -23,9 +23,9 @@ OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
 ONLY_MODEL = ("input", "windows")
 #: options that can't be used with --model
 NOT_MODEL = ("run", "checkpoint")
-SCALES = ("tensor", "channel", "block", "square")
+GRANULARITIES = ("tensor", "channel", "block", "square")
 #: width of the table in characters, without a terminal
-_WIDTH = 120
+_TABLE_WIDTH = 120
 
 TEXTS = {
     "usage": (
@@ -69,7 +69,7 @@ def add_options(parser: Any) -> None:
     )
     parser.add_argument(
         "--formats",
-        type=names,
+        type=parse_names,
         metavar="A,B",
         help="formats of all weights, one row each; all: all of eight bits",
     )
@@ -93,7 +93,10 @@ def add_options(parser: Any) -> None:
         "--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)"
     )
     report.add_argument(
-        "--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each"
+        "--scales",
+        type=parse_names,
+        metavar="A,B",
+        help="tensor, channel, block, square: rows for each",
     )
     report.add_argument(
         "--embeddings",
@@ -158,29 +161,29 @@ def _check(args: argparse.Namespace) -> None:
     if not args.model and args.run is None:
         raise BenchError("evaluate needs a run, or --model PATH")
     for scale in args.scales or ():
-        if scale not in SCALES:
-            raise unknown("--scales", scale, SCALES)
+        if scale not in GRANULARITIES:
+            raise unknown("--scales", scale, GRANULARITIES)
 
 
 def _losses(run_dir: Path, args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from nanogpt_bench.evaluation.measurement import rows_table
-    from nanogpt_bench.evaluation.weights import FILE_FIELDS, evaluate_run
+    from nanogpt_bench.evaluation.weights import EVALUATION_FIELDS, evaluate_run
 
     if args.out:
         refuse_to_replace(
-            "--out", args.out, holds(rows_with("format", "storage", "val_loss")), "another name"
+            "--out", args.out, json_test(rows_with("format", "storage", "val_loss")), "another name"
         )
     rows = evaluate_run(
         run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save
     )
     console = Console()
-    console.width = console.width if console.is_terminal else _WIDTH
+    console.width = console.width if console.is_terminal else _TABLE_WIDTH
     console.print(rows_table(rows, "gap to as trained"))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, [row.facts(FILE_FIELDS) for row in rows])
+        write_json(args.out, [row.facts(EVALUATION_FIELDS) for row in rows])
     return 0
 
 

@@ -14,12 +14,12 @@ from typing import Any, Final, Literal
 
 from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.commands.run import add_resume, exit_code, trained
-from nanogpt_bench.config.settings import FOLDER, Resolved, build_config, load_config
+from nanogpt_bench.config.settings import CONFIGS_FOLDER, Resolved, build_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, refused
 from nanogpt_bench.system.files import LOCK, check_place, is_unused, locked
 
-Layout = Literal["compressed-tensors", "torchao", "fp8"]
-CONFIG = FOLDER / "finetune.yaml"
+SaveLayout = Literal["compressed-tensors", "torchao", "fp8"]
+FINETUNE_CONFIG = CONFIGS_FOLDER / "finetune.yaml"
 FLOAT: Final = "float"
 #: the layout of a published model that was trained in the codes of its files
 PUBLISHED: Final = "its own"
@@ -90,10 +90,10 @@ def main(args: argparse.Namespace) -> int:
         # not at the top: it imports torch, which takes seconds
         from nanogpt_bench.setup.resolve import resolve
 
-        layout = check_save(resolve(load_config(CONFIG, overrides)), args.save, layout)
+        layout = check_save(resolve(load_config(FINETUNE_CONFIG, overrides)), args.save, layout)
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     with nullcontext() if args.save is None else locked(args.save, "--save"):
-        summary, run_dir = trained(str(CONFIG), args.name, overrides, **options)
+        summary, run_dir = trained(str(FINETUNE_CONFIG), args.name, overrides, **options)
         print(memory_line(summary))
         if args.save is not None and exit_code(summary) == 0:
             with _naming_weights(run_dir, args.save):
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     return exit_code(summary)
 
 
-def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
+def check_save(config: Resolved, out: Path, layout: SaveLayout | Literal["float"] | None) -> str:
     """Return the layout that `--save` will write, or refuse it, before the training.
 
     No weight is read.
@@ -122,7 +122,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
             f"--layout out"
         )
     if layout is not None and layout != FLOAT:
-        check_layout(config, layout)
+        check_save_layout(config, layout)
     if trains_codes and layout is None:
         check_room(out, files.stored_bytes, "--save")
         return PUBLISHED
@@ -181,7 +181,7 @@ def memory_line(summary: dict[str, Any]) -> str:
     return f"memory: {', '.join(parts)}; float32 AdamW by arithmetic: {adamw_bytes / _MIB:,.1f} MiB"
 
 
-def check_layout(config: Resolved, layout: Layout) -> None:
+def check_save_layout(config: Resolved, layout: SaveLayout) -> None:
     """Refuse a layout that can't store the model, before the training.
 
     No weight is read.
@@ -207,7 +207,7 @@ def check_layout(config: Resolved, layout: Layout) -> None:
 
 
 def save_model(
-    run_dir: Path, out: Path, layout: Layout | Literal["float", "its own"] = "float"
+    run_dir: Path, out: Path, layout: SaveLayout | Literal["float", "its own"] = "float"
 ) -> None:
     """Write the newest weights of a fine-tuning, and the tokenizer.
 
@@ -219,7 +219,7 @@ def save_model(
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
     from nanogpt_bench.loop.trainer import trained_model
-    from nanogpt_bench.model.causal import find_model, reading, without_codes
+    from nanogpt_bench.model.causal import find_model, quiet_transformers, without_codes
     from nanogpt_bench.model.weights import fill
     from nanogpt_bench.runs.trained import choose, load
     from nanogpt_bench.setup.resolve import resolve
@@ -232,8 +232,8 @@ def save_model(
         model: Any = trained_model(config, open_corpus(config), device)
     source = f"checkpoint {str(checkpoint.path)!r}"
     fill(model, checkpoint.tensors, checkpoint.metadata, source)
-    # `reading` yields transformers, silenced.
-    with reading(name) as transformers, _writing_errors(out):
+    # `quiet_transformers` yields transformers, silenced.
+    with quiet_transformers(name) as transformers, _writing_errors(out):
         if layout == PUBLISHED:
             fm.save_fp8(model, out)
             return

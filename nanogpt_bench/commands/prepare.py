@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands import braced, names, one_of, positive, tokenizer
+from nanogpt_bench.commands import braced, one_of, parse_names, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import check_place
@@ -29,7 +29,7 @@ NEEDS = {
         "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled",
     },
 }
-SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
+TEXT_SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
 PREPARED = ("text", "labels")
 
 TEXTS = {
@@ -52,8 +52,8 @@ TEXTS = {
 def add_options(parser: Any) -> None:
     parser.add_argument(
         "source",
-        type=one_of(SOURCES),
-        metavar=braced(SOURCES),
+        type=one_of(TEXT_SOURCES),
+        metavar=braced(TEXT_SOURCES),
         help="stdlib: the help topics and docstrings of the Python standard library; packages: "
         "documentation and comments in fixed versions of packages of PyPI and Debian; eurlex: "
         "English EU legislation; hub: any text data set of the Hugging Face hub; text: any "
@@ -80,7 +80,10 @@ def add_options(parser: Any) -> None:
         "--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)"
     )
     parser.add_argument(
-        "--packages", type=names, metavar="A,B", help="only these packages (packages; default: all)"
+        "--packages",
+        type=parse_names,
+        metavar="A,B",
+        help="only these packages (packages; default: all)",
     )
     parser.add_argument(
         "--data-dir",

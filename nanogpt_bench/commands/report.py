@@ -36,9 +36,9 @@ def add_options(parser: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the report and print the page's path."""
-    from nanogpt_bench.report import check_folder, report
+    from nanogpt_bench.report import check_report_folder, report
     from nanogpt_bench.system.errors import say
 
-    check_folder(args.out)
+    check_report_folder(args.out)
     print(report(args.runs, out=args.out, baseline=args.baseline, say=say))
     return 0

@@ -7,10 +7,10 @@ from typing import Any
 
 from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.system.errors import BenchError, counted
-from nanogpt_bench.system.files import holds, refuse_to_replace, write_text
+from nanogpt_bench.system.files import json_test, refuse_to_replace, write_text
 
-WORDS = ("export", "show")
-TABLES = ("markdown", "csv")
+ACTIONS = ("export", "show")
+TABLE_FORMATS = ("markdown", "csv")
 #: options, and the word with which they can be used
 GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 
@@ -35,7 +35,7 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="what to do")
+    parser.add_argument("word", type=one_of(ACTIONS), metavar=braced(ACTIONS), help="what to do")
     parser.add_argument(
         "path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder; show: a file"
     )
@@ -45,8 +45,8 @@ def add_options(parser: Any) -> None:
     )
     parser.add_argument(
         "--table",
-        type=one_of(TABLES),
-        metavar=braced(TABLES),
+        type=one_of(TABLE_FORMATS),
+        metavar=braced(TABLE_FORMATS),
         help="show: only the table, in this form",
     )
 
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
                 message += "; show prints, and report FILE.json --out DIR draws"
             raise BenchError(message)
     if args.word == "show":
-        return _show(args.path, args.reference, args.table)
+        return _print_results(args.path, args.reference, args.table)
     if args.out is None:
         raise BenchError("--out is missing: results export SWEEP --out FILE.json")
     return _export(args.path, args.out)
@@ -76,7 +76,7 @@ def _export(folder: Path, out: Path) -> int:
 
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
-    refuse_to_replace("--out", out, holds(is_of_kind), "another name")
+    refuse_to_replace("--out", out, json_test(is_of_kind), "another name")
     content = export(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, to_json(content))
@@ -89,7 +89,7 @@ def _export(folder: Path, out: Path) -> int:
     return 0
 
 
-def _show(path: Path, reference: str | None, table: str | None) -> int:
+def _print_results(path: Path, reference: str | None, table: str | None) -> int:
     """Print the table, measured against `reference` or else the file's.
 
     Without `table` also that of the tuning.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from nanogpt_bench.config.endings import RunStatus, StopKind
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import defaults_yaml, find_config, load_config, shipped_configs
 from nanogpt_bench.system.errors import BenchError, counted, printable, say
@@ -184,9 +185,9 @@ def _check_torchrun(parallel: str | None) -> None:
 
 def exit_code(summary: dict[str, Any]) -> int:
     """Return the exit code of `run` after a training with this summary."""
-    if _stop_kind(summary) == "signal":
+    if _stop_kind(summary) == StopKind.SIGNAL:
         return RESUMABLE
-    is_lost = summary["status"] == "failed" or _stop_kind(summary) == "disk"
+    is_lost = summary["status"] == RunStatus.FAILED or _stop_kind(summary) == StopKind.DISK
     return 1 if is_lost else 0
 
 
@@ -266,9 +267,9 @@ def _line(progress: Progress) -> str:
 
 
 def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
-    if summary["status"] == "failed":
+    if summary["status"] == RunStatus.FAILED:
         return f"failed: {summary['failure']['message']}; see {run_dir}"
-    if _stop_kind(summary) == "disk":
+    if _stop_kind(summary) == StopKind.DISK:
         return (
             f"stopped: {summary['stop']['message']}; make room, and --resume goes on; see {run_dir}"
         )

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_bench.commands import at_least_0, names, natural, positive
+from nanogpt_bench.commands import at_least_0, natural, parse_names, positive
 from nanogpt_bench.system.errors import BenchError, counted, printable, refusals
-from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
+from nanogpt_bench.system.files import json_test, refuse_to_replace, rows_with, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
     parser.add_argument(
         *("--formats", "--format"),
-        type=names,
+        type=parse_names,
         metavar="A,B",
         help="formats of all weights, a text each; none: floats",
     )
@@ -230,19 +230,19 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.out:
         refuse_to_replace(
-            "--out", args.out, holds(rows_with("draw", "text", "format")), "another name"
+            "--out", args.out, json_test(rows_with("draw", "text", "format")), "another name"
         )
     samples = sample_run(
         run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides
     )
-    _show(samples, draw.prompt)
+    _print_samples(samples, draw.prompt)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.out, [{**asdict(sample), "draw": asdict(draw)} for sample in samples])
     return 0
 
 
-def _show(rows: Sequence[Sample], prompt: str) -> None:
+def _print_samples(rows: Sequence[Sample], prompt: str) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

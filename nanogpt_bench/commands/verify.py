@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.settings import read_yaml
-from nanogpt_bench.runs.read import CUT_OFF, not_as_written, records
+from nanogpt_bench.config.endings import RunStatus
+from nanogpt_bench.config.settings import read_settings_file
+from nanogpt_bench.runs.read import ALERTS_FILE, CUT_OFF, METRICS_FILE, not_as_written, records
 from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, say
 from nanogpt_bench.system.untrusted import read_json
-
-METRICS, ALERTS = "metrics.jsonl", "alerts.jsonl"
 
 
 @dataclass
@@ -85,14 +84,14 @@ def check_run(path: Path) -> Report:
 
     report = Report()
     try:
-        read_yaml(path / "config.yaml")
+        read_settings_file(path / "config.yaml")
     except BenchError as error:
         report.problems.append(one_line(error))
     report.notes.extend(history_lines(_mapping(path / "environment.json", report)))
     summary = _mapping(path / "summary.json", report, reason="the run has not ended")
-    ended = summary.get("status") == "finished"
-    _check_metrics(path / METRICS, ended, report)
-    _check_alerts(path / ALERTS, ended, report)
+    ended = summary.get("status") == RunStatus.FINISHED
+    _check_metrics(path / METRICS_FILE, ended, report)
+    _check_alerts(path / ALERTS_FILE, ended, report)
     _check_checkpoints(path, report)
     for name, error_text in not_as_written(path, ended=(path / "summary.json").exists()):
         # A file is named once.
@@ -147,7 +146,9 @@ def _check_alerts(path: Path, ended: bool, report: Report) -> None:
         last_alert = step
     last_step = report.last_step or 0
     if last_alert > last_step:
-        line = f"{path.name} ends with step {last_alert}, {METRICS} with step {report.last_step}"
+        line = (
+            f"{path.name} ends with step {last_alert}, {METRICS_FILE} with step {report.last_step}"
+        )
         is_interruption = not ended and last_alert <= last_step + 1
         lines = report.notes if is_interruption else report.problems
         lines.append(line)
@@ -171,7 +172,7 @@ def _check_checkpoints(path: Path, report: Report) -> None:
     from nanogpt_bench.checkpoint.format import (
         CHECKPOINTS,
         BrokenCheckpoint,
-        check_layout,
+        refuse_checkpoint_folders,
         step_file,
         steps,
         stray,
@@ -187,10 +188,10 @@ def _check_checkpoints(path: Path, report: Report) -> None:
         report.whole.append(step)
         if step > (report.last_step or 0):
             report.problems.append(
-                f"checkpoint {str(file)!r}: {METRICS} ends with step {report.last_step}"
+                f"checkpoint {str(file)!r}: {METRICS_FILE} ends with step {report.last_step}"
             )
     try:
-        check_layout(path)
+        refuse_checkpoint_folders(path)
     except BenchError as error:
         report.problems.append(str(error))
     if not (path / CHECKPOINTS).is_dir():

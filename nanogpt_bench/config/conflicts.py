@@ -1,6 +1,6 @@
 """Settings that exclude each other, as tables.
 
-A function of `TABLES` yields a `Conflict` for each setting that may be excluded: the
+A function of `CONFLICT_TABLES` yields a `Conflict` for each setting that may be excluded: the
 setting, whether it is refused beside the others, and why. No setting is dropped
 silently: the error names the flag that makes the settings agree.
 """
@@ -8,6 +8,7 @@ silently: the error names the flag that makes the settings agree.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nanogpt_bench.config.endings import FailureClass
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.metrics import TREND
 from nanogpt_bench.config.rules import (
@@ -112,7 +113,7 @@ def refuse_as_given(config: Config) -> None:
 
 def refuse_conflicts(config: Config) -> None:
     """Refuse settings that exclude others or do nothing, once all are filled in."""
-    for table in TABLES:
+    for table in CONFLICT_TABLES:
         for conflict in table(config):
             _refuse(config, conflict)
 
@@ -290,7 +291,7 @@ def _watching(config: Config) -> Iterator[Conflict]:
     watched = config.monitor.watch
     is_followed = TREND in watched
     missing = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
-    for reason in ("divergence", "plateau"):
+    for reason in (FailureClass.DIVERGENCE.value, FailureClass.PLATEAU.value):
         if reason in config.train.stop_on and not is_followed:
             # Not a `Conflict`: the message names one word of the list, not the list.
             raise BenchError(f"train.stop_on: {reason!r} {missing}")
@@ -424,7 +425,7 @@ def _alternatives(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-TABLES = (
+CONFLICT_TABLES = (
     _storage_facts,
     _options,
     _storage,

@@ -1,7 +1,7 @@
 """Declaring a configuration field: default, help, allowed values, facts.
 
-`setting` declares a field of a `Section`. Its facts, see `FACTS`, are what other
-modules ask about it. `Section` reads every value before pydantic checks it: strings of
+`setting` declares a field of a `SettingsSection`. Its facts, see `FIELD_FACTS`, are what other
+modules ask about it. `SettingsSection` reads every value before pydantic checks it: strings of
 a YAML file or a command line become numbers, and a choice gets its canonical spelling.
 """
 
@@ -18,7 +18,7 @@ from nanogpt_bench.system.errors import BenchError, not_known
 
 #: the facts of a field, with their values where neither the field nor its section gives
 #: one
-FACTS: dict[str, Any] = {
+FIELD_FACTS: dict[str, Any] = {
     #: a run resumed with another value gets other numbers
     "changes_numbers": True,
     #: belongs to a run's rule: the reference of a sweep, which has its own rule, does
@@ -50,7 +50,7 @@ LARGEST_INTEGER = 2**64 - 1
 NULLS = ("null", "Null", "NULL", "~")
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """Settings with their types and bounds, checked when a section is made.
 
     A string for a field of another type is read as YAML, so that 1e-3 is a number. A
@@ -64,8 +64,8 @@ class Section(BaseModel):
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject what pydantic accepts silently or reports badly; return the value."""
         field = cls.model_fields[str(info.field_name)]
-        kind, facts = kind_of(field), facts_of(field)
-        if issubclass(kind, Section):
+        kind, facts = kind_of(field), field_facts(field)
+        if issubclass(kind, SettingsSection):
             return value
         check_names(value)
         _check_filled(value)
@@ -100,7 +100,7 @@ def is_optional(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
-def facts_of(field: FieldInfo) -> dict[str, Any]:
+def field_facts(field: FieldInfo) -> dict[str, Any]:
     """Return the facts that `setting` or `section` gave a field."""
     assert isinstance(field.json_schema_extra, dict)
     return field.json_schema_extra
@@ -147,7 +147,7 @@ def parse_text(text: str) -> Any:
     """Return the value of a text read as YAML, or the text itself if it is none."""
     try:
         return untrusted.parse_yaml(text)
-    except untrusted.GivenTwice as error:
+    except untrusted.DuplicateName as error:
         raise BenchError(f"{text!r}: {error}") from None
     except ValueError:
         return text
@@ -196,7 +196,7 @@ def setting(
         below: exclusive upper bound.
         choices: the allowed words.
         instead: another way to get what a value out of bounds asks for.
-        facts: those of `FACTS` that have another value.
+        facts: those of `FIELD_FACTS` that have another value.
     """
     limits: dict[str, Any] = {"ge": minimum, "le": maximum, "gt": above, "lt": below}
     extra: dict[str, Any] = {"choices": choices, "instead": instead, **facts}
@@ -207,6 +207,6 @@ def setting(
     return Field(description=text, json_schema_extra=extra, **limits)
 
 
-def section(kind: type[Section], text: str, **facts: Any) -> Any:
-    """Declare a section, its one line of help, and `FACTS` of its fields."""
+def section(kind: type[SettingsSection], text: str, **facts: Any) -> Any:
+    """Declare a section, its one line of help, and `FIELD_FACTS` of its fields."""
     return Field(default_factory=kind, description=text, json_schema_extra=facts)

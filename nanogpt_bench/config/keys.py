@@ -12,7 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nanogpt_bench.config.field import FACTS, Section, facts_of, is_optional, kind_of
+from nanogpt_bench.config.field import (
+    FIELD_FACTS,
+    SettingsSection,
+    field_facts,
+    is_optional,
+    kind_of,
+)
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError
 
@@ -32,7 +38,7 @@ class Setting:
     help: str
     #: its bounds, as pydantic has them: objects with one of ge, gt, le, lt
     bounds: tuple[Any, ...]
-    #: choices, and `config.field.FACTS`
+    #: choices, and `config.field.FIELD_FACTS`
     facts: Mapping[str, Any]
 
     @property
@@ -52,15 +58,15 @@ class Setting:
         return kind + bounds_in_words(self.bounds) + null
 
 
-def settings_of(
-    section: type[Section], prefix: str = "", inherited: Mapping[str, Any] = FACTS
+def section_settings(
+    section: type[SettingsSection], prefix: str = "", inherited: Mapping[str, Any] = FIELD_FACTS
 ) -> Iterator[Setting]:
     """Yield the settings of a section and its subsections, as they are declared."""
     for name, field in section.model_fields.items():
         key, kind = prefix + name, kind_of(field)
-        facts = {**inherited, **facts_of(field)}
-        if issubclass(kind, Section):
-            yield from settings_of(kind, f"{key}.", facts)
+        facts = {**inherited, **field_facts(field)}
+        if issubclass(kind, SettingsSection):
+            yield from section_settings(kind, f"{key}.", facts)
             continue
         yield Setting(
             key=key,
@@ -73,7 +79,7 @@ def settings_of(
         )
 
 
-FIELDS = {setting.key: setting for setting in settings_of(Config)}
+FIELDS = {setting.key: setting for setting in section_settings(Config)}
 MAPPINGS = tuple(key for key, setting in FIELDS.items() if setting.kind is dict)
 SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from nanogpt_bench.config.field import Section, setting
+from nanogpt_bench.config.field import SettingsSection, setting
 
 #: what is measured: a layer's operands, forward and backward, and the residual stream
 #: behind each block
@@ -87,7 +87,7 @@ WATCHED = (*MONITORS, TREND)
 FLOOR_FORMATS = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
 
 
-class MonitorConfig(Section):
+class MonitorConfig(SettingsSection):
     """Settings of the monitors."""
 
     watch: list[str] = setting(

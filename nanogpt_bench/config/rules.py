@@ -14,7 +14,7 @@ from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
-class Package(NamedTuple):
+class ExtraPackage(NamedTuple):
     """A package beyond the bench's own: its module, and the extra that brings it."""
 
     module: str
@@ -58,7 +58,7 @@ class Rule:
     #: learning rate of the parameters that stay float, where its unit is not that of lr
     float_lr: float | None = None
     #: a package beyond the bench's own that the rule needs
-    needs: Package | None = None
+    needs: ExtraPackage | None = None
     #: one line for --help and the report
     help: str = ""
 
@@ -89,7 +89,7 @@ def _muon(writeback: str, text: str) -> Rule:
     )
 
 
-def _stiffness(text: str, k: float, stiffness_end: float | None = None) -> Rule:
+def _stiffness_rule(text: str, k: float, stiffness_end: float | None = None) -> Rule:
     """Return a rule of StiffnessAdamW without a master copy."""
     return _one_byte(
         "stiffness_adamw",
@@ -101,7 +101,7 @@ def _stiffness(text: str, k: float, stiffness_end: float | None = None) -> Rule:
     )
 
 
-_TORCHAO: dict[str, Any] = {"needs": Package("torchao", "torchao")}
+_TORCHAO: dict[str, Any] = {"needs": ExtraPackage("torchao", "torchao")}
 RULES: dict[str, Rule] = {
     "fp32": _on_floats("AdamW, everything in float32", precision="float32"),
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
@@ -179,10 +179,10 @@ RULES: dict[str, Rule] = {
         "residual8",
         "muon-stochastic, but what rounding loses kept in 8 bits per weight: three bytes",
     ),
-    "stiffness-k0": _stiffness("= 0 (AdamW)", 0.0),
-    "stiffness-k0.5": _stiffness("= 1/2", 0.5),
-    "stiffness": _stiffness("= 1", 1.0),
-    "stiffness-anneal": _stiffness("from 1 to 0", 1.0, stiffness_end=0.0),
+    "stiffness-k0": _stiffness_rule("= 0 (AdamW)", 0.0),
+    "stiffness-k0.5": _stiffness_rule("= 1/2", 0.5),
+    "stiffness": _stiffness_rule("= 1", 1.0),
+    "stiffness-anneal": _stiffness_rule("from 1 to 0", 1.0, stiffness_end=0.0),
     "stiffness-unrounded": Rule(
         "continuous",
         "stiffness_adamw",
@@ -230,7 +230,7 @@ RULES: dict[str, Rule] = {
         "stochastic",
         "natural gradient (KFAC) damped in the stiffness metric, stochastic rounding",
         stiffness=1.0,
-        needs=Package("nngeometry", "fisher"),
+        needs=ExtraPackage("nngeometry", "fisher"),
     ),
 }
 
@@ -333,7 +333,7 @@ def available_rules() -> list[str]:
     return [name for name, entry in RULES.items() if _is_installed(entry.needs)]
 
 
-def _is_installed(package: Package | None) -> bool:
+def _is_installed(package: ExtraPackage | None) -> bool:
     return package is None or find_spec(package.module) is not None
 
 

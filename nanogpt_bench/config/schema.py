@@ -7,7 +7,7 @@ metadata says what values it takes.
 
 from typing import Any
 
-from nanogpt_bench.config.field import Section, section, setting
+from nanogpt_bench.config.field import SettingsSection, section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
 
 #: optimizers of other packages, for float weights or for those packages' own weights
@@ -67,7 +67,7 @@ COURSES = ("linear", "cosine", "step")
 DEFAULT_DATA_DIR = "data/stdlib"
 
 
-class DataConfig(Section):
+class DataConfig(SettingsSection):
     """Settings of the text."""
 
     dir: str = setting(
@@ -85,7 +85,7 @@ class DataConfig(Section):
     )
 
 
-class ModelConfig(Section):
+class ModelConfig(SettingsSection):
     """Settings of the model and of the formats of its layers."""
 
     size: str | None = setting(
@@ -225,7 +225,7 @@ class ModelConfig(Section):
     )
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(SettingsSection):
     """Settings of the optimizer and its schedules."""
 
     name: str | None = setting(
@@ -368,7 +368,7 @@ class OptimizerConfig(Section):
     )
 
 
-class TrainConfig(Section):
+class TrainConfig(SettingsSection):
     """Settings of the training's length and shape."""
 
     max_steps: int = setting(
@@ -425,7 +425,7 @@ class TrainConfig(Section):
     )
 
 
-class EvalConfig(Section):
+class EvalConfig(SettingsSection):
     """Settings of the validation."""
 
     interval: int = setting(250, "steps between validations", minimum=1)
@@ -438,7 +438,7 @@ class EvalConfig(Section):
     )
 
 
-class RuntimeConfig(Section):
+class RuntimeConfig(SettingsSection):
     """Settings of the machine."""
 
     device: str = setting("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
@@ -452,14 +452,14 @@ class RuntimeConfig(Section):
     )
 
 
-class ShadowConfig(Section):
+class ShadowConfig(SettingsSection):
     """Settings of the float32 model with which gradients are compared."""
 
     enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
     interval: int = setting(100, "steps between two comparisons", minimum=1)
 
 
-class AlertsConfig(Section):
+class AlertsConfig(SettingsSection):
     """Settings of the alerts."""
 
     enabled: bool = setting(
@@ -475,7 +475,7 @@ class AlertsConfig(Section):
     )
 
 
-class TrackingConfig(Section):
+class TrackingConfig(SettingsSection):
     """Settings of trackers beside metrics.jsonl."""
 
     wandb: str = setting(
@@ -493,7 +493,7 @@ class TrackingConfig(Section):
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(SettingsSection):
     """Settings of the checkpoints."""
 
     every: int | None = setting(
@@ -515,7 +515,7 @@ class CheckpointConfig(Section):
     )
 
 
-class Config(Section):
+class Config(SettingsSection):
     """One training run.
 
     `nanogpt_bench.setup.resolve.resolve` fills in the keys that are null.

@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from nanogpt_bench.config.conflicts import refuse_new_meanings
-from nanogpt_bench.config.field import NULLS, Section, kind_of, parse_text
+from nanogpt_bench.config.field import NULLS, SettingsSection, kind_of, parse_text
 from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above, refusal
 from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, optimizer_of
@@ -31,7 +31,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
     """
-    file = read_yaml(path) if path else {}
+    file = read_settings_file(path) if path else {}
     merged = parse_overrides(overrides, file)
     config = build_config(merged)
     if overrides:
@@ -39,7 +39,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> dict[str, Any]:
     """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
     loaded = content_of(path, "config")
     if loaded is None:
@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         )
     try:
         return once(flatten(loaded))
-    except GivenTwice as error:
+    except DuplicateSetting as error:
         raise error.in_file(path) from None
 
 
@@ -68,7 +68,7 @@ def content_of(path: Path, kind: str) -> Any:
             ) from None
 
 
-class GivenTwice(BenchError):
+class DuplicateSetting(BenchError):
     """The error of a setting given twice, for example dotted and nested."""
 
     def __init__(self, key: str) -> None:
@@ -90,7 +90,7 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
-            raise GivenTwice(key)
+            raise DuplicateSetting(key)
         mapping[key] = value
     return mapping
 
@@ -341,11 +341,11 @@ def defaults_yaml() -> str:
     return "\n".join(_commented(Config, ""))
 
 
-def _commented(section: type[Section], prefix: str) -> Iterator[str]:
+def _commented(section: type[SettingsSection], prefix: str) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, field in section.model_fields.items():
         key, kind = prefix + name, kind_of(field)
-        if issubclass(kind, Section):
+        if issubclass(kind, SettingsSection):
             yield ""
             yield f"# {field.description}"
             yield f"{name}:"
@@ -366,7 +366,7 @@ def _commented(section: type[Section], prefix: str) -> Iterator[str]:
         yield f"{indent}{name}: {value}"
 
 
-FOLDER = Path(__file__).parent.parent / "configs"
+CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
 
 
 def shipped_configs() -> list[str]:
@@ -375,7 +375,7 @@ def shipped_configs() -> list[str]:
     >>> "e4m3.yaml" in shipped_configs()
     True
     """
-    return sorted(path.name for path in FOLDER.glob("*.yaml"))
+    return sorted(path.name for path in CONFIGS_FOLDER.glob("*.yaml"))
 
 
 def find_config(name: str) -> Path:
@@ -386,7 +386,7 @@ def find_config(name: str) -> Path:
     >>> find_config("configs/e4m3.yaml").name
     'e4m3.yaml'
     """
-    return find_shipped(name, FOLDER, "config")
+    return find_shipped(name, CONFIGS_FOLDER, "config")
 
 
 def find_shipped(name: str, folder: Path, kind: str) -> Path:

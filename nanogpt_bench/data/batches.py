@@ -188,7 +188,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         if not 1 <= vocab_size <= 2**31:
             raise ValueError(f"vocab_size {vocab_size}; 1 to {2**31} are allowed")
         for split in SPLITS:
-            _check_counts(meta["splits"][split], split)
+            _check_split_facts(meta["splits"][split], split)
     except BenchError as error:
         raise BenchError(f"{str(path)!r}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -203,7 +203,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _check_counts(facts: Mapping[str, Any], split: str) -> None:
+def _check_split_facts(facts: Mapping[str, Any], split: str) -> None:
     """Raise ValueError, KeyError or TypeError for what meta.json lacks of a split."""
     counts = {name: int(facts[name]) for name in ("tokens", "bytes")}
     if "sha256" not in facts:

@@ -3,7 +3,7 @@
     hub or local copy -> streams of rows -> `Texts`, documents of a column -> a corpus
 
 Rows are streamed, so that no data set has to fit the memory. Whatever the hub, its
-client or a file's reader raises becomes one line (`reading`).
+client or a file's reader raises becomes one line (`data_set_errors`).
 """
 
 import sys
@@ -15,11 +15,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanogpt_bench.data.text import VAL_EVERY
+from nanogpt_bench.data.text import VAL_DOCUMENT_INTERVAL
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import (
     LabelledText,
-    check_folder,
+    check_corpus_folder,
     check_replaced,
     split_limits,
     write_corpus,
@@ -39,7 +39,7 @@ Stream = Iterable[Mapping[str, Any]]
 LOOKUP_SECONDS = 8.0
 
 
-def reading(source: str) -> AbstractContextManager[None]:
+def data_set_errors(source: str) -> AbstractContextManager[None]:
     """Turn any error of reading a data set into one line that begins with `source`."""
     return refusals(f"{source} can't be read", *read_errors())
 
@@ -67,7 +67,7 @@ class Texts:
     source: str
 
     def __iter__(self) -> Iterator[str]:
-        with reading(self.source):
+        with data_set_errors(self.source):
             for row in self.stream:
                 text = self._text(row)
                 if text:
@@ -132,7 +132,7 @@ class EveryTenth:
 
     def __iter__(self) -> Iterator[str]:
         for index, text in enumerate(self.documents):
-            is_tenth = index % VAL_EVERY == VAL_EVERY - 1
+            is_tenth = index % VAL_DOCUMENT_INTERVAL == VAL_DOCUMENT_INTERVAL - 1
             if is_tenth == self.validation:
                 yield text
 
@@ -214,7 +214,7 @@ def local_copy(folder: Path, config: str | None) -> DataSet:
         raise BenchError(f"--data-dir {str(folder)!r} is not a folder")
     inner = folder / config if config and (folder / config).is_dir() else folder
     quiet()
-    with reading(f"--data-dir {str(inner)!r}"):
+    with data_set_errors(f"--data-dir {str(inner)!r}"):
         builder = datasets.load_dataset_builder(str(inner))
         digests = {}
         for split in ("train", *VAL_NAMES):
@@ -326,7 +326,7 @@ def prepare_hub(
         raise BenchError(
             "this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'"
         )
-    check_folder(out)
+    check_corpus_folder(out)
     limits = split_limits(limit)
     check_tokenizer(tokenizer)
     data_set = _open_data_set(dataset, config, revision, data_dir)
@@ -356,6 +356,6 @@ def _open_data_set(
 
     commit = find_commit(dataset, revision)
     quiet()
-    with reading(f"data set {dataset!r}"):
+    with data_set_errors(f"data set {dataset!r}"):
         streams = dict(datasets.load_dataset(dataset, config, streaming=True, revision=commit))
     return DataSet(streams, {"kind": "hub", "revision": commit})

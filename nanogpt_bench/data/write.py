@@ -37,7 +37,7 @@ MIN_TOKENS = 65
 #: training tokens per validation token in a limited corpus
 VAL_SHARE = 10
 #: characters encoded at a time
-CHUNK = 1 << 20
+ENCODED_AT_A_TIME = 1 << 20
 #: characters searched for a place to cut
 REACH = 4096
 #: a space between two words belongs to the second word for GPT-2's tokenizer, so a cut
@@ -85,7 +85,7 @@ def write_corpus(
         for split, documents in splits.items():
             writers[split] = _SplitWriter(tokenizer, limits[split], advance)
             counts[split] = writers[split].write(folder / f"{split}.bin", documents)
-        _check_counts(counts, source)
+        _check_token_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         # A split has labels if every document in it has some.
         if any(None not in writer.labels for writer in writers.values()):
@@ -114,15 +114,15 @@ def write_tokens(
             tokens = all_tokens[: limits[split]]
             tokens.tofile(path)
             size = 0
-            for start in range(0, len(tokens), CHUNK):
-                size += tokenizer.byte_count(tokens[start : start + CHUNK])
+            for start in range(0, len(tokens), ENCODED_AT_A_TIME):
+                size += tokenizer.byte_count(tokens[start : start + ENCODED_AT_A_TIME])
             counts[split] = {
                 "documents": 1,
                 "tokens": len(tokens),
                 "bytes": size,
                 "sha256": sha256(path),
             }
-        _check_counts(counts, source)
+        _check_token_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         write_text(folder / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False))
     return meta
@@ -203,7 +203,7 @@ class _SplitWriter:
         file.write(data)
 
 
-def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
+def pieces(text: str, size: int = ENCODED_AT_A_TIME) -> Iterator[str]:
     """Yield `text` in pieces of at most `size` characters.
 
     They are cut between words if possible, where no pairs are merged.
@@ -227,7 +227,7 @@ def _text_name(source: Mapping[str, Any]) -> str:
     return ""
 
 
-def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) -> None:
+def _check_token_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) -> None:
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
@@ -237,7 +237,7 @@ def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) 
             )
 
 
-def check_folder(out: Path) -> None:
+def check_corpus_folder(out: Path) -> None:
     """Refuse to overwrite a folder, unless it is empty or an unchanged prepared corpus.
 
     Whether one is unchanged is decided by the SHA-256 of its files.
@@ -264,12 +264,12 @@ def check_folder(out: Path) -> None:
 
 
 def check_replaced(out: Path, source: Mapping[str, Any], *, replace: bool) -> None:
-    """Refuse a folder as `check_folder` does, and one that holds another text.
+    """Refuse a folder as `check_corpus_folder` does, and one that holds another text.
 
     With `replace` another text is allowed. `source` is that of meta.json. The tokenizer
     and the limit of tokens may differ.
     """
-    check_folder(out)
+    check_corpus_folder(out)
     present_source = source_in(out)
     if present_source is None or replace:
         return

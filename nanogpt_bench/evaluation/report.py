@@ -30,9 +30,10 @@ from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
-from nanogpt_bench.data.text import read_text
+from nanogpt_bench.data.text import read_corpus_text
 from nanogpt_bench.data.tokenizers import check_tokens, model_tokenizer
 from nanogpt_bench.evaluation.budget import Choice, best_mixture, bytes_within
 from nanogpt_bench.evaluation.measurement import (
@@ -55,18 +56,18 @@ from nanogpt_bench.model.causal import (
     outline,
     skeleton,
 )
-from nanogpt_bench.report import facts_of, write_report
+from nanogpt_bench.report import report_facts, write_report
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, counted, printable, refusals, rough_time, say
-from nanogpt_bench.system.files import holds, is_unused, locked, mapping_with, write_json
+from nanogpt_bench.system.files import is_unused, json_test, locked, mapping_with, write_json
 
-ROWS = "evaluation.json"
+EVALUATION_FILE = "evaluation.json"
 #: the fields of an evaluation that the file has
-FILE_FIELDS = (
+REPORT_FIELDS = (
     "format",
     "scale",
     "formats",
@@ -95,7 +96,7 @@ SETTINGS = (
     "runtime.device",
 )
 #: tokens of a window, by default for a pretrained model
-BLOCK = 256
+WINDOW_TOKENS = 256
 #: number of windows, by default for a pretrained model
 WINDOWS = 24
 #: windows at a time, by default for a pretrained model
@@ -109,7 +110,7 @@ _SET_OTHERWISE = {
 _IN_BLOCK = re.compile(r"(?P<block>.*?\.\d+)\.(?P<kind>.+)")
 #: seconds between two lines of progress
 _PROGRESS_SECONDS = 15.0
-_WIDTH = 130
+_REPORT_WIDTH = 130
 
 
 class LayerGroups(StrEnum):
@@ -194,7 +195,9 @@ def _pretrained_measurement(
     model: Any = load_narrow(args.model) if rereads else None
     if model is None:
         model = load_causal(args.model, **codes)
-    block = config.model.block_size or min(BLOCK, model_outline.positions, len(corpus.val) - 1)
+    block = config.model.block_size or min(
+        WINDOW_TOKENS, model_outline.positions, len(corpus.val) - 1
+    )
     windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
     say(
         f"{args.model}: {model_outline.kind}, {model_outline.parameters:,} parameters; "
@@ -312,7 +315,7 @@ def _open_text(
 
 def _tokenized(args: argparse.Namespace, model_outline: Outline, block: int) -> Corpus:
     """Return the text file --input as a corpus in memory."""
-    text = read_text(args.input)
+    text = read_corpus_text(args.input)
     tokenizer = model_tokenizer(args.model)
     tokens = tokenizer.encode(text)
     check_tokens(
@@ -370,16 +373,16 @@ def _report(
     if args.budget is not None and not args.sensitivity:
         args.sensitivity = LayerGroups.KINDS
     results = _measure(measurement, args, formats, layer_formats)
-    page = _write(out, measurement, results, facts)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(rows_table(results.rows))
+    page = _write_report_files(out, measurement, results, facts)
+    Console(width=None if sys.stdout.isatty() else _REPORT_WIDTH).print(rows_table(results.rows))
     if results.gaps is not None:
         print("".join(f"{printable(line)}\n" for line in gaps_table(results.gaps).splitlines()))
     print(page)
 
 
 def _check_folder(out: Path) -> None:
-    wrote = holds(mapping_with("model", "environment", "rows"))
-    if not is_unused(out) and not wrote(out / ROWS):
+    wrote = json_test(mapping_with("model", "environment", "rows"))
+    if not is_unused(out) and not wrote(out / EVALUATION_FILE):
         raise BenchError(
             f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder"
         )
@@ -419,7 +422,7 @@ def _measure(
     if args.sensitivity:
         groups = _layer_groups(measurement, LayerGroups(args.sensitivity), layer_formats)
         names = names or list(FORMATS)
-    with _progress(len(plans) + len(groups) * len(names)) as tick:
+    with _progress_bar(len(plans) + len(groups) * len(names)) as tick:
         rows: list[Evaluation] = []
         for plan in plans:
             rows.append(measurement.row(*plan))
@@ -613,7 +616,7 @@ def _bytes_of(row: Evaluation, parameters: int) -> int:
 
 
 @contextmanager
-def _progress(count: int) -> Iterator[Callable[[str], None]]:
+def _progress_bar(count: int) -> Iterator[Callable[[str], None]]:
     """Yield a function to call after every measurement.
 
     It moves a bar on a terminal, or prints a line every 15 s.
@@ -639,15 +642,17 @@ def _progress(count: int) -> Iterator[Callable[[str], None]]:
         yield tick
 
 
-def _write(
+def _write_report_files(
     out: Path, measurement: Measurement, results: _Results, facts: Mapping[str, Any]
 ) -> Path:
     """Write the files of a report; return the page's path."""
     (out / GAPS_FILE).unlink(missing_ok=True)
     if results.gaps is not None:
         write_json(out / GAPS_FILE, results.gaps)
-    rows = [row.facts(FILE_FIELDS) for row in results.rows]
-    write_json(out / ROWS, {"model": measurement.name, "environment": facts, "rows": rows})
+    rows = [row.facts(REPORT_FIELDS) for row in results.rows]
+    write_json(
+        out / EVALUATION_FILE, {"model": measurement.name, "environment": facts, "rows": rows}
+    )
     block = measurement.windows.shape[1] - 1
     runs = [_as_run(row, measurement.name, facts, block) for row in results.rows]
     grouped = group_rows(runs)
@@ -655,7 +660,7 @@ def _write(
         grouped,
         out,
         title=f"nanogpt-bench evaluate: {Path(measurement.name).name}",
-        facts=facts_of(runs),
+        facts=report_facts(runs),
         baseline=grouped[0].label,
     )
 
@@ -676,7 +681,7 @@ def _as_run(row: Evaluation, model: str, facts: Mapping[str, Any], block: int) -
         "name": f"{row.format} {row.scale}".strip(),
         "rule": rule,
         "format": row.format,
-        "status": "finished",
+        "status": RunStatus.FINISHED.value,
         "seed": 0,
         "final_val_loss": row.val_loss,
         "final_val_loss_se": row.val_loss_se,

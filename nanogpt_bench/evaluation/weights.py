@@ -43,7 +43,7 @@ OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tie
 #: entries of the environment that can change the last bits of a loss
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
 #: the fields of an evaluation that a file has
-FILE_FIELDS = (
+EVALUATION_FIELDS = (
     "format",
     "storage",
     "val_loss",
@@ -331,7 +331,7 @@ def evaluate_run(
             reference_loss = rows[0].val_loss if rows else None
             rows.append(_evaluate(trainer, name, reference_loss, str(trained.path)))
         environment_now = environment(corpus, weights.config.runtime.threads)
-        say(_comparison(weights, rows[0].val_loss, environment_now))
+        say(_compare_with_record(weights, rows[0].val_loss, environment_now))
     return rows
 
 
@@ -358,7 +358,9 @@ def _evaluate(
     )
 
 
-def _comparison(weights: RunWeights, loss: float, environment_now: Mapping[str, Any]) -> str:
+def _compare_with_record(
+    weights: RunWeights, loss: float, environment_now: Mapping[str, Any]
+) -> str:
     """Return a sentence on whether the loss is the recorded one, to the bit.
 
     If it is not, the sentence names what differs.

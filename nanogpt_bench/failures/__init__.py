@@ -1,8 +1,8 @@
 """The judge of a run: which criteria of the table `CLASSES` hold in its records.
 
-`Evidence` turns the records into series: a recorded metric, the worst layer of one, or
-a series computed from others (`DERIVED`). `holds` judges one criterion on one series:
-it begins to hold at the first of enough values in a row beyond its bound. `judge` makes
+`RunEvidence` turns the records into series: a recorded metric, the worst layer of one, or
+a series computed from others (`DERIVED`). `judge_criterion` judges one criterion on one series:
+it begins to hold at the first of enough values in a row beyond its bound. `judge_run` makes
 a `Finding` for every class of failure, found where one of its criteria holds.
 `diagnose` adds the order of events.
 """
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from nanogpt_bench.config import metrics
+from nanogpt_bench.config.endings import FailureClass, RunStatus, StopKind
 from nanogpt_bench.config.metrics import ABOVE
 from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.failures.table import (
-    ATTENTION,
+    ATTENTION_ENTROPY,
     CLASSES,
     KINDS,
     OVER_FIRST,
@@ -40,9 +41,9 @@ from nanogpt_bench.runs.load import Run, load_run, smooth
 
 LOSS: Final = metrics.TRAIN_LOSS.name
 #: steps over which a loss is smoothed
-SMOOTHING = 10
+SMOOTHED_STEPS = 10
 #: steps below which no plateau is judged
-SHORTEST = 20
+SHORTEST_PLATEAU_RUN = 20
 #: the band of a plateau, as a share of the loss's fall
 FLAT = 0.02
 _EXCESS = metrics.EXCESS.name
@@ -85,7 +86,7 @@ class Series:
         return sum(self.values) / len(self.values) if self.values else None
 
 
-class Evidence:
+class RunEvidence:
     """One run's records and settings."""
 
     def __init__(self, run: Run) -> None:
@@ -138,16 +139,16 @@ class Evidence:
     @property
     def died(self) -> bool:
         """True if the run failed: a series may end in the middle of a failure."""
-        return self.run.status == "failed"
+        return self.run.status == RunStatus.FAILED
 
-    def excuse(self, kind: str) -> str | None:
+    def excuse(self, kind: FailureClass) -> str | None:
         """The reason why this run can't have a class of failure.
 
         It is None where the run can, or the config does not say.
         """
-        if kind == "stall":
+        if kind is FailureClass.STALL:
             return self._excuse_from_stall()
-        if kind == "overflow" and self._has_no_format():
+        if kind is FailureClass.OVERFLOW and self._has_no_format():
             return "nothing is quantised"
         return None
 
@@ -171,12 +172,12 @@ class Evidence:
         return not any(worst(self, share.name) for share in watched)
 
 
-def read(run: Run | Path) -> Evidence:
+def read_evidence(run: Run | Path) -> RunEvidence:
     """Return a run's evidence."""
-    return Evidence(load_run(run) if isinstance(run, Path) else run)
+    return RunEvidence(load_run(run) if isinstance(run, Path) else run)
 
 
-def worst(evidence: Evidence, metric: str) -> Series:
+def worst(evidence: RunEvidence, metric: str) -> Series:
     """The largest value of a metric over the layers, at every measurement.
 
     With turns a measurement takes only some layers, and each layer's latest value
@@ -206,7 +207,7 @@ def _latest_value(values: Mapping[int, float], steps: Sequence[int]) -> float | 
     return None
 
 
-def _over_median(evidence: Evidence) -> Series:
+def _over_median(evidence: RunEvidence) -> Series:
     """Every gradient norm but the first, over the median of all before it.
 
     It is left out where the median is 0.
@@ -224,7 +225,7 @@ def _over_median(evidence: Evidence) -> Series:
     return Series.from_readings(ratios)
 
 
-def _over_uniform_entropy(evidence: Evidence) -> Series:
+def _over_uniform_entropy(evidence: RunEvidence) -> Series:
     """Attention's entropy, the mean over the heads, over that of uniform attention."""
     block = evidence.setting("model.block_size")
     if not isinstance(block, int) or block < 2:
@@ -245,13 +246,13 @@ def uniform_entropy(block: int) -> float:
     return math.lgamma(block + 1) / block
 
 
-def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
+def _not_finite(flag: str, *figures: str) -> Callable[[RunEvidence], Series]:
     """Return a function that makes a series of 0 and 1.
 
     It is 1 where a flag is set, or one of `figures` is null because it was not finite.
     """
 
-    def make_series(evidence: Evidence) -> Series:
+    def make_series(evidence: RunEvidence) -> Series:
         records = evidence.run.metrics
         bad_rows = {row for row, value in records.rows(flag) if value == 1}
         for figure in figures:
@@ -264,7 +265,7 @@ def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
     return make_series
 
 
-def _rise_over_first(evidence: Evidence) -> Series:
+def _rise_over_first(evidence: RunEvidence) -> Series:
     """The smoothed training loss minus the first loss."""
     losses = evidence.series(LOSS)
     if len(losses) < 2:
@@ -273,7 +274,7 @@ def _rise_over_first(evidence: Evidence) -> Series:
     return Series(losses.steps, tuple(value - losses.values[0] for value in smoothed))
 
 
-def _rise_over_lowest(evidence: Evidence) -> Series:
+def _rise_over_lowest(evidence: RunEvidence) -> Series:
     """The smoothed training loss minus its lowest so far."""
     losses = evidence.series(LOSS)
     if len(losses) < 2:
@@ -285,10 +286,10 @@ def _rise_over_lowest(evidence: Evidence) -> Series:
 
 
 def _smoothed_losses(losses: Series) -> list[float]:
-    return [value for value in smooth(losses.values, SMOOTHING) if value is not None]
+    return [value for value in smooth(losses.values, SMOOTHED_STEPS) if value is not None]
 
 
-def _excess(evidence: Evidence) -> Series:
+def _excess(evidence: RunEvidence) -> Series:
     """The excess of the training loss at validations.
 
     Null means infinite, as over a reference of 0.
@@ -299,7 +300,7 @@ def _excess(evidence: Evidence) -> Series:
     return Series.from_readings(readings)
 
 
-def _rest(evidence: Evidence) -> Series:
+def _rest(evidence: RunEvidence) -> Series:
     """One value, at the step where the training loss came to rest.
 
     It is the share of the run until then, 1 if the loss rose again. The loss is at rest
@@ -309,9 +310,9 @@ def _rest(evidence: Evidence) -> Series:
     """
     series = evidence.series(LOSS)
     losses = series.values
-    if len(losses) < SHORTEST:
+    if len(losses) < SHORTEST_PLATEAU_RUN:
         return Series()
-    width = max(SMOOTHING, len(losses) // 40)
+    width = max(SMOOTHED_STEPS, len(losses) // 40)
     means = _windowed_means(losses, width)
     level = min(means)
     residuals = [loss - mean for loss, mean in zip(losses[width:], means[width:], strict=True)]
@@ -324,7 +325,7 @@ def _rest(evidence: Evidence) -> Series:
     if statistics.fmean(last_quarter) > level + 2 * band:
         # not at rest
         share = 1.0
-    elif at(evidence.run.summary, "stop.kind") == "plateau":
+    elif at(evidence.run.summary, "stop.kind") == StopKind.PLATEAU:
         # A run that `train.stop_on` ended on a plateau would have stayed there: it
         # counts, however late it came.
         share = 0.0
@@ -346,9 +347,9 @@ def _windowed_means(values: Sequence[float], width: int) -> list[float]:
 
 
 #: series that are computed from others, by the name that the table has for them
-DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
+DERIVED: Final[Mapping[str, Callable[[RunEvidence], Series]]] = {
     OVER_MEDIAN: _over_median,
-    ATTENTION: _over_uniform_entropy,
+    ATTENTION_ENTROPY: _over_uniform_entropy,
     REST: _rest,
     OVER_FIRST: _rise_over_first,
     OVER_LOWEST: _rise_over_lowest,
@@ -357,7 +358,7 @@ DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
     metrics.GRAD_HAS_NAN.name: _not_finite(metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name),
 }
 #: metrics that those are computed from, beside the metrics that the table names
-SOURCES: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, ENTROPY.name)
+SOURCE_METRICS: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, ENTROPY.name)
 
 
 class State(StrEnum):
@@ -403,7 +404,7 @@ class Criterion:
 class Finding:
     """The judgement of a run's records on one class of failure."""
 
-    kind: str
+    kind: FailureClass
     state: State
     #: first step at which one of the class's criteria held
     step: int | None
@@ -416,7 +417,7 @@ class Finding:
 
     @property
     def found(self) -> bool:
-        return self.state == State.FOUND
+        return self.state is State.FOUND
 
     @property
     def first_criterion(self) -> Criterion | None:
@@ -424,7 +425,7 @@ class Finding:
         return _first_to_hold(self.criteria)
 
 
-class Source(StrEnum):
+class EventSource(StrEnum):
     """What an event is."""
 
     #: a criterion began to hold
@@ -436,17 +437,19 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """One line of a run's timeline."""
 
     step: int
     #: class of failure, kind of alert, or status of the run
     kind: str
-    source: Source
+    source: EventSource
     text: str
 
 
-def holds(row: Limit, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
+def judge_criterion(
+    row: Limit, series: Series, *, died: bool = False, running: bool = False
+) -> Criterion:
     """Return a criterion as judged on a series: whether, and since when, it holds.
 
     The series has at least one value. If it is shorter than the criterion's patience,
@@ -513,12 +516,12 @@ def _first_to_hold(criteria: Iterable[Criterion]) -> Criterion | None:
     return first
 
 
-def judge(evidence: Evidence, *, running: bool = False) -> tuple[Finding, ...]:
+def judge_run(evidence: RunEvidence, *, running: bool = False) -> tuple[Finding, ...]:
     """Return a finding for every class of the table, from the records so far."""
     return tuple(_finding(evidence, kind, running) for kind in KINDS)
 
 
-def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
+def _finding(evidence: RunEvidence, kind: FailureClass, running: bool) -> Finding:
     excuse = evidence.excuse(kind)
     if excuse is not None:
         return Finding(kind, State.CLEAR, None, excuse)
@@ -527,7 +530,7 @@ def _finding(evidence: Evidence, kind: str, running: bool) -> Finding:
     for row in rows:
         series = evidence.series_of(row)
         if series:
-            criteria.append(holds(row, series, died=evidence.died, running=running))
+            criteria.append(judge_criterion(row, series, died=evidence.died, running=running))
     if not criteria:
         figures = tuple(row.figure for row in rows)
         message = f"too little was recorded of {' or '.join(figures)}"
@@ -571,7 +574,7 @@ class Diagnosis:
     """
 
     findings: tuple[Finding, ...]
-    timeline: tuple[Event, ...]
+    timeline: tuple[RunEvent, ...]
 
     @property
     def found(self) -> tuple[Finding, ...]:
@@ -586,13 +589,13 @@ def classify(run: Run | Path) -> list[Finding]:
     It takes a run or its folder. A class whose metrics were not recorded is "not
     judged", and `missing` names them.
     """
-    return list(judge(read(run)))
+    return list(judge_run(read_evidence(run)))
 
 
 def diagnose(run: Run | Path) -> Diagnosis:
     """Return the findings of `classify`, and the timeline."""
-    evidence = read(run)
-    findings = judge(evidence)
+    evidence = read_evidence(run)
+    findings = judge_run(evidence)
     return Diagnosis(findings, _timeline(evidence.run, findings))
 
 
@@ -604,11 +607,11 @@ def failures_of(run: Run | Path) -> list[dict[str, Any]]:
     failures = []
     for finding in diagnose(run).found:
         evidence = {"message": finding.message, **finding.evidence}
-        failures.append({"kind": finding.kind, "step": finding.step, "evidence": evidence})
+        failures.append({"kind": str(finding.kind), "step": finding.step, "evidence": evidence})
     return failures
 
 
-def _timeline(run: Run, findings: Sequence[Finding]) -> tuple[Event, ...]:
+def _timeline(run: Run, findings: Sequence[Finding]) -> tuple[RunEvent, ...]:
     """Return the events of a run in the order of steps.
 
     They are the beginning of every criterion that held, the first alert of every kind,
@@ -619,13 +622,13 @@ def _timeline(run: Run, findings: Sequence[Finding]) -> tuple[Event, ...]:
         for criterion in finding.criteria:
             if criterion.step is not None:
                 text = criterion.describe()
-                events.append(Event(criterion.step, finding.kind, Source.CRITERION, text))
+                events.append(RunEvent(criterion.step, finding.kind, EventSource.CRITERION, text))
     # Reversed, so that the first alert of a kind stays.
     first_alerts = {alert.kind: alert for alert in reversed(run.alerts)}
     for alert in first_alerts.values():
         text = alert.message or alert.kind
-        events.append(Event(alert.step, alert.kind, Source.ALERT, text))
+        events.append(RunEvent(alert.step, alert.kind, EventSource.ALERT, text))
     if run.last_step is not None:
         text = str((run.failure or {}).get("message") or f"the run ended: {run.status}")
-        events.append(Event(run.last_step, run.status, Source.END, text))
-    return tuple(sorted(events, key=lambda event: (event.step, event.source == Source.END)))
+        events.append(RunEvent(run.last_step, run.status, EventSource.END, text))
+    return tuple(sorted(events, key=lambda event: (event.step, event.source == EventSource.END)))

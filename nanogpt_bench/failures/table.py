@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nanogpt_bench.config import metrics
+from nanogpt_bench.config.endings import FailureClass
 from nanogpt_bench.config.metrics import ABOVE, BELOW
 from nanogpt_bench.monitors.attention import ENTROPY
 from nanogpt_bench.monitors.geometry import OFF_GRID, OFF_SPHERE, ORTHOGONALITY
@@ -20,7 +21,7 @@ from nanogpt_bench.monitors.stall import UPDATE_LOST
 OVER_MEDIAN: Final = f"{metrics.GRAD_NORM.name} over its median so far"
 OVER_FIRST: Final = f"{metrics.TRAIN_LOSS.name} over its first"
 OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
-ATTENTION: Final = f"{ENTROPY.name} over that of uniform attention"
+ATTENTION_ENTROPY: Final = f"{ENTROPY.name} over that of uniform attention"
 REST: Final = f"share of the run until {metrics.TRAIN_LOSS.name} rests"
 FLATNESS: Final = f"{metrics.VAL_LOSS.name} over its lowest before, less one"
 #: kurtosis of the blocks' outputs; other activations exceed any bound on their kurtosis
@@ -35,11 +36,12 @@ class Limit:
     It begins to hold at the first of `patience` values in a row on `side` of `bound`,
     or equal to it.
 
-    >>> row = Limit("stall", "stall/update_lost", ABOVE, bound=0.5, patience=3)
+    >>> row = Limit(FailureClass.STALL, "stall/update_lost", ABOVE, bound=0.5, patience=3)
     >>> row.beyond(0.5), row.beyond(0.4)
     (True, False)
     """
 
+    #: a `FailureClass`, or the verdict of a comparison
     kind: str
     #: a recorded metric, or one of the series named above
     figure: str
@@ -72,7 +74,7 @@ class Limit:
 def _overflow_limit(metric: metrics.Metric) -> Limit:
     operand = metric.name.rsplit("/", 1)[-1].replace("_", " ")
     return Limit(
-        "overflow",
+        FailureClass.OVERFLOW,
         metric.name,
         ABOVE,
         bound=0.01,
@@ -84,13 +86,18 @@ def _overflow_limit(metric: metrics.Metric) -> Limit:
 
 def _flag_limit(metric: metrics.Metric, subject: str) -> Limit:
     return Limit(
-        "nan", metric.name, ABOVE, bound=1.0, patience=1, message=f"{subject} was not finite"
+        FailureClass.NAN,
+        metric.name,
+        ABOVE,
+        bound=1.0,
+        patience=1,
+        message=f"{subject} was not finite",
     )
 
 
 def _manifold_limit(metric: metrics.Metric, bound: float, distance: str) -> Limit:
     return Limit(
-        "off_manifold",
+        FailureClass.OFF_MANIFOLD,
         metric.name,
         ABOVE,
         bound=bound,
@@ -103,7 +110,7 @@ def _manifold_limit(metric: metrics.Metric, bound: float, distance: str) -> Limi
 #: holds
 CLASSES: Final = (
     Limit(
-        "stall",
+        FailureClass.STALL,
         UPDATE_LOST.name,
         ABOVE,
         bound=0.5,
@@ -113,7 +120,7 @@ CLASSES: Final = (
     *(_overflow_limit(metric) for metric in OVERFLOW.each),
     *(_overflow_limit(metric) for metric in CLAMPED.each),
     Limit(
-        "outlier_explosion",
+        FailureClass.OUTLIER_EXPLOSION,
         OF_BLOCKS,
         ABOVE,
         bound=10.0,
@@ -125,15 +132,15 @@ CLASSES: Final = (
         broken_off=True,
     ),
     Limit(
-        "attention_collapse",
-        ATTENTION,
+        FailureClass.ATTENTION_COLLAPSE,
+        ATTENTION_ENTROPY,
         BELOW,
         bound=0.1,
         patience=3,
         message="attention's entropy fell to {extreme:.2g} of that of uniform attention",
     ),
     Limit(
-        "zero_gradients",
+        FailureClass.ZERO_GRADIENTS,
         metrics.GRAD_NORM.name,
         BELOW,
         bound=1e-8,
@@ -141,7 +148,7 @@ CLASSES: Final = (
         message="the gradient norm was down to {extreme:.2g}",
     ),
     Limit(
-        "zero_gradients",
+        FailureClass.ZERO_GRADIENTS,
         GRAD_ZERO.name,
         ABOVE,
         bound=0.9,
@@ -149,7 +156,7 @@ CLASSES: Final = (
         message="up to {extreme:.1%} of the gradient was zero",
     ),
     Limit(
-        "zero_gradients",
+        FailureClass.ZERO_GRADIENTS,
         GRAD_DEAD.name,
         ABOVE,
         bound=0.9,
@@ -157,7 +164,7 @@ CLASSES: Final = (
         message="up to {extreme:.1%} of the gradient was dead",
     ),
     Limit(
-        "exploding_gradients",
+        FailureClass.EXPLODING_GRADIENTS,
         OVER_MEDIAN,
         ABOVE,
         bound=100.0,
@@ -170,7 +177,7 @@ CLASSES: Final = (
     _flag_limit(metrics.WEIGHT_HAS_NAN, "a weight"),
     _flag_limit(metrics.STATE_HAS_NAN, "the optimizer's state"),
     Limit(
-        "plateau",
+        FailureClass.PLATEAU,
         REST,
         BELOW,
         bound=0.5,
@@ -178,7 +185,7 @@ CLASSES: Final = (
         message="the training loss had come to rest, and stayed there",
     ),
     Limit(
-        "divergence",
+        FailureClass.DIVERGENCE,
         OVER_FIRST,
         ABOVE,
         bound=0.5,
@@ -187,7 +194,7 @@ CLASSES: Final = (
         broken_off=True,
     ),
     Limit(
-        "divergence",
+        FailureClass.DIVERGENCE,
         OVER_LOWEST,
         ABOVE,
         bound=0.5,
@@ -197,7 +204,7 @@ CLASSES: Final = (
         lasting=True,
     ),
     Limit(
-        "divergence",
+        FailureClass.DIVERGENCE,
         metrics.EXCESS.name,
         ABOVE,
         bound=0.1,
@@ -209,22 +216,39 @@ CLASSES: Final = (
     _manifold_limit(ORTHOGONALITY, 1e-4, "|Q^T Q - I|"),
     _manifold_limit(OFF_SPHERE, 1e-4, "the rows' lengths minus 1"),
 )
-#: the names of the classes, in that order
-KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
+#: the classes, in the order in which they are shown
+KINDS: Final = tuple(FailureClass)
 
 #: criteria that end a run, if `train.stop_on` names them
 ENDINGS: Final = {
-    "nan": Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, bound=1.0, patience=3, filled=True),
-    "divergence": next(row for row in CLASSES if row.figure == metrics.EXCESS.name),
+    FailureClass.NAN: Limit(
+        FailureClass.NAN, metrics.LOSS_IS_NAN.name, ABOVE, bound=1.0, patience=3, filled=True
+    ),
+    FailureClass.DIVERGENCE: next(row for row in CLASSES if row.figure == metrics.EXCESS.name),
     # not a thousandth below its lowest
-    "plateau": Limit("plateau", FLATNESS, ABOVE, bound=-0.001, patience=5, filled=True),
+    FailureClass.PLATEAU: Limit(
+        FailureClass.PLATEAU, FLATNESS, ABOVE, bound=-0.001, patience=5, filled=True
+    ),
 }
 
-#: bounds of a comparison's verdicts: on a row's gap to the reference (mean final
-#: validation loss), cosine and stall
-VERDICT: Final = {
-    "outside": Limit("outside", "gap over the reference's loss", ABOVE, bound=0.10, patience=1),
-    "behind": Limit("behind", "gap in nats", ABOVE, bound=0.05, patience=1),
-    "cosine": Limit("doubtful", COSINE.name, BELOW, bound=0.90, patience=1),
-    "stall": Limit("stall", UPDATE_LOST.name, ABOVE, bound=0.5, patience=1),
-}
+
+@dataclass(frozen=True)
+class VerdictBounds:
+    """The bounds of a comparison's verdicts."""
+
+    #: on a row's gap over the reference's mean final validation loss
+    outside: Limit
+    #: on that gap in nats
+    behind: Limit
+    #: on the mean cosine of a row's gradients and the float32 shadow's
+    cosine: Limit
+    #: on the share of weights that lost a requested update
+    stall: Limit
+
+
+VERDICT_BOUNDS: Final = VerdictBounds(
+    outside=Limit("outside", "gap over the reference's loss", ABOVE, bound=0.10, patience=1),
+    behind=Limit("behind", "gap in nats", ABOVE, bound=0.05, patience=1),
+    cosine=Limit("doubtful", COSINE.name, BELOW, bound=0.90, patience=1),
+    stall=Limit(FailureClass.STALL, UPDATE_LOST.name, ABOVE, bound=0.5, patience=1),
+)

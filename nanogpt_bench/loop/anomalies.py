@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import commit
+from nanogpt_bench.checkpoint import commit_checkpoint
 from nanogpt_bench.checkpoint.format import CheckpointNotWritten
 from nanogpt_bench.config import metrics
 from nanogpt_bench.loop.resume import capture
-from nanogpt_bench.model.weights import plain
+from nanogpt_bench.model.weights import dequantized
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nanogpt_bench.loop.trainer import Trainer
 
 #: flags of a step's record, 0 or 1, by the kind of the anomaly
-_FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))
+_FLAG_BY_KIND = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))
 _LOG = logging.getLogger("nanogpt_bench")
 
 
@@ -76,7 +76,7 @@ class Sentry:
             return None
         step.record[metrics.WEIGHT_HAS_NAN.name] = int(bad_weight is not None)
         step.record[metrics.STATE_HAS_NAN.name] = int(bad_state is not None)
-        kinds = tuple(kind for kind, flag in _FLAGS.items() if step.record[flag.name])
+        kinds = tuple(kind for kind, flag in _FLAG_BY_KIND.items() if step.record[flag.name])
         if bad_weight is None and bad_state is None:
             self._restore_buffers()
             return Anomaly(step.number, kinds, first_seen(self._trainer, step))
@@ -99,11 +99,11 @@ class Sentry:
         tensors: list[Tensor] = []
         for weight in self._trainer.model.parameters():
             if not isinstance(weight, fm.FP8Tensor):
-                tensors.append(plain(weight))
+                tensors.append(dequantized(weight))
             elif _can_be_bad(weight):
                 # Codes are decoded one layer at a time: all at once would take four
                 # times the memory of the weights.
-                tensors.append(plain(weight).norm())
+                tensors.append(dequantized(weight).norm())
         tensors.extend(entry.values for entry in _state_entries(self._trainer))
         is_bad = bool(tensors) and not math.isfinite(get_total_norm(tensors).item())
         return not self._trainer.ranks.any(is_bad)
@@ -120,7 +120,9 @@ def first_bad_weight(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
     'weight of weight'
     """
     values = {
-        name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)
+        name: dequantized(weight)
+        for name, weight in model.named_parameters()
+        if _can_be_bad(weight)
     }
     return _first_bad("weight of ", values, ranks)
 
@@ -270,7 +272,7 @@ class AnomalyObserver(Observer):
         self._trainer = trainer
         self._saved = False
 
-    def written(self, step: Step) -> None:
+    def take_record(self, step: Step) -> None:
         if self._saved or step.anomaly is None:
             return
         self._saved = True
@@ -280,7 +282,7 @@ class AnomalyObserver(Observer):
             return
         self._folder.mkdir(exist_ok=True)
         try:
-            commit(self._folder, contents, keep_last=1)
+            commit_checkpoint(self._folder, contents, keep_last=1)
         except CheckpointNotWritten as error:
             # The checkpoint is for debugging: the run goes on without it.
             _LOG.warning("anomaly: %s", error)

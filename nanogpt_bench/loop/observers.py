@@ -1,8 +1,8 @@
 """The observers of a run: its monitors, its records and alerts, the trend.
 
 `build_observers` puts them in the order in which they are called: those that measure
-come first, then the trend, which adds to the record, then those that write the record
-or judge it.
+come first, then the trend. They add to a step's record (`complete_record`) before the
+last ones write or judge it (`take_record`).
 """
 
 import json
@@ -20,10 +20,11 @@ import yaml
 from torch import nn
 
 from nanogpt_bench.config import metrics
+from nanogpt_bench.config.endings import FailureClass
 from nanogpt_bench.config.metrics import MONITORS, TREND
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.failures import SOURCES, Evidence, Finding, holds_now, judge
+from nanogpt_bench.failures import SOURCE_METRICS, Finding, RunEvidence, holds_now, judge_run
 from nanogpt_bench.failures.table import CLASSES, ENDINGS
 from nanogpt_bench.loop.anomalies import AnomalyObserver
 from nanogpt_bench.loop.trainer import Trainer
@@ -33,7 +34,7 @@ from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.monitors.shadow import ShadowObserver
 from nanogpt_bench.monitors.stall import UPDATE_LOST, Stall
 from nanogpt_bench.runs.load import Alert, Run
-from nanogpt_bench.runs.read import Records, records
+from nanogpt_bench.runs.read import ALERTS_FILE, METRICS_FILE, Records, records
 from nanogpt_bench.setup.memory import plain_tensors
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import NO_LINKS
@@ -126,7 +127,7 @@ class JsonlObserver(Observer):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._lines.cut(state["bytes"])
 
-    def written(self, step: Step) -> None:
+    def take_record(self, step: Step) -> None:
         record: dict[str, Any] = {"step": step.number}
         for name, value in step.record.items():
             is_finite = value is not None and math.isfinite(value)
@@ -135,7 +136,7 @@ class JsonlObserver(Observer):
 
 
 #: names of the metrics by which failures are judged
-_JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
+_JUDGED = frozenset((*SOURCE_METRICS, *(row.figure for row in CLASSES)))
 #: beginnings of the names of the judged metrics that are measured by layer
 _JUDGED_BY_LAYER = tuple(
     f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name
@@ -157,23 +158,23 @@ class AlertObserver(Observer):
         self._interval = config.monitor.interval
         self._tell = tell
         self._run_dir = run_dir
-        self._lines = LineFile(run_dir / "alerts.jsonl")
+        self._lines = LineFile(run_dir / ALERTS_FILE)
         self._records = Records()
         run = Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records)
-        self._evidence = Evidence(run)
+        self._evidence = RunEvidence(run)
         self._standstill = Standstill()
         #: number of the step after which the run was last judged
         self._judged_step = 0
         #: alerts raised, by kind
         self.counts: Counter[str] = Counter()
 
-    def written(self, step: Step) -> None:
+    def take_record(self, step: Step) -> None:
         self._records.add({"step": step.number, **_judged_metrics(step.record)})
         for event in self._standstill.see(step):
             self._raise(Alert(step.number, event.kind, message=event.message))
         if self._is_due(step):
             self._judged_step = step.number
-            for finding in judge(self._evidence, running=not step.last):
+            for finding in judge_run(self._evidence, running=not step.last):
                 if finding.found:
                     self._raise(_failure_alert(finding, step))
 
@@ -183,7 +184,7 @@ class AlertObserver(Observer):
         It is at the last step, at the first one that is not finite, and after
         measurements and validations, less often in a long run.
         """
-        if step.last or (step.anomaly is not None and "nan" not in self.counts):
+        if step.last or (step.anomaly is not None and FailureClass.NAN not in self.counts):
             return True
         is_measured = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
         return is_measured and step.number >= self._judged_step * (1 + _GROWTH)
@@ -201,7 +202,7 @@ class AlertObserver(Observer):
         self.counts = Counter(state["counts"])
         self._standstill.load_state(state["standstill"])
         self._judged_step = state.get("judged", 0)
-        for _, record in records(self._run_dir / "metrics.jsonl", []):
+        for _, record in records(self._run_dir / METRICS_FILE, []):
             self._records.add(_judged_metrics(record))
 
     def _raise(self, alert: Alert) -> None:
@@ -225,21 +226,21 @@ def _judged_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 def _failure_alert(finding: Finding, step: Step) -> Alert:
     """Return the alert of a new failure; that of `nan` has the place where it began."""
     message = finding.message
-    if finding.kind == "nan" and step.anomaly:
+    if finding.kind is FailureClass.NAN and step.anomaly:
         message += f"; first seen in {step.anomaly.where}"
     criterion = finding.first_criterion
     assert criterion is not None
     value = criterion.value
     return Alert(
         step.number,
-        finding.kind,
+        str(finding.kind),
         message=message,
         value=value if value is not None and math.isfinite(value) else None,
         threshold=criterion.bound,
     )
 
 
-_FLAGS = tuple(flag.name for flag in metrics.FLAGS)
+_FLAG_NAMES = tuple(flag.name for flag in metrics.FLAGS)
 
 
 @dataclass
@@ -284,7 +285,7 @@ class Standstill:
 
     def see(self, step: Step) -> Iterator[Standing]:
         """Take in a step whose record is complete; yield each standstill."""
-        if step.number > 0 and not any(step.record.get(flag) for flag in _FLAGS):
+        if step.number > 0 and not any(step.record.get(flag) for flag in _FLAG_NAMES):
             self._finite_steps += 1
         if metrics.VAL_LOSS.name not in step.record:
             return
@@ -335,7 +336,7 @@ def _hash_weights(model: nn.Module) -> int:
 
 
 #: weight of a new loss in the smoothed one, which is an average over about twenty steps
-SMOOTHING = 0.05
+SMOOTHING_WEIGHT = 0.05
 
 
 class Smoothed:
@@ -351,8 +352,8 @@ class Smoothed:
 
     def add(self, value: float) -> float:
         """Add a value and return the average."""
-        self._sum += SMOOTHING * (value - self._sum)
-        self._weight += SMOOTHING * (1 - self._weight)
+        self._sum += SMOOTHING_WEIGHT * (value - self._sum)
+        self._weight += SMOOTHING_WEIGHT * (1 - self._weight)
         return self._sum / self._weight
 
     def state(self) -> dict[str, Any]:
@@ -410,12 +411,12 @@ class TrendObserver(Observer):
     @property
     def diverging(self) -> bool:
         """True once the training loss was too high at enough validations in a row."""
-        return holds_now(ENDINGS["divergence"], self.excess)
+        return holds_now(ENDINGS[FailureClass.DIVERGENCE], self.excess)
 
     @property
     def flat(self) -> bool:
         """True once the validation loss did not fall at enough validations in a row."""
-        return holds_now(ENDINGS["plateau"], self.flatness)
+        return holds_now(ENDINGS[FailureClass.PLATEAU], self.flatness)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -433,7 +434,7 @@ class TrendObserver(Observer):
         self.excess = list(state["excess"])
         self.flatness = list(state["flatness"])
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         loss = step.record.get(metrics.TRAIN_LOSS.name)
         if loss is not None and math.isfinite(loss):
             self._smoothed_loss = self._average.add(loss)
@@ -512,11 +513,10 @@ def build_observers(
     jsonl = None
     alerts = None
     if run_dir is not None:
-        jsonl = JsonlObserver(run_dir / "metrics.jsonl")
+        jsonl = JsonlObserver(run_dir / METRICS_FILE)
         if config.alerts.enabled:
             alerts = AlertObserver(config, run_dir, tell)
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    # Observers that add to a record come before those that write it.
     ordered: list[Observer | None] = [
         shadow,
         watched.capture,

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from nanogpt_bench.config.endings import LOSS_FAILURES, FailureClass, RunStatus, StopKind
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
-from nanogpt_bench.runs.load import OF_TRAINING, Alert
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.formats import format_summary
-from nanogpt_bench.setup.memory import bytes_of, held_bytes
+from nanogpt_bench.setup.memory import bytes_with_state, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Outcome:
     """A run's results beside its weights, and how it ended."""
 
     #: finished until the run fails, or is stopped early
-    status: str = "finished"
+    status: RunStatus = RunStatus.FINISHED
     failure: dict[str, Any] | None = None
     #: why a run that did not fail ended before its last step
     stop: dict[str, Any] | None = None
@@ -71,25 +72,26 @@ class Outcome:
     anomalies: int = 0
     first_anomaly: int = 0
 
-    def ended_by(self, *kinds: str) -> bool:
-        """Return whether one of these ended the run early.
+    def __post_init__(self) -> None:
+        # A checkpoint has the word.
+        self.status = RunStatus(self.status)
 
-        They are plateau, time, signal, or disk (a file not written).
-        """
+    def ended_by(self, *kinds: StopKind) -> bool:
+        """Return whether one of these ended the run early."""
         return self.stop is not None and self.stop["kind"] in kinds
 
-    def fail(self, kind: str, message: str, step: int) -> None:
+    def fail(self, kind: FailureClass, message: str, step: int) -> None:
         """Record how the run failed; a failed run has no final loss."""
-        assert kind in OF_TRAINING, kind
-        self.status = "failed"
-        self.failure = {"kind": kind, "message": message, "step": step}
+        assert kind in LOSS_FAILURES, kind
+        self.status = RunStatus.FAILED
+        self.failure = {"kind": str(kind), "message": message, "step": step}
         self.final_val_loss = self.final_val_loss_se = None
         self.final_figures = {}
 
-    def end_early(self, kind: str, message: str, step: int) -> None:
+    def end_early(self, kind: StopKind, message: str, step: int) -> None:
         """Record why the run ends early without having failed."""
-        self.status = "stopped"
-        self.stop = {"kind": kind, "message": message, "step": step}
+        self.status = RunStatus.STOPPED
+        self.stop = {"kind": str(kind), "message": message, "step": step}
 
     def end_on_disk(
         self, message: str, last_recorded: int, tokens_in: Callable[[int], int]
@@ -98,7 +100,7 @@ class Outcome:
 
         Steps after the last recorded one do not count.
         """
-        self.end_early("disk", message, last_recorded)
+        self.end_early(StopKind.DISK, message, last_recorded)
         while self.steps > last_recorded:
             self.tokens -= tokens_in(self.steps)
             self.steps -= 1
@@ -109,7 +111,7 @@ class Outcome:
         That is what came from outside, or a plateau that `stop_on` does not name.
         """
         if self.stop is not None and self.stop["kind"] not in stop_on:
-            self.status = "finished"
+            self.status = RunStatus.FINISHED
             self.stop = None
 
 
@@ -126,7 +128,7 @@ def summarize(
     weights = _quantized_weights(model, config)
     bytes_of_weights = None
     if outcome.held_bytes is not None:
-        bytes_of_weights = bytes_of(weights, trainer.optimizer)
+        bytes_of_weights = bytes_with_state(weights, trainer.optimizer)
     return {
         "name": name,
         "rule": rule_name(config),
@@ -137,7 +139,7 @@ def summarize(
         "quantized_parameters": count(weights),
         "steps": outcome.steps,
         "steps_planned": config.train.max_steps,
-        "status": outcome.status,
+        "status": str(outcome.status),
         "failure": outcome.failure,
         "stop": outcome.stop,
         "alerts": dict(observers.alerts.counts) if observers.alerts else {},

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanogpt_bench.checkpoint import newest
-from nanogpt_bench.checkpoint import read as read_checkpoint
+from nanogpt_bench.checkpoint import newest, read_checkpoint
 from nanogpt_bench.checkpoint.format import (
     Contents,
     capture_tree,
-    check_layout,
     clean,
     plain_copy,
+    refuse_checkpoint_folders,
     restore_tree,
     step_file,
 )
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import flatten, load_config
@@ -35,7 +35,7 @@ from nanogpt_bench.model.weights import fill, tensors_of
 from nanogpt_bench.monitors.points import Observer
 from nanogpt_bench.runs.environment import at, latest
 from nanogpt_bench.runs.load import summary_of
-from nanogpt_bench.runs.read import SUMS
+from nanogpt_bench.runs.read import ALERTS_FILE, METRICS_FILE, SUMS
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import is_unused
 from nanogpt_bench.system.ranks import Ranks
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 #: errors that a state made by other code can cause
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 #: files of an earlier attempt that a new run removes; others it overwrites
-_OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
+_OUTPUT = (SUMS, METRICS_FILE, ALERTS_FILE, "summary.json", "tracking.json")
 Say = Callable[[str], None]
 
 
@@ -171,7 +171,7 @@ def find_checkpoint(
 
     The result is None where the run begins at step 0. `say` gets the notices.
     """
-    check_layout(run_dir)
+    refuse_checkpoint_folders(run_dir)
     clean(run_dir)
     path, skipped = newest(run_dir)
     for line in skipped:
@@ -280,7 +280,7 @@ def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say:
     """
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
-    if summary_of(run_dir).get("status") == "finished":
+    if summary_of(run_dir).get("status") == RunStatus.FINISHED:
         raise BenchError(
             f"run folder {str(run_dir)!r} holds a finished run without a checkpoint; give another "
             f"--name"

@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.weights import plain
+from nanogpt_bench.model.weights import dequantized
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 
 _LOG = logging.getLogger("nanogpt_bench")
 TRACKING_FILE = "tracking.json"
-FOLDER = "tensorboard"
+TENSORBOARD_FOLDER = "tensorboard"
 #: seconds to wait for the server before the training goes on without it
 SECONDS_TO_CONNECT = 30
 #: steps between two histograms of weights and gradients; the last step has one too
@@ -40,7 +41,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 def finite_values(values: Tensor) -> NDArray[np.float32]:
     """Return a tensor's finite values, flat."""
-    flat = plain(values).flatten().float()
+    flat = dequantized(values).flatten().float()
     return flat[flat.isfinite()].cpu().numpy()
 
 
@@ -106,7 +107,7 @@ class Trackers(Observer):
                 values_by_name[f"{kind}/{name}"] = values
         self._call(lambda tracker: tracker.histograms(step.number, values_by_name))
 
-    def written(self, step: Step) -> None:
+    def take_record(self, step: Step) -> None:
         record = {}
         for name, value in step.record.items():
             if value is not None and math.isfinite(value):
@@ -206,11 +207,11 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step)
+        self._writer: Any = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"name": "tensorboard", "folder": FOLDER}
+        return {"name": "tensorboard", "folder": TENSORBOARD_FOLDER}
 
     def log(self, step: int, record: Mapping[str, float]) -> None:
         for key, value in record.items():
@@ -335,7 +336,7 @@ class WandbTracker:
                 self._run.summary[key] = value
         if self._artifacts:
             self._upload_checkpoint()
-        failed = summary is None or summary["status"] == "failed"
+        failed = summary is None or summary["status"] == RunStatus.FAILED
         self._run.finish(exit_code=1 if failed else 0)
 
     def _upload_checkpoint(self) -> None:

@@ -16,9 +16,10 @@ from signal import Signals
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.checkpoint import check_room, commit
+from nanogpt_bench.checkpoint import check_room, commit_checkpoint
 from nanogpt_bench.checkpoint.format import CheckpointNotWritten, Contents
 from nanogpt_bench.config import metrics
+from nanogpt_bench.config.endings import FailureClass, RunStatus, StopKind
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved, to_yaml
@@ -143,7 +144,7 @@ class Loop:
         contents = self._capture(step)
         with self.ranks.together(CheckpointNotWritten):
             if contents is not None:
-                commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
+                commit_checkpoint(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
 
     def _capture(self, step: Step) -> Contents | None:
         loss = step.record.get(metrics.VAL_LOSS.name)
@@ -174,14 +175,14 @@ class Loop:
             self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
 
     def _save_if_due(self, step: Step) -> None:
-        if self.outcome.status == "failed":
+        if self.outcome.status is RunStatus.FAILED:
             return
         settings = self.config.checkpoint
-        ends = settings.last and (step.last or self.outcome.status == "stopped")
+        ends = settings.last and (step.last or self.outcome.status is RunStatus.STOPPED)
         is_periodic = settings.every is not None and step.number % settings.every == 0
         is_best = settings.best and self._is_best(step)
         is_due = (is_periodic or is_best) and step.anomaly is None
-        if ends or is_due or self.outcome.ended_by("signal"):
+        if ends or is_due or self.outcome.ended_by(StopKind.SIGNAL):
             self.save(step)
 
     def go(self) -> dict[str, Any]:
@@ -190,14 +191,14 @@ class Loop:
             if self.last_step is None:
                 self._validate_first()
             # A run counts as finished until something ends it early.
-            while self.outcome.status == "finished":
+            while self.outcome.status is RunStatus.FINISHED:
                 number = (self.last_step or 0) + 1
                 if number > self.config.train.max_steps:
                     break
                 self._take_step(number)
             return self._finish()
         except KeyboardInterrupt:
-            self.outcome.status = "stopped"
+            self.outcome.status = RunStatus.STOPPED
             self._finish()
             raise
         except (OSError, CheckpointNotWritten) as error:
@@ -240,9 +241,9 @@ class Loop:
         self._save_if_due(step)
 
     def _is_validated(self, step: Step) -> bool:
-        if self.outcome.status == "failed":
+        if self.outcome.status is RunStatus.FAILED:
             return False
-        if step.last or self.outcome.status == "stopped":
+        if step.last or self.outcome.status is RunStatus.STOPPED:
             return True
         return step.number % self.config.eval.interval == 0
 
@@ -260,7 +261,7 @@ class Loop:
         is_over = self.ranks.any(perf_counter() - self.started >= limit)
         if is_over and not step.last:
             message = f"train.max_seconds {limit:g} were over after step {step.number}"
-            outcome.end_early("time", message, step.number)
+            outcome.end_early(StopKind.TIME, message, step.number)
 
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
         """Skip a step.
@@ -270,49 +271,53 @@ class Loop:
         """
         outcome = self.outcome
         train = self.config.train
-        patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
+        patience = 1 if train.on_anomaly == "stop" else ENDINGS[FailureClass.NAN].patience
         if not outcome.anomalies:
             outcome.first_anomaly = step.number
         outcome.anomalies += 1
         if anomaly.lasting:
-            outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
-        elif outcome.anomalies >= patience and "nan" in train.stop_on:
+            outcome.fail(
+                FailureClass.NAN,
+                f"{anomaly.where} is not finite at step {step.number}",
+                step.number,
+            )
+        elif outcome.anomalies >= patience and FailureClass.NAN in train.stop_on:
             loss_is_bad = step.record[metrics.LOSS_IS_NAN.name]
             name = metrics.TRAIN_LOSS.name if loss_is_bad else metrics.GRAD_NORM.name
             message = f"{name} is {step.record[name]} at step {step.number}"
             if patience > 1:
                 message += f", and not finite in the {counted(patience - 1, 'step')} before"
             message += f"; first seen in {anomaly.where}"
-            outcome.fail("nan", message, outcome.first_anomaly)
+            outcome.fail(FailureClass.NAN, message, outcome.first_anomaly)
 
     def _end_on_trend(self, step: Step) -> None:
         """End the run at a divergence or plateau that `train.stop_on` names."""
         trend = self.observers.trend
-        if trend is None or step.last or self.outcome.status != "finished":
+        if trend is None or step.last or self.outcome.status is not RunStatus.FINISHED:
             return
         if metrics.VAL_LOSS.name not in step.record:
             return
         stop_on = self.config.train.stop_on
-        if "divergence" in stop_on and trend.diverging:
+        if FailureClass.DIVERGENCE in stop_on and trend.diverging:
             reference = "the baseline's" if self.config.alerts.baseline else "its own best"
             message = (
                 f"the smoothed training loss is {trend.excess[-1]:.1%} above {reference} at step "
                 f"{step.number}"
             )
-            self.outcome.fail("divergence", message, step.number)
-        elif "plateau" in stop_on and trend.flat:
+            self.outcome.fail(FailureClass.DIVERGENCE, message, step.number)
+        elif FailureClass.PLATEAU in stop_on and trend.flat:
             message = (
-                f"{metrics.VAL_LOSS.name} has not fallen for {ENDINGS['plateau'].patience} "
+                f"{metrics.VAL_LOSS.name} has not fallen for {ENDINGS[FailureClass.PLATEAU].patience} "
                 f"validations, up to step {step.number}"
             )
-            self.outcome.end_early("plateau", message, step.number)
+            self.outcome.end_early(StopKind.PLATEAU, message, step.number)
 
     def _end_on_signal(self, step: Step) -> None:
         """End the run if a signal came during the step; the last ends it anyway."""
         number = int(self.ranks.largest(self.stop.number))
-        if number and self.outcome.status == "finished" and not step.last:
+        if number and self.outcome.status is RunStatus.FINISHED and not step.last:
             message = f"{Signals(number).name} after step {step.number}"
-            self.outcome.end_early("signal", message, step.number)
+            self.outcome.end_early(StopKind.SIGNAL, message, step.number)
 
     def _validate_first(self) -> None:
         step = self.trainer.new_step(0, last=False)
@@ -322,7 +327,7 @@ class Loop:
         self.last_step = 0
         self._end_on_signal(step)
         is_best = self.config.checkpoint.best and self._is_best(step)
-        if is_best or self.outcome.ended_by("signal"):
+        if is_best or self.outcome.ended_by(StopKind.SIGNAL):
             self.save(step)
 
     def _validate(self, step: Step) -> None:
@@ -334,9 +339,13 @@ class Loop:
         step.record |= self.trainer.also_loss()
         if not math.isfinite(loss):
             outcome.final_val_loss = None
-            if "nan" in self.config.train.stop_on or step.last or outcome.status == "stopped":
+            if (
+                FailureClass.NAN in self.config.train.stop_on
+                or step.last
+                or outcome.status is RunStatus.STOPPED
+            ):
                 message = f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}"
-                outcome.fail("nan", message, step.number)
+                outcome.fail(FailureClass.NAN, message, step.number)
             return
         step.record |= self.trainer.figures(loss)
         outcome.final_val_loss = loss
@@ -352,7 +361,9 @@ class Loop:
         step.record[metrics.ELAPSED.name] = perf_counter() - self.started
         with self.ranks.together():
             for observer in self.called:
-                observer.written(step)
+                observer.complete_record(step)
+            for observer in self.called:
+                observer.take_record(step)
         if self.on_progress is not None:
             self.on_progress(self._progress(step))
         self.alerts.clear()
@@ -380,7 +391,7 @@ class Loop:
         If the disk has ended the run, files that it refuses are left out.
         """
         refusals: AbstractContextManager[Any] = nullcontext()
-        if self.outcome.ended_by("disk"):
+        if self.outcome.ended_by(StopKind.DISK):
             refusals = suppress(OSError, BenchError)
         self._close()
         self._measure_memory()
@@ -407,7 +418,7 @@ class Loop:
 
     def _close(self) -> None:
         refusals: AbstractContextManager[Any] = nullcontext()
-        if self.outcome.ended_by("disk"):
+        if self.outcome.ended_by(StopKind.DISK):
             refusals = suppress(OSError)
         for observer in self.called:
             with refusals:

@@ -37,7 +37,7 @@ from nanogpt_bench.setup.optimizers import (
 )
 from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, replicated
 from nanogpt_bench.setup.surgery import quantize
-from nanogpt_bench.setup.task import Figures, Passes, model_shape, task_of
+from nanogpt_bench.setup.task import Passes, ValidationFigures, model_shape, task_of
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
@@ -323,7 +323,7 @@ class Trainer:
         """
         return self._losses(self._eval_batches)
 
-    def figures(self, loss: float) -> Figures:
+    def figures(self, loss: float) -> ValidationFigures:
         """Return the further values of the record of a validation.
 
         `loss` is its mean loss.

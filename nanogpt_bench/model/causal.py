@@ -4,7 +4,7 @@ It is a folder that `save_pretrained` wrote (safetensors only) or that was publi
 FP8, a `.gguf` file, whose weights become floats, or an id on the hub. Nothing is
 unpickled, and no code that comes with a model is run.
 
-`settings_of` reads a model's settings, `outline` its sizes and layers; neither reads a
+`pretrained_config` reads a model's settings, `outline` its sizes and layers; neither reads a
 weight. `load_causal` reads the weights, as floats or in codes, and `load_narrow` keeps
 weights of 16 bits as they are stored. Both refuse a model that is not causal or has
 values that are not finite.
@@ -126,7 +126,7 @@ def _require(package: str, extra: str = "hf") -> None:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[Any]:
+def quiet_transformers(name: str) -> Iterator[Any]:
     """Yield transformers, silenced meanwhile.
 
     Errors about a model's files become one line.
@@ -193,13 +193,13 @@ def _file_states(path: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 @_while_unchanged
-def settings_of(name: str) -> Any:
+def pretrained_config(name: str) -> Any:
     """Return the settings of the model called `name` as transformers' object.
 
     Models of other kinds are refused.
     """
     location = find_model(name)
-    with reading(name) as transformers:
+    with quiet_transformers(name) as transformers:
         settings = transformers.AutoConfig.from_pretrained(**location, trust_remote_code=False)
     quantization = vars(settings).pop("quantization_config", None)
     if quantization is not None and not stored_of(name):
@@ -260,7 +260,7 @@ def stored_of(name: str) -> Mapping[str, Any]:
         may_have_codes = "quantization_config" in settings
     if not may_have_codes:
         return {}
-    with reading(name), refusals(f"model {name!r}", ValueError):
+    with quiet_transformers(name), refusals(f"model {name!r}", ValueError):
         return fm.published_weights(name)
 
 
@@ -281,7 +281,7 @@ def _has_separate_head(settings: Any, name: str) -> bool:
             shared_names.append(key)
     values = []
     for file in sorted(Path(name).glob("model*.safetensors")):
-        with reading(str(file)), safe_open(file, framework="pt") as opened:
+        with quiet_transformers(str(file)), safe_open(file, framework="pt") as opened:
             for key in sorted(opened.keys()):
                 # A file may leave out a prefix: wte.weight for transformer.wte.weight.
                 if any(f".{shared_name}".endswith(f".{key}") for shared_name in shared_names):
@@ -295,9 +295,9 @@ def _has_separate_head(settings: Any, name: str) -> bool:
 def outline(name: str) -> Outline:
     """Return the outline of the model called `name`.
 
-    It refuses the models that `settings_of` refuses.
+    It refuses the models that `pretrained_config` refuses.
     """
-    settings = settings_of(name).get_text_config()
+    settings = pretrained_config(name).get_text_config()
     model = skeleton(name)
     names_by_weight: dict[int, list[str]] = {}
     for weight_name, parameter in model.named_parameters(remove_duplicate=False):
@@ -329,11 +329,11 @@ def outline(name: str) -> Outline:
 
 def skeleton(name: str) -> Any:
     """Return the model called `name` on torch's meta device; no weight is read."""
-    return _from_settings(settings_of(name), name)
+    return _from_settings(pretrained_config(name), name)
 
 
 def _from_settings(settings: Any, name: str) -> Any:
-    with reading(name) as transformers, torch.device("meta"):
+    with quiet_transformers(name) as transformers, torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
 
 
@@ -399,7 +399,7 @@ def _read_stored(name: str, quantization: Mapping[str, Any] | None) -> Any:
     for key, value in (quantization or {}).items():
         if key in ("rounding", "draws", "seed"):
             options[key] = value
-    with reading(name):
+    with quiet_transformers(name):
         model = fm.load_fp8(name, dtype=torch.float32, **options)
         if quantization is not None:
             return model
@@ -418,26 +418,26 @@ def _read_floats(
     }
     if not from_gguf:
         options["use_safetensors"] = True
-    with reading(name) as transformers:
+    with quiet_transformers(name) as transformers:
         if quantization is not None and not from_gguf:
             options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
         model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-            **location, config=settings_of(name), **options
+            **location, config=pretrained_config(name), **options
         )
     if from_gguf:
         file = Path(location["pretrained_model_name_or_path"]) / location["gguf_file"]
         unexpected = loading_info.pop("unexpected_keys", None) or ()
-        with reading(str(file)):
+        with quiet_transformers(str(file)):
             unread = check_unread_tensors(model, file, unexpected)
         if unread:
             say(f"{file.name}: {', '.join(unread)} left out: their values change nothing")
     else:
         check_floats(model, name)
-    _check_keys(loading_info, name)
+    _check_weight_names(loading_info, name)
     return without_codes(model)
 
 
-def _check_keys(loading_info: Mapping[str, Any], name: str) -> None:
+def _check_weight_names(loading_info: Mapping[str, Any], name: str) -> None:
     """Refuse weights that the files lack, or that the model has no use of."""
     for kind in ("missing", "unexpected"):
         keys = loading_info.get(f"{kind}_keys") or ()
@@ -475,13 +475,13 @@ def load_narrow(name: str) -> Any | None:
         return None
     parameters = outline(name).parameters
     check_memory(parameters * 2.5, f"model {name!r}, {parameters:,} parameters,")
-    with reading(name) as transformers:
+    with quiet_transformers(name) as transformers:
         model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
             **location,
             dtype=dtype,
             trust_remote_code=False,
             use_safetensors=True,
-            config=copy.deepcopy(settings_of(name)),
+            config=copy.deepcopy(pretrained_config(name)),
             output_loading_info=True,
         )
     if loading_info.get("missing_keys") or loading_info.get("unexpected_keys"):
@@ -504,7 +504,7 @@ def _only_dtype(folder: Path, name: str) -> torch.dtype | None:
     """Return the one dtype of 16 bits that all tensors of a folder have, or None."""
     dtypes = set()
     for file in folder.glob("*.safetensors"):
-        with reading(name), safe_open(file, framework="pt") as opened:
+        with quiet_transformers(name), safe_open(file, framework="pt") as opened:
             # A safetensors file is no mapping.
             for key in opened.keys():  # noqa: SIM118
                 dtypes.add(opened.get_slice(key).get_dtype())

@@ -48,7 +48,7 @@ class GPTShape:
 
 #: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself,
 #: with its 50257 tokens
-SIZES: dict[str, GPTShape] = {
+GPT_SIZES: dict[str, GPTShape] = {
     "0.8M": GPTShape(n_layer=4, n_head=4, n_embd=128, block_size=64),
     "10M": GPTShape(n_layer=6, n_head=6, n_embd=384, block_size=256),
     "50M": GPTShape(n_layer=16, n_head=8, n_embd=512, block_size=1024),

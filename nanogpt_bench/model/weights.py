@@ -239,7 +239,7 @@ def is_rounded(layer: fm.QuantizedLinear) -> bool:
     return layer.weight_format is not None and not is_continuous
 
 
-def plain(tensor: Tensor) -> Tensor:
+def dequantized(tensor: Tensor) -> Tensor:
     """Return a tensor's values as a plain, detached tensor.
 
     It is a copy only where codes have to be decoded.
@@ -253,7 +253,7 @@ def plain(tensor: Tensor) -> Tensor:
 def forward_weight(layer: nn.Linear) -> Tensor:
     """Return the weight that the forward pass multiplies by, in float32."""
     weight = layer.quantized_weight() if isinstance(layer, fm.QuantizedLinear) else layer.weight
-    return plain(weight).float()
+    return dequantized(weight).float()
 
 
 #: short names, and their ids on the hub
@@ -303,9 +303,9 @@ def checkpoint_shape(name: str) -> GPTShape:
 
     It is a folder, a short name like gpt2, or an id on the hub.
     """
-    from nanogpt_bench.model.causal import settings_of
+    from nanogpt_bench.model.causal import pretrained_config
 
-    settings = settings_of(_transformers_name(name))
+    settings = pretrained_config(_transformers_name(name))
     if settings.model_type != "gpt2":
         raise BenchError(
             f"{name!r} is of model_type {settings.model_type!r}; only gpt2 can be loaded"

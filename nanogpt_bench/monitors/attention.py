@@ -114,7 +114,7 @@ class AttentionEntropy(Monitor):
                 handle.remove()
         return entropies
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         """Do nothing.
 
         The figures were written after the step, and a skipped step has none.

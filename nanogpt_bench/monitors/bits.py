@@ -123,7 +123,7 @@ class Bits(Monitor):
                 counts = code_histogram(operand.values, operand.format, operand.scale)
                 self._histograms[operand.kind, operand.layer] = Histogram(operand.format, counts)
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         if not step.number or not self.looks(step):
             return
         self._count_weights(step)
@@ -132,7 +132,7 @@ class Bits(Monitor):
             for metric, value in figures.items():
                 self._figures.add(metric.by(kind), layer, value, size)
         self._histograms.clear()
-        super().written(step)
+        super().complete_record(step)
 
     @torch.no_grad()
     def _count_weights(self, step: Step) -> None:

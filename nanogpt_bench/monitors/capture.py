@@ -20,7 +20,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import Block
-from nanogpt_bench.model.weights import linear_layers, plain, quantized_layers
+from nanogpt_bench.model.weights import dequantized, linear_layers, quantized_layers
 from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
 
 
@@ -74,7 +74,7 @@ class Capture(Observer):
             handle.remove()
         self._backward_handles = []
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         for tensors in (
             self.inputs,
             self.gradients,
@@ -307,7 +307,7 @@ class UpdateObserver(Observer):
         for name, layer in self._layers.items():
             if self._turns.takes(step, name):
                 codes = layer.weight_codes() if self._has_master else None
-                self._copies[name] = _WeightCopy(plain(layer.weight).clone(), codes)
+                self._copies[name] = _WeightCopy(dequantized(layer.weight).clone(), codes)
 
     def after_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
@@ -316,7 +316,7 @@ class UpdateObserver(Observer):
             optimizer: Any = step.optimizer
             optimizer.observer = optimizer.observes = None
         for name, copy in self._copies.items():
-            new = plain(self._layers[name].weight)
+            new = dequantized(self._layers[name].weight)
             self._pass_on(step, name, copy.values, new, new, copy.codes)
         self._copies = {}
         for monitor in self._monitors:

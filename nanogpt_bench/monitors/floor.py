@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import FLOOR_FORMATS, NATS, SUM, Metric
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.weights import forward_weight, linear_layers, plain
+from nanogpt_bench.model.weights import dequantized, forward_weight, linear_layers
 from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step
 
@@ -98,7 +98,7 @@ class FloorObserver(Observer):
         for name, layer in self._layers.items():
             if layer.weight.grad is None:
                 continue
-            gradient = plain(layer.weight.grad).float()
+            gradient = dequantized(layer.weight.grad).float()
             average = self._averages.setdefault(name, torch.zeros_like(gradient))
             average.lerp_(gradient, 1 - self._decay)
         if step.number > self._first and step.due(INTERVAL):
@@ -113,7 +113,7 @@ class FloorObserver(Observer):
                 self._sums[f"{FLOOR.by(fmt).name}/{layer_kind(name)}"] += floor
                 self._sums[FLOOR.by(fmt).name] += floor
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         if step.last and self._count:
             step.record |= {name: total / self._count for name, total in self._sums.items()}
 

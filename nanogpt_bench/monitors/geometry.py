@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric
-from nanogpt_bench.model.weights import constrained_weights, forward_weight, is_rounded, plain
+from nanogpt_bench.model.weights import constrained_weights, dequantized, forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Monitor, Scale, Step, inside, scaled_blocks
 
@@ -28,16 +28,16 @@ OFF_GRID = _geometry(
     bad=ABOVE,
     chart=LINEAR,
 )
-_constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
+_constraint_metric = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
 _ORTHONORMAL = "|Q^T Q - I| of weights on geoopt's manifold."
-ORTHOGONALITY = _constraint(
+ORTHOGONALITY = _constraint_metric(
     "geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL
 )
-OFF_SPHERE = _constraint(
+OFF_SPHERE = _constraint_metric(
     "geometry/off_sphere", "Off the sphere", meaning="|length of a row - 1|, the largest."
 )
 _ROUNDED = "The same distances of these weights rounded to their formats."
-CONSTRAINT_ROUNDED = _constraint(
+CONSTRAINT_ROUNDED = _constraint_metric(
     "geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED
 )
 
@@ -136,7 +136,7 @@ class Geometry(Monitor):
         metric = OFF_SPHERE if on_sphere else ORTHOGONALITY
         distance = row_length_error if on_sphere else orthogonality
         size = parameter.numel()
-        self._figures.add(metric, name, distance(plain(parameter)), size)
+        self._figures.add(metric, name, distance(dequantized(parameter)), size)
         layer = self._layers.get(name.removesuffix(".weight"))
         if layer is not None and layer.weight_scaler is not None:
             rounded_distance = distance(forward_weight(layer))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric
-from nanogpt_bench.model.weights import plain
+from nanogpt_bench.model.weights import dequantized
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
-from nanogpt_bench.monitors.points import BLOCK, Scale, Step, blocks, inside, unit_blocks
+from nanogpt_bench.monitors.points import PIECE_ELEMENTS, Scale, Step, blocks, inside, unit_blocks
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
 GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")
@@ -55,7 +55,7 @@ DEAD_BELOW = 1e-8
 _LONGEST = 32767
 #: the variance, relative to the mean square, that rounding in float32 can give a
 #: constant
-_ROUNDING = 2.0**-20
+_MEAN_SQUARE_ROUNDING = 2.0**-20
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
         [(totals * units).sum() / n, (powers * units * units).sum() / n, zero_counts.sum() / n]
     ).tolist()
     variance = square - mean * mean
-    varies = math.isfinite(variance) and variance > square * _ROUNDING
+    varies = math.isfinite(variance) and variance > square * _MEAN_SQUARE_ROUNDING
     return {
         GRAD_L2: math.sqrt(square * n),
         GRAD_SNR: abs(mean) / math.sqrt(variance) if varies else None,
@@ -155,7 +155,7 @@ class DeadRuns:
             self.runs.clamp_(max=_LONGEST - steps)
         self._bound = min(self._bound + steps, _LONGEST)
         flat = self.runs.view(-1)
-        pieces = flat.split(BLOCK) if g.device.type == "cpu" and g.numel() else [flat]
+        pieces = flat.split(PIECE_ELEMENTS) if g.device.type == "cpu" and g.numel() else [flat]
         for runs, (part,) in zip(pieces, blocks(g), strict=True):
             # A comparison into a mask costs four times as much.
             small = part.abs().lt_(DEAD_BELOW).to(runs.dtype)
@@ -205,7 +205,7 @@ class Gradients(UpdateMonitor):
             is_measured = self.takes(step, name)
             if layer.weight.grad is None or not (counts_dead or is_measured):
                 continue
-            gradient = plain(layer.weight.grad)
+            gradient = dequantized(layer.weight.grad)
             if counts_dead:
                 self._dead[name].update(gradient, self._dead_interval)
             if is_measured:

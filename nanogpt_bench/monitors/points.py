@@ -2,11 +2,11 @@
 
 A run calls every observer at every point of every step: `before_forward`,
 `after_forward` and `after_backward` in each micro-step, then `before_step`,
-`after_step` and `written` once per step. Observers read the `Step` and add figures to
-its record.
+`after_step`, `complete_record` and `take_record` once per step. Observers read the
+`Step` and add figures to its record, which is complete from `take_record` on.
 
 A `Monitor` is an observer that measures layers every `monitor.interval` steps. `Turns`
-decides which layers a measurement includes, `Figures` collects what was measured.
+decides which layers a measurement includes, `LayerFigures` collects what was measured.
 Figures over all layers use the latest figure of each layer.
 """
 
@@ -129,14 +129,19 @@ class Observer:
     def after_step(self, step: Step) -> None:
         """Called once per step after the weights are updated; not in a skipped step.
 
-        The record is written later.
+        The record is completed later.
         """
 
-    def written(self, step: Step) -> None:
-        """Called once per step, last, after a validation if there is one.
+    def complete_record(self, step: Step) -> None:
+        """Called once per step, after a validation if there is one.
 
-        Observers are called in their order. The first ones still add figures to the
-        record, then one writes it, and the last ones only read it.
+        It is the last time at which figures may be added to the record.
+        """
+
+    def take_record(self, step: Step) -> None:
+        """Called once per step, when all observers have completed the record.
+
+        An observer writes it, sends it or judges it, and leaves it as it is.
         """
 
     def close(self) -> None:
@@ -169,7 +174,7 @@ class Turns(Observer):
     >>> steps = [Step(number, torch.nn.Identity(), None) for number in (10, 20, 30)]
     >>> for step in steps:
     ...     print([name for name in "abc" if turns.takes(step, name)])
-    ...     turns.written(step)
+    ...     turns.complete_record(step)
     ['a', 'b', 'c']
     ['a', 'b']
     ['c']
@@ -204,7 +209,7 @@ class Turns(Observer):
         turn, turns = self._turns[name]
         return step.number // self.interval % turns == turn
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         if step.number and step.anomaly is None and step.due(self.interval):
             self._has_measured_all = True
 
@@ -229,7 +234,7 @@ class SizedFigure(NamedTuple):
     size: int
 
 
-class Figures:
+class LayerFigures:
     """Figures by metric and layer with their sizes.
 
     With `turns`, figures over all layers use the latest one of each layer.
@@ -300,7 +305,7 @@ class Monitor(Observer):
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._figures = Figures(turns)
+        self._figures = LayerFigures(turns)
 
     def looks(self, step: Step) -> bool:
         """Return whether this step is measured."""
@@ -310,7 +315,7 @@ class Monitor(Observer):
         """Return whether this step measures this layer."""
         return self._turns.takes(step, name)
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         if self.looks(step):
             self._figures.write(step)
 
@@ -324,7 +329,7 @@ class Monitor(Observer):
 Scale = Tensor | float
 """Positive; a tensor broadcasts against what it scales."""
 #: elements per piece on the CPU
-BLOCK = 131_072
+PIECE_ELEMENTS = 131_072
 
 
 def fitting(scale: Scale, x: Tensor) -> Tensor:
@@ -339,7 +344,7 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     numel = flat[0].numel()
-    size = BLOCK if flat[0].device.type == "cpu" else max(numel, 1)
+    size = PIECE_ELEMENTS if flat[0].device.type == "cpu" else max(numel, 1)
     for start in range(0, max(numel, 1), size):
         yield tuple(part[start : start + size].to(_working_dtype(part)) for part in flat)
 

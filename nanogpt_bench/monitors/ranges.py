@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, OPERANDS, SHARE, Metric
-from nanogpt_bench.model.weights import plain
+from nanogpt_bench.model.weights import dequantized
 from nanogpt_bench.monitors.capture import (
     Operand,
     Update,
@@ -71,7 +71,7 @@ CLAMPED = _ranges(
 AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite values.", over=LARGEST)
 
 #: the variance, relative to amax squared, that rounding in float32 can give a constant
-_ROUNDING = 2.0**-44
+_AMAX_ROUNDING = 2.0**-44
 #: factor by which rounding of a tensor's own scale may put its largest value beyond the
 #: format's
 _OF_SCALES = 1 + 2.0**-20
@@ -136,7 +136,7 @@ def _moments(x: Tensor) -> _Moments:
     unit = amax.clamp(min=2.0**-1000)
     powers = [_central_powers(part, mean, unit) for (part,) in blocks(x)]
     largest, variance, fourth = torch.cat([amax.view(1), torch.stack(powers).sum(0) / n]).tolist()
-    if variance > _ROUNDING:
+    if variance > _AMAX_ROUNDING:
         return _Moments(largest, variance, fourth)
     return _Moments(largest, 0.0, 0.0)
 
@@ -156,7 +156,7 @@ def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
     mean = first / n
     square = second / n
     variance = square - mean**2
-    if variance <= _ROUNDING * square:
+    if variance <= _AMAX_ROUNDING * square:
         return 0.0, None
     central = third / n - 3 * mean * variance - mean**3
     return math.sqrt(variance), central / variance**1.5
@@ -230,14 +230,14 @@ class Ranges(UpdateMonitor):
             for operand in flowing(self._layers, self._capture, self._settings):
                 self._measure(operand)
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         if not step.number or not self.looks(step):
             return
         for name, layer in self._layers.items():
             if name not in self._updated_layers and self.takes(step, name):
-                self._measure(weight_operand(name, layer, plain(layer.weight)))
+                self._measure(weight_operand(name, layer, dequantized(layer.weight)))
         self._updated_layers.clear()
-        super().written(step)
+        super().complete_record(step)
 
     def _measure(self, operand: Operand) -> None:
         size = operand.values.numel()

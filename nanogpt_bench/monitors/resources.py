@@ -50,7 +50,7 @@ class Resources(Observer):
             # A sweep trains run after run in a process.
             torch.cuda.reset_peak_memory_stats(watched.device)
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:
             return
         step.record[PEAK_BYTES.name] = peak_bytes(self._device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, MEAN, Metric
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
-from nanogpt_bench.model.weights import forward_weight, linear_layers, plain
+from nanogpt_bench.model.weights import dequantized, forward_weight, linear_layers
 from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step, blocks
 
@@ -46,7 +46,7 @@ QUANT_SNR = _shadow(
     bad=BELOW,
     chart=LINEAR,
 )
-OVERHEAD = _shadow(
+SHADOW_OVERHEAD = _shadow(
     "shadow/overhead", "Time of the shadow", "steps", "Of one comparison.", bad=ABOVE
 )
 
@@ -172,7 +172,7 @@ class ShadowObserver(Observer):
         # Over a step without measurements, if there has been one, since monitors take
         # time in the same steps.
         overhead = self._shadow_seconds / (self._plain_step or step_seconds)
-        step.record[OVERHEAD.name] = overhead
+        step.record[SHADOW_OVERHEAD.name] = overhead
         self._overheads += overhead
         self._comparisons += 1
 
@@ -204,7 +204,7 @@ class ShadowObserver(Observer):
         shadow_parameters = dict(self.model.named_parameters())
         for name, parameter in step.model.named_parameters():
             layer = layers_by_weight.get(name)
-            value = forward_weight(layer) if layer is not None else plain(parameter)
+            value = forward_weight(layer) if layer is not None else dequantized(parameter)
             shadow_parameters[name].copy_(value)
         self.model.zero_grad(set_to_none=True)
 
@@ -231,7 +231,7 @@ class ShadowObserver(Observer):
             reference = shadow_layers[name].weight.grad
             if gradient is None or reference is None:
                 continue
-            figures = shadow_figures(plain(gradient).float(), reference)
+            figures = shadow_figures(dequantized(gradient).float(), reference)
             cosines[name] = figures.cosine
             snrs[name] = figures.snr_db
         step.add(COSINE.name, cosines)

@@ -24,21 +24,21 @@ from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
 from nanogpt_bench.monitors.points import Scale, Step, blocks, inside, share, unit_blocks
 
-_stall = partial(Metric, monitor="stall", over=MEAN)
-UPDATE_LOST = _stall(
+_stall_metric = partial(Metric, monitor="stall", over=MEAN)
+UPDATE_LOST = _stall_metric(
     "stall/update_lost",
     "Updates lost",
     SHARE,
     "Weights without a master copy that a requested update left where they were.",
     bad=ABOVE,
 )
-CODE_UNCHANGED = _stall(
+CODE_UNCHANGED = _stall_metric(
     "stall/code_unchanged",
     "Codes unchanged",
     SHARE,
     "Weights whose master copy moved while their code did not.",
 )
-ARRIVED = _stall(
+ARRIVED = _stall_metric(
     "stall/arrived",
     "Movement that arrived",
     SHARE,
@@ -46,10 +46,10 @@ ARRIVED = _stall(
     over=TOGETHER,
     chart=LINEAR,
 )
-UPDATE_ULPS = _stall(
+UPDATE_ULPS = _stall_metric(
     "stall/update_ulps", "Size of the updates", ULPS, "Mean over the requested ones.", chart=LOG
 )
-RESIDUAL_SATURATION = _stall(
+RESIDUAL_SATURATION = _stall_metric(
     "stall/residual_saturation",
     "Residuals at their bound",
     SHARE,
@@ -269,7 +269,7 @@ class Stall(UpdateMonitor):
         if has_stall:
             self._mean_stall.add(step.record[self.metric] or 0.0)
 
-    def written(self, step: Step) -> None:
+    def complete_record(self, step: Step) -> None:
         """Do nothing: `finish` has written the figures, and a skipped step has none."""
 
 

@@ -16,7 +16,7 @@ from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.model.weights import forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.points import BLOCK, Monitor, Scale, Step, fitting
+from nanogpt_bench.monitors.points import PIECE_ELEMENTS, Monitor, Scale, Step, fitting
 
 ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",
@@ -29,7 +29,7 @@ ZERO_GRADIENT_ZONE = Metric(
     chart=LINEAR,
 )
 #: tokens whose outputs are compared: the time is proportional to them
-ROWS = 16
+COMPARED_TOKENS = 16
 #: in place of 1 / 0 where there is no slack, since times 0 it is 0 and not NaN
 _LARGE = 2.0**100
 
@@ -79,7 +79,7 @@ def _largest_ratios(
 
     With each block comes its part of `half_spacings`.
     """
-    size = max(BLOCK // max(rows.shape[1], 1), 1)
+    size = max(PIECE_ELEMENTS // max(rows.shape[1], 1), 1)
     inverse = (1 / slack).nan_to_num_(nan=0.0, posinf=_LARGE).clamp_(max=_LARGE)
     magnitudes = rows.abs()
     for inverses, halves in zip(inverse.split(size, dim=1), half_spacings.split(size), strict=True):
@@ -107,7 +107,7 @@ def _slack(outputs: Tensor, dtype: torch.dtype) -> Tensor:
 class Zones(Monitor):
     """Records `stall/zero_gradient_zone/LAYER`.
 
-    It is measured on `ROWS` tokens spread over the batch.
+    It is measured on `COMPARED_TOKENS` tokens spread over the batch.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -125,10 +125,10 @@ class Zones(Monitor):
             if inputs is None or fmt is None or not is_rounded(layer):
                 continue
             rows = layer.quantized_input(inputs).reshape(-1, inputs.shape[-1])
-            stride = max(1, len(rows) // ROWS)
+            stride = max(1, len(rows) // COMPARED_TOKENS)
             zone = zero_gradient_zone(
                 forward_weight(layer),
-                rows[::stride][:ROWS].float(),
+                rows[::stride][:COMPARED_TOKENS].float(),
                 fmt,
                 layer.weight_scale().detach(),
                 output=self._capture.output_dtypes[name],

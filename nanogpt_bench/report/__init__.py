@@ -29,7 +29,7 @@ from nanogpt_bench.system.errors import BenchError, refused, unknown
 from nanogpt_bench.system.files import refuse_to_replace, write_text
 
 PAGE = "report.html"
-TABLES = ("results.csv", "table.md")
+TABLE_FILES = ("results.csv", "table.md")
 #: values shown of a fact
 MOST_VALUES = 4
 #: bytes of a page in which its title is looked for
@@ -74,7 +74,7 @@ def report(
     counted = [run for _, run in row_runs(rows)]
     several = len(counted) > 1
     title = "nanogpt-bench report" if several else f"nanogpt-bench: {counted[0].name}"
-    facts = facts_of(counted)
+    facts = report_facts(counted)
     missing = shortfall(rows)
     if missing:
         facts["Runs"] = missing
@@ -95,13 +95,13 @@ def _say_uncounted(rows: Iterable[Row], say: Callable[[str], None]) -> None:
             say(line)
 
 
-def check_folder(out: Path) -> None:
+def check_report_folder(out: Path) -> None:
     """Refuse a folder with page, tables or figures that no report wrote.
 
     A report's have its page beside them.
     """
     page = out / PAGE
-    for path in (page, *(out / name for name in TABLES), *drawn_in(out / "figures")):
+    for path in (page, *(out / name for name in TABLE_FILES), *drawn_in(out / "figures")):
         refuse_to_replace("--out", path, lambda _: _is_page(page), "another folder")
 
 
@@ -138,7 +138,7 @@ def write_report(
         studies = read_studies([out])
     sections = all_sections(Page(facts, results, row_styles, studies))
     page = write_text(out / PAGE, render(title, sections))
-    for name, table in zip(TABLES, (to_csv(results), to_markdown(results)), strict=True):
+    for name, table in zip(TABLE_FILES, (to_csv(results), to_markdown(results)), strict=True):
         write_text(out / name, table)
     charts: list[Chart] = []
     for section in sections:
@@ -147,7 +147,7 @@ def write_report(
     return page
 
 
-def facts_of(runs: Sequence[Run]) -> dict[str, str]:
+def report_facts(runs: Sequence[Run]) -> dict[str, str]:
     """Return facts about the runs from their records.
 
     If a fact differs, each value is listed once.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, Metric
-from nanogpt_bench.failures.table import VERDICT as BOUNDS
+from nanogpt_bench.failures.table import VERDICT_BOUNDS
 from nanogpt_bench.monitors.stall import CODE_UNCHANGED
 from nanogpt_bench.report.paired import difference_text
 from nanogpt_bench.report.results import Figure, Result
@@ -23,7 +23,7 @@ RUN = "run"
 GAP = "gap"
 PAIRED = "paired difference (95%)"
 BEST = "best val loss"
-VERDICT = "verdict"
+VERDICT_COLUMN = "verdict"
 
 #: what formats the cell of a result for people
 CellFormat = Callable[[Result], str]
@@ -231,10 +231,10 @@ ARRIVED_NOTE = (
     "write-back made, about 100% where it is unbiased."
 )
 VERDICT_NOTE = (
-    f"Verdict: within {BOUNDS['outside'].bound:.0%} of the reference's final val loss or "
-    f"outside; ahead or behind by {BOUNDS['behind'].bound:g} nats and two standard "
-    f"errors; doubtful at a mean gradient cosine of {BOUNDS['cosine'].bound:g} or less; a "
-    f"stall is named from {BOUNDS['stall'].bound:.0%} on."
+    f"Verdict: within {VERDICT_BOUNDS.outside.bound:.0%} of the reference's final val loss or "
+    f"outside; ahead or behind by {VERDICT_BOUNDS.behind.bound:g} nats and two standard "
+    f"errors; doubtful at a mean gradient cosine of {VERDICT_BOUNDS.cosine.bound:g} or less; a "
+    f"stall is named from {VERDICT_BOUNDS.stall.bound:.0%} on."
 )
 
 #: all columns, from left to right
@@ -357,7 +357,7 @@ COLUMNS = (
         axis=ParallelAxis(2, "tokens/s", "tokens_per_s"),
     ),
     Column(
-        VERDICT,
+        VERDICT_COLUMN,
         attrgetter("verdict.text"),
         csv={"verdict": attrgetter("verdict.text")},
         note=VERDICT_NOTE,

@@ -95,7 +95,7 @@ def _validation(run: Run) -> list[Any] | None:
 
 
 #: the facts by name; settings among them are marked `of_task`
-FACTS: Mapping[str, Fact] = {
+COMPARED_FACTS: Mapping[str, Fact] = {
     "task": _task,
     "corpus": corpus_digests,
     "training tokens": _train_tokens,
@@ -118,11 +118,11 @@ def differing_facts(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ..
     ()
     """
     pairs = list(itertools.product(runs, others))
-    return tuple(name for name in FACTS if any(_differ(name, *pair) for pair in pairs))
+    return tuple(name for name in COMPARED_FACTS if any(_differ(name, *pair) for pair in pairs))
 
 
 def _differ(name: str, run: Run, other: Run) -> bool:
-    fact = FACTS[name]
+    fact = COMPARED_FACTS[name]
     if name == "corpus" and _differ("tokenizer", run, other):
         # Two tokenizers make different tokens of one text, so the sources of the text
         # are compared instead.
@@ -141,4 +141,4 @@ def loss_conditions(runs: Sequence[Run]) -> frozenset[str]:
 
     Format, rule, learning rate and seed are left out.
     """
-    return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
+    return frozenset(repr([fact(run) for fact in COMPARED_FACTS.values()]) for run in runs)

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, TRAIN_LOSS, VAL_LOSS, Metric
 from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import Row, loss_unit, row_runs
 from nanogpt_bench.report.vega_spec import (
+    LOG_SPAN,
     PERCENT,
     Chart,
     Line,
@@ -29,8 +31,6 @@ MOST_POINTS = 50 * MAX_POINTS
 EARLY_DIVERGENCE = ("divergence", "early_divergence")
 #: titles of namespaces that differ from the capitalised name
 TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
-#: if positive values span this factor, a linear axis would hide the small ones
-LOG_FROM = 30
 #: the mark of an alert, or of a failed run's end
 DIAMOND = {
     "type": "point",
@@ -135,7 +135,7 @@ def _events(run: Run) -> list[_Event]:
     alerts = [alert for alert in run.alerts if alert.kind in EARLY_DIVERGENCE]
     if alerts:
         events.append(_Event(alerts[0].step, f"divergence found at step {alerts[0].step}"))
-    if run.status == "failed" and run.last_step is not None:
+    if run.status == RunStatus.FAILED and run.last_step is not None:
         events.append(_Event(run.last_step, f"failed at step {run.last_step}"))
     return events
 
@@ -259,7 +259,7 @@ def _watched_axis(metric: Metric, drawn: Sequence[Line]) -> Spec:
     options: Spec = {}
     if is_share:
         options |= {"format": PERCENT, "zero": True}
-    if metric.chart == LOG and min(values) > 0 and max(values) / min(values) >= LOG_FROM:
+    if metric.chart == LOG and min(values) > 0 and max(values) / min(values) >= LOG_SPAN:
         options |= {"log": True, "format": "~g", "tickCount": 5}
     return quantity("y", metric.unit, _constant_range(values, is_share=is_share), **options)
 

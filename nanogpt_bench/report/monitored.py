@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from nanogpt_bench.config.metrics import GRAD_NORM, SMOOTHED_LOSS, TRAIN_LOSS, Metric
 from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.floor import FLOOR
-from nanogpt_bench.monitors.shadow import OVERHEAD
+from nanogpt_bench.monitors.shadow import SHADOW_OVERHEAD
 from nanogpt_bench.runs.load import Run
 
 #: share of a run's steps at which monitors' measurements are exported, beside its end
@@ -16,12 +16,12 @@ TENTH = 0.1
 #: metrics in every record, whether or not monitors ran
 ALWAYS = (TRAIN_LOSS.name, SMOOTHED_LOSS.name, GRAD_NORM.name)
 #: significant digits of an exported value: enough for ranks
-DIGITS = 4
+EXPORTED_DIGITS = 4
 
 
 def _is_of_model(metric: Metric) -> bool:
     """Return whether a monitor measures it on the model, and not on the machine."""
-    return metric.monitor not in (None, "", "resources") and metric != OVERHEAD
+    return metric.monitor not in (None, "", "resources") and metric != SHADOW_OVERHEAD
 
 
 def _monitored_names() -> tuple[str, ...]:
@@ -80,5 +80,5 @@ def _values_until(
     for name, curve in points.items():
         known = [value for step, value in curve if 0 < step <= last and value is not None]
         if known:
-            values[name] = float(f"{known[-1]:.{DIGITS}g}")
+            values[name] = float(f"{known[-1]:.{EXPORTED_DIGITS}g}")
     return values

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from nanogpt_bench.report.row_styles import DASHES, THEMES, Style, theme_colours
 from nanogpt_bench.report.svg_figures import javascript
-from nanogpt_bench.report.vega_spec import CONFIG, Chart, Spec, short
+from nanogpt_bench.report.vega_spec import CHART_CONFIG, Chart, Spec, short
 
 # Only the page's own content may run or be shown: a report from somebody else can't
 # contact a server.
@@ -36,7 +36,7 @@ VEGA = "window.vegaEmbed = vegaEmbed;"
 SHORT_LEGEND = 16
 
 
-class Layout(StrEnum):
+class SectionLayout(StrEnum):
     """How a section is laid out: the name of its template."""
 
     FACTS = "facts"
@@ -48,12 +48,12 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section: its address, title, layout, what its template shows, and charts."""
 
     name: str
     title: str
-    layout: Layout
+    layout: SectionLayout
     content: Mapping[str, Any]
     charts: Sequence[Chart] = field(default=())
 
@@ -111,7 +111,7 @@ def make_legend(
     return Legend(keys, is_open=len(keys) <= SHORT_LEGEND)
 
 
-def render(title: str, sections: Sequence[Section]) -> str:
+def render(title: str, sections: Sequence[PageSection]) -> str:
     """Return the page as one string of HTML."""
     environment = Environment(
         loader=PackageLoader(__package__),
@@ -140,7 +140,7 @@ def _asset(name: str) -> str:
 
 def _packed(charts: Sequence[Chart]) -> str:
     """Return JSON for a script element, without `<`, `>` and `&`."""
-    content = {"config": CONFIG, "charts": [short(_on_page(chart)) for chart in charts]}
+    content = {"config": CHART_CONFIG, "charts": [short(_on_page(chart)) for chart in charts]}
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -13,18 +13,16 @@ from nanogpt_bench.report.columns import COLUMNS
 from nanogpt_bench.report.results import FIGURES
 from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import Row, flat, row_runs
-from nanogpt_bench.report.vega_spec import Chart, Spec, curves, ink, over, quantity
+from nanogpt_bench.report.vega_spec import LOG_SPAN, Chart, Spec, curves, ink, over, quantity
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 
 #: the place of a missing value, above the axis
-ABOVE = 1.08
+MISSING_PLACE = 1.08
 #: characters of a mark's text
 LONGEST_MARK = 18
 #: axes of settings
-MOST_SETTINGS = 5
-#: if positive values span this factor, the axis is logarithmic
-LOG_FROM = 30
+MOST_AXES = 5
 #: pixels of an axis on a narrow screen
 AXIS_PIXELS = 150
 # Settings without an axis of their own: format, rule, rate and seed are shown
@@ -94,7 +92,7 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
     if len(pairs) < 2 or len(axes) < 3:
         return None
     x = _bare_axis("x", (-0.1, len(axes) - 0.4))
-    y = _bare_axis("y", (-0.05, ABOVE + 0.16))
+    y = _bare_axis("y", (-0.05, MISSING_PLACE + 0.16))
     values = []
     for number, (row, run) in enumerate(pairs):
         line = {
@@ -112,7 +110,7 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
     marks = []
     headings = []
     for place, axis in enumerate(axes):
-        headings.append({"x": place, "y": ABOVE + 0.11, "text": axis.name})
+        headings.append({"x": place, "y": MISSING_PLACE + 0.11, "text": axis.name})
         for mark in axis.marks:
             marks.append({"x": place, "y": mark.height, "text": mark.short_text})
     text = {"x": x, "y": y, "text": {"field": "text"}}
@@ -150,7 +148,7 @@ def _axes(runs: Sequence[Run]) -> list[DrawnAxis]:
         "learning rate": [run.summary.get("lr") for run in runs],
     }
     configs = [flat(run.config) for run in runs]
-    for key in _varying_settings(runs, configs)[:MOST_SETTINGS]:
+    for key in _varying_settings(runs, configs)[:MOST_AXES]:
         last_word = key.rsplit(".", 1)[-1]
         columns[last_word] = [config.get(key) for config in configs]
     results = [column.axis for column in COLUMNS if column.axis is not None]
@@ -175,11 +173,11 @@ def _varying_settings(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]])
     return [
         key
         for key in keys
-        if key not in LEFT_OUT and any(_varies(key, group) for group in groups.values())
+        if key not in LEFT_OUT and any(_has_several_values(key, group) for group in groups.values())
     ]
 
 
-def _varies(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+def _has_several_values(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     return len({str(config.get(key)) for config in configs}) > 1
 
 
@@ -200,12 +198,12 @@ def _axis_of_words(name: str, values: Sequence[Any]) -> DrawnAxis:
     words = list(dict.fromkeys(str(value) for value in values if value is not None))
     heights = {word: place / (len(words) - 1) for place, word in enumerate(words)}
     marks = [Mark(heights[word], word) for word in words]
-    places = [ABOVE if value is None else heights[str(value)] for value in values]
+    places = [MISSING_PLACE if value is None else heights[str(value)] for value in values]
     return DrawnAxis(name, marks, places)
 
 
 def _axis_of_numbers(name: str, values: Sequence[Any], low: float, high: float) -> DrawnAxis:
-    logarithmic = low > 0 and high / low >= LOG_FROM
+    logarithmic = low > 0 and high / low >= LOG_SPAN
     bend = math.log if logarithmic else float
     middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
 
@@ -213,7 +211,7 @@ def _axis_of_numbers(name: str, values: Sequence[Any], low: float, high: float) 
         return (bend(value) - bend(low)) / (bend(high) - bend(low))
 
     marks = [Mark(height_of(value), _number_text(value)) for value in (low, middle, high)]
-    heights = [ABOVE if value is None else height_of(float(value)) for value in values]
+    heights = [MISSING_PLACE if value is None else height_of(float(value)) for value in values]
     return DrawnAxis(name, marks, heights)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.comparable import differing_facts
@@ -13,11 +14,11 @@ from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.rows import (
     REFERENCE_RULE,
     Row,
-    references_of,
+    references_by_label,
     row_label,
     seed_of,
 )
-from nanogpt_bench.report.verdicts import Evidence, Judgement, Verdict, judge
+from nanogpt_bench.report.verdicts import Judgement, RowComparison, Verdict, judge_row
 from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
 
@@ -98,7 +99,7 @@ def reference_name(results: Sequence[Result]) -> str:
 
 def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
     """Return each row's result, in order."""
-    references = references_of(rows, reference)
+    references = references_by_label(rows, reference)
     results = [_measure_row(row, references.get(row.label)) for row in rows]
     # p-values are adjusted over the rows of the table.
     paired = adjusted([result.difference for result in results])
@@ -164,14 +165,14 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
     comparable = None if unlike else reference
     figures = {name: figure(map(measured, row.runs)) for name, measured in FIGURES.items()}
     gap = _Gap() if comparable is None else _measure_gap(row, comparable)
-    evidence = Evidence(
+    evidence = RowComparison(
         gap_share=gap.share,
-        stall=_mean(figures["stall"]),
-        cosine=_mean(figures["cosine"]),
+        stall=_mean_of_figure(figures["stall"]),
+        cosine=_mean_of_figure(figures["cosine"]),
         reference=is_reference,
         unlike=unlike,
         unmeasured=reference is None,
-        gap=_mean(gap.figure),
+        gap=_mean_of_figure(gap.figure),
         gap_error=gap.error,
     )
     stall_metrics = [run.stall_metric for run in row.runs if run.stall_metric]
@@ -182,11 +183,13 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         best_val_loss=_best_val_loss(row),
         gap=gap.figure,
         gap_share=gap.share,
-        bytes_per_parameter=_mean(figures["bytes_per_parameter"]),
+        bytes_per_parameter=_mean_of_figure(figures["bytes_per_parameter"]),
         stall=figures["stall"],
         stall_metric=stall_metrics[0] if stall_metrics else None,
         tokens_per_s=figures["tokens_per_s"],
-        verdict=Verdict(Judgement.FAILED, row.reason) if row.reason else judge(row.runs, evidence),
+        verdict=Verdict(Judgement.FAILED, row.reason)
+        if row.reason
+        else judge_row(row.runs, evidence),
         arrived=figures["arrived"],
         cosine=figures["cosine"],
         alerts=_count_alerts(row),
@@ -197,7 +200,7 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
     )
 
 
-def _mean(value: Figure | None) -> float | None:
+def _mean_of_figure(value: Figure | None) -> float | None:
     return None if value is None else value.mean
 
 
@@ -286,7 +289,7 @@ def gap_to(run: Run, reference: Sequence[Run]) -> float | None:
     twins = [
         other
         for other in reference
-        if other.status == "finished" and seed_of(other) == seed_of(run)
+        if other.status == RunStatus.FINISHED and seed_of(other) == seed_of(run)
     ]
     base = mean_of(map(_final_val_loss, twins or reference))
     return None if loss is None or base is None else loss - base

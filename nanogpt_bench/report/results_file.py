@@ -79,17 +79,17 @@ SUMMARY_KEYS = (
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)
 #: keys of environment.json that are not exported, since the numbers do not depend on
 #: them
-PASSING = ("command", "started", "resumed")
+NOT_EXPORTED = ("command", "started", "resumed")
 #: prefix of an entry's keys: settings
-CONFIG = "config."
+CONFIG_PREFIX = "config."
 #: prefix of an entry's keys: facts of the machine
-ENVIRONMENT = "environment."
+ENVIRONMENT_PREFIX = "environment."
 #: prefix of an entry's keys: series over the validations
-CURVE = "curve."
+CURVE_PREFIX = "curve."
 #: prefix of an entry's keys: measurements of the monitors
-LOOK = "look."
+LOOK_PREFIX = "look."
 #: prefix of an entry's keys: series over the trials of a search
-TRIAL = "trial."
+TRIAL_PREFIX = "trial."
 #: keys of a search that are exported as they are in tuning.json
 SEARCH_FACTS = ("label", "rule", "format", "rows", "over")
 #: mappings of a search, by key of the setting or of the cost; their names are prefixes
@@ -241,25 +241,25 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
     if cosines:
         entry["cosine"] = fmean(cosines)
     entry["failures"] = [finding.kind for finding in run.failures]
-    entry |= _flat_settings(run.config)
+    entry |= _prefixed_settings(run.config)
     for key, value in run.environment.items():
-        if key not in PASSING:
-            entry[ENVIRONMENT + key] = value
+        if key not in NOT_EXPORTED:
+            entry[ENVIRONMENT_PREFIX + key] = value
     entry |= _flat_curves(run)
     entry |= _flat_looks(run)
     return entry
 
 
-def _flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _prefixed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under keys such as `config.optimizer.lr`."""
     settings = {}
     for section, content in config.items():
         if isinstance(content, Mapping):
             for key, value in content.items():
-                settings[f"{CONFIG}{section}.{key}"] = value
+                settings[f"{CONFIG_PREFIX}{section}.{key}"] = value
         elif section != "seed":
             # The seed is among the keys of the summary.
-            settings[CONFIG + section] = content
+            settings[CONFIG_PREFIX + section] = content
     return settings
 
 
@@ -269,7 +269,7 @@ def _flat_curves(run: Run) -> dict[str, list[Any]]:
     curves = {}
     for name in CURVES:
         values = dict(run.metrics.rows(name))
-        curves[CURVE + name] = [values.get(row) for row in validations]
+        curves[CURVE_PREFIX + name] = [values.get(row) for row in validations]
     return curves
 
 
@@ -278,11 +278,11 @@ def _flat_looks(run: Run) -> dict[str, list[Any]]:
     figures = monitored_figures(run)
     if not figures:
         return {}
-    looks: dict[str, list[Any]] = {f"{LOOK}step": list(figures)}
+    looks: dict[str, list[Any]] = {f"{LOOK_PREFIX}step": list(figures)}
     for name in dict.fromkeys((*MONITORED, *chain.from_iterable(figures.values()))):
         values = [measured.get(name) for measured in figures.values()]
         if any(name in measured for measured in figures.values()):
-            looks[LOOK + name] = values
+            looks[LOOK_PREFIX + name] = values
     return looks
 
 
@@ -296,11 +296,11 @@ def _search_entry(row: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str
         for key, value in (row.get(part) or {}).items():
             entry[f"{part}.{key}"] = value
     for key in row.get("start") or {}:
-        entry[TRIAL + key] = [trial["values"].get(key) for trial in trials]
-    entry[f"{TRIAL}loss"] = [trial.get("loss") for trial in trials]
+        entry[TRIAL_PREFIX + key] = [trial["values"].get(key) for trial in trials]
+    entry[f"{TRIAL_PREFIX}loss"] = [trial.get("loss") for trial in trials]
     for seed in tuning.get("seeds") or ():
         losses = [(trial.get("losses") or {}).get(str(seed)) for trial in trials]
-        entry[f"{TRIAL}loss.{seed}"] = losses
+        entry[f"{TRIAL_PREFIX}loss.{seed}"] = losses
     for key in ("factor", "span", "seeds", "steps"):
         entry[f"tune.{key}"] = tuning.get(key)
     confirm = tuning.get("confirm") or {}
@@ -385,17 +385,17 @@ def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
     summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
     return Run(
         path / str(entry.get("name") or entry.get("seed")),
-        _read_settings(entry),
-        _with_prefix(entry, ENVIRONMENT),
+        _read_entry_settings(entry),
+        _with_prefix(entry, ENVIRONMENT_PREFIX),
         Records(_read_curves(entry)),
         summary,
         looks=_read_looks(entry),
     )
 
 
-def _read_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _read_entry_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    for key, value in _with_prefix(entry, CONFIG).items():
+    for key, value in _with_prefix(entry, CONFIG_PREFIX).items():
         section, dot, name = key.partition(".")
         if dot:
             config.setdefault(section, {})[name] = value
@@ -407,7 +407,7 @@ def _read_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_curves(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a record per validation, with the values that are known there."""
-    curves = _with_prefix(entry, CURVE)
+    curves = _with_prefix(entry, CURVE_PREFIX)
     records = []
     for values in zip(*curves.values(), strict=True):
         pairs = zip(curves, values, strict=True)
@@ -417,7 +417,7 @@ def _read_curves(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _read_looks(entry: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     """Return monitors' measurements by step, those that are finite."""
-    series = _with_prefix(entry, LOOK)
+    series = _with_prefix(entry, LOOK_PREFIX)
     steps = [int(step) for step in series.pop("step", ())]
     looks = {}
     for place, step in enumerate(steps):
@@ -442,7 +442,7 @@ def _read_search(entry: Mapping[str, Any]) -> dict[str, Any]:
     search: dict[str, Any] = {key: entry.get(key) for key in SEARCH_FACTS}
     for part in SEARCH_PARTS:
         search[part] = _with_prefix(entry, f"{part}.")
-    tried = _with_prefix(entry, TRIAL)
+    tried = _with_prefix(entry, TRIAL_PREFIX)
     keys = [key for key in search["start"] if isinstance(tried.get(key), list)]
     losses = tried.get("loss")
     trials = []

@@ -26,7 +26,7 @@ COLOURS = (
 )
 INK = ("#1A1A1A", "#F0F0F0")
 # A colour scale from below to above, for the light and the dark page.
-SCALES = {
+COLOUR_SCALES = {
     "diverging": (
         ("#08519C", "#7FB3DA", "#F5F5F3", "#F2A07B", "#B2330B"),
         ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
@@ -138,7 +138,7 @@ def theme_colours(theme: str) -> dict[str, Any]:
     pairs: dict[str, Sequence[Any]] = {f"c{i}": pair for i, pair in enumerate(COLOURS)}
     pairs["ink"] = INK
     pairs |= STATE_COLOURS
-    pairs |= SCALES
+    pairs |= COLOUR_SCALES
     colours: dict[str, Any] = dict(THEMES[theme])
     for name, pair in pairs.items():
         colours[name] = pair[place]

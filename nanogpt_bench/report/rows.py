@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.report.comparable import corpus_digests, differing_facts, loss_conditions
@@ -20,7 +21,7 @@ SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 #: characters of a setting's value in a label
 LONGEST_SETTING = 60
 #: settings that a label names
-MOST_SETTINGS = 3
+MOST_LABEL_SETTINGS = 3
 #: runs that a label names
 MOST_NAMES = 3
 
@@ -102,15 +103,15 @@ def counted_once(row: Row) -> Row:
     counted = []
     uncounted = list(row.uncounted)
     for group in by_seed.values():
-        longest = max(group, key=_progress)
+        longest = max(group, key=_progress_key)
         counted.append(longest)
         uncounted += [run for run in group if run is not longest]
     return replace(row, runs=tuple(counted), uncounted=tuple(uncounted))
 
 
-def _progress(run: Run) -> tuple[bool, bool, int]:
+def _progress_key(run: Run) -> tuple[bool, bool, int]:
     """Return a key that is greater for a run that went further."""
-    return run.status == "finished", has_ended(run.summary), run.last_step or 0
+    return run.status == RunStatus.FINISHED, has_ended(run.summary), run.last_step or 0
 
 
 def setting_of(run: Run) -> str:
@@ -186,8 +187,10 @@ def _differing_settings(groups: Sequence[Sequence[Run]], labels: Sequence[str]) 
 def _settings_ending(config: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]) -> str:
     """Return the settings of `config` in which it differs from some of `configs`."""
     ending = ""
-    keys = [key for key in config if key not in SEED_KEYS and _varies(key, config[key], configs)]
-    if len(keys) > MOST_SETTINGS:
+    keys = [
+        key for key in config if key not in SEED_KEYS and _differs_from(key, config[key], configs)
+    ]
+    if len(keys) > MOST_LABEL_SETTINGS:
         return ""
     for key in keys:
         value = config[key]
@@ -197,7 +200,7 @@ def _settings_ending(config: Mapping[str, Any], configs: Sequence[Mapping[str, A
     return ending
 
 
-def _varies(key: str, value: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
+def _differs_from(key: str, value: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
     return any(config.get(key) != value for config in configs)
 
 
@@ -232,7 +235,7 @@ def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
     return next((row for row in rows if row.label == label), None)
 
 
-def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
+def references_by_label(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
     """Return each row's reference by the row's label; {} without a reference.
 
     It is `reference` itself. For a row with another corpus, length or size it is the
@@ -351,7 +354,7 @@ def uncounted_lines(row: Row) -> list[str]:
     lines = []
     for run in row.uncounted:
         counted = next(other for other in row.runs if seed_of(other) == seed_of(run))
-        further = _progress(counted) > _progress(run)
+        further = _progress_key(counted) > _progress_key(run)
         reason = "went further" if further else "went as far and comes first"
         lines.append(
             f"{row.label}: {run.path} is not counted; {counted.path} has seed {run.seed} too, and "

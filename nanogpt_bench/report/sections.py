@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.metrics import TRAIN_LOSS
-from nanogpt_bench.failures import Diagnosis, Event, Finding, diagnose
-from nanogpt_bench.failures.table import VERDICT as BOUNDS
+from nanogpt_bench.failures import Diagnosis, Finding, RunEvent, State, diagnose
+from nanogpt_bench.failures.table import VERDICT_BOUNDS
 from nanogpt_bench.monitors import CHARTED, charted
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
-from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT
+from nanogpt_bench.report.columns import COLUMNS, PAIRED, VERDICT_COLUMN
 from nanogpt_bench.report.curve_charts import (
     TITLES,
     lines_of,
@@ -23,9 +24,9 @@ from nanogpt_bench.report.curve_charts import (
 )
 from nanogpt_bench.report.page import (
     Cell,
-    Layout,
     Legend,
-    Section,
+    PageSection,
+    SectionLayout,
     Table,
     TableLine,
     make_legend,
@@ -71,7 +72,7 @@ class Page:
         return make_legend([row.label for row in self.rows], self.styles, drawn)
 
 
-def all_sections(page: Page) -> list[Section]:
+def all_sections(page: Page) -> list[PageSection]:
     """Return all sections with data, in reading order."""
     namespaces = [name for name in CHARTED if name != UPDATE_LOST.namespace]
     sections = [
@@ -90,11 +91,11 @@ def all_sections(page: Page) -> list[Section]:
     return [section for section in sections if section is not None]
 
 
-def _facts_section(page: Page) -> Section:
-    return Section("what", "What was run", Layout.FACTS, {"facts": page.facts})
+def _facts_section(page: Page) -> PageSection:
+    return PageSection("what", "What was run", SectionLayout.FACTS, {"facts": page.facts})
 
 
-def _results_section(page: Page) -> Section:
+def _results_section(page: Page) -> PageSection:
     columns = shown_columns(page.results)
     head = [Cell(column.heading, "number" if column.numeric else "") for column in columns]
     lines = []
@@ -112,9 +113,9 @@ def _results_section(page: Page) -> Section:
 
 def _tables_section(
     name: str, title: str, tables: Sequence[Table], *, above: str = "", below: str = ""
-) -> Section:
+) -> PageSection:
     content = {"above": above, "tables": tables, "below": below}
-    return Section(name, title, Layout.TABLES, content)
+    return PageSection(name, title, SectionLayout.TABLES, content)
 
 
 def _results_note(page: Page) -> str:
@@ -127,14 +128,14 @@ def _results_note(page: Page) -> str:
         first += f", ± the standard deviation over {seeds} seeds"
     silent = set()
     if not page.references:
-        silent.add(VERDICT)
+        silent.add(VERDICT_COLUMN)
     if all(result.difference is None for result in page.results):
         silent.add(PAIRED)
     notes = [column.note for column in COLUMNS if column.note and column.heading not in silent]
     return " ".join([f"{first}.", *notes])
 
 
-def _loss_section(page: Page) -> Section | None:
+def _loss_section(page: Page) -> PageSection | None:
     drawn = loss_charts(page.rows, page.styles)
     marked = any(_has_marks(chart) for chart in drawn)
     words = "Open diamonds: an alert of divergence, or the end of a run that failed."
@@ -155,7 +156,7 @@ def _curves_section(
     above: str = "",
     notes: Sequence[str] = (),
     below: str = "",
-) -> Section | None:
+) -> PageSection | None:
     """Return a section of curves; None without any curve or note.
 
     A text and a list of notes may stand above their legend, and a text below.
@@ -163,10 +164,10 @@ def _curves_section(
     if not drawn and not notes:
         return None
     content = {"above": above, "notes": notes, "legend": page.legend(drawn), "below": below}
-    return Section(name, title, Layout.CURVES, content, drawn)
+    return PageSection(name, title, SectionLayout.CURVES, content, drawn)
 
 
-def _studies_section(page: Page) -> Section | None:
+def _studies_section(page: Page) -> PageSection | None:
     charts: list[Chart | None] = [*sensitivity_charts(page.studies.sensitivities)]
     charts.append(rate_chart(page.rows, page.styles))
     charts.append(parallel_chart(page.rows, page.styles))
@@ -183,15 +184,15 @@ STALL_WORDS = (
 )
 
 
-def _stall_section(page: Page) -> Section | None:
+def _stall_section(page: Page) -> PageSection | None:
     watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
     drawn = [*stall_chart(page.rows, page.styles), *watched]
     return _curves_section(page, "stall", "Stall", drawn, above=STALL_WORDS)
 
 
-def _watched_section(page: Page, namespace: str) -> Section | None:
+def _watched_section(page: Page, namespace: str) -> PageSection | None:
     title = TITLES.get(namespace, namespace.capitalize())
-    limits = {COSINE.name: BOUNDS["cosine"].bound}
+    limits = {COSINE.name: VERDICT_BOUNDS.cosine.bound}
     drawn = watched_charts(page.rows, page.styles, charted(namespace), limits)
     return _curves_section(page, title.lower(), title, drawn)
 
@@ -199,7 +200,7 @@ def _watched_section(page: Page, namespace: str) -> Section | None:
 ALERT_HEADINGS = ("run", "alert", "level", "first step", "times", "first message")
 
 
-def _alerts_section(page: Page) -> Section | None:
+def _alerts_section(page: Page) -> PageSection | None:
     lines = []
     for row, run in row_runs(page.rows):
         for kind, count in run.alert_counts.items():
@@ -222,9 +223,11 @@ def _first_alert(run: Run, kind: str, count: int) -> list[str]:
     return ["", "", str(count), ""]
 
 
-def _endings_section(page: Page) -> Section | None:
+def _endings_section(page: Page) -> PageSection | None:
     runs = [run for _, run in row_runs(page.rows)]
-    items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
+    items = [
+        f"{run.name}: {describe_ending(run)}" for run in runs if run.status != RunStatus.FINISHED
+    ]
     for run in runs:
         items += [f"{run.name}: {note}" for note in run.notes]
     for row in page.rows:
@@ -233,15 +236,17 @@ def _endings_section(page: Page) -> Section | None:
     if not items:
         return None
     title = "Early ends and gaps in the record"
-    return Section("endings", title, Layout.LISTING, {"texts": items})
+    return PageSection("endings", title, SectionLayout.LISTING, {"texts": items})
 
 
-def _configs_section(page: Page) -> Section:
+def _configs_section(page: Page) -> PageSection:
     runs = [
         {"title": f"{row.label} — {run.name}", "text": configuration_text(run)}
         for row, run in row_runs(page.rows)
     ]
-    return Section("configs", "Configuration of every run", Layout.CONFIGS, {"runs": runs})
+    return PageSection(
+        "configs", "Configuration of every run", SectionLayout.CONFIGS, {"runs": runs}
+    )
 
 
 def configuration_text(run: Run) -> str:
@@ -259,7 +264,7 @@ TUNED_WORDS = (
 )
 
 
-def _tuned_section(page: Page) -> Section | None:
+def _tuned_section(page: Page) -> PageSection | None:
     if not page.studies.tunings:
         return None
     tables = [_tuning_table(tuning) for tuning in page.studies.tunings]
@@ -281,16 +286,16 @@ class FailedRun:
     diagnosis: Diagnosis
 
 
-def _failures_section(page: Page) -> Section | None:
+def _failures_section(page: Page) -> PageSection | None:
     """Return one page for each run that failed or has a failure in its records.
 
     They are in the order of the table; without any there is no section.
     """
     failed = []
     for row, run in row_runs(page.rows):
-        if run.metrics or run.status == "failed":
+        if run.metrics or run.status == RunStatus.FAILED:
             diagnosis = diagnose(run)
-            if run.status == "failed" or diagnosis.found:
+            if run.status == RunStatus.FAILED or diagnosis.found:
                 failed.append(FailedRun(row.label, run, diagnosis))
     if not failed:
         return None
@@ -300,7 +305,7 @@ def _failures_section(page: Page) -> Section | None:
         drawn = _loss_until_failure(place, one, page)
         pages.append(_failure_page(place, one, drawn, is_open=len(failed) <= OPEN_PAGES))
         charts += drawn
-    return Section("failures", "Failures", Layout.FAILURES, {"pages": pages}, charts)
+    return PageSection("failures", "Failures", SectionLayout.FAILURES, {"pages": pages}, charts)
 
 
 class TimelineEvent(NamedTuple):
@@ -348,14 +353,14 @@ def _failure_page(
     run = failed.run
     diagnosis = failed.diagnosis
     onsets = "; ".join(f"{class_name(one.kind)} from step {one.step}" for one in diagnosis.found)
-    clear = [one for one in diagnosis.findings if one.state == "clear"]
-    unjudged = [one for one in diagnosis.findings if one.state not in ("clear", "found")]
+    clear = [one for one in diagnosis.findings if one.state is State.CLEAR]
+    unjudged = [one for one in diagnosis.findings if one.state is State.NOT_JUDGED]
     last = max([event.step for event in diagnosis.timeline] + [run.last_step or 0, 1])
     return FailurePage(
         place=place,
         title=failed.label if failed.label == run.name else f"{failed.label} · {run.name}",
         summary=onsets or "failed without a class of failure in its records",
-        ending="" if run.status == "finished" else describe_ending(run),
+        ending="" if run.status == RunStatus.FINISHED else describe_ending(run),
         events=[_timeline_event(event, last) for event in diagnosis.timeline],
         last_step=last,
         findings=[_shown_finding(finding) for finding in diagnosis.found],
@@ -366,7 +371,7 @@ def _failure_page(
     )
 
 
-def _timeline_event(event: Event, last: int) -> TimelineEvent:
+def _timeline_event(event: RunEvent, last: int) -> TimelineEvent:
     percent = f"{100 * event.step / last:.2f}"
     return TimelineEvent(class_name(event.kind), event.source, percent, event.step, event.text)
 

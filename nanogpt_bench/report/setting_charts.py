@@ -21,9 +21,9 @@ from nanogpt_bench.report.vega_spec import (
     Chart,
     Spec,
     category,
+    category_axis,
     curves,
     ink,
-    names,
     of_row,
     over,
     quantity,
@@ -60,7 +60,7 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
     reach = _largest_gap(study)
     patterns = [category(pattern) for pattern in study.patterns]
     formats = [category(fmt) for fmt in study.formats]
-    columns = names(
+    columns = category_axis(
         "format",
         formats,
         orient="top",
@@ -69,7 +69,7 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
         domain=False,
         labelOverlap=True,
     )
-    lines = names("pattern", patterns, ticks=False, domain=False)
+    lines = category_axis("pattern", patterns, ticks=False, domain=False)
     # The ends of the scale are dark in the light theme and light in the dark one.
     far = {"test": f"abs(datum.gap) > {0.6 * reach!r}", "value": ink("page")}
     rectangles = {

@@ -51,7 +51,7 @@ def read_studies(folders: Iterable[Path]) -> Studies:
         sensitivity = _read_sensitivity(folder / "sensitivity.json", notes)
         if sensitivity is not None:
             sensitivities.append(sensitivity)
-        tuning = _read_tuning(folder / "tuning.json", notes)
+        tuning = _read_tuning_rows(folder / "tuning.json", notes)
         if tuning:
             tunings.append(tuning)
     return Studies(tuple(sensitivities), tuple(tunings), tuple(notes))
@@ -95,7 +95,7 @@ def _is_table(patterns: Any, formats: Any, lines: Any) -> bool:
     return all(isinstance(line, list) and len(line) == len(formats) for line in lines)
 
 
-def _read_tuning(path: Path, notes: list[str]) -> TuningRows:
+def _read_tuning_rows(path: Path, notes: list[str]) -> TuningRows:
     if not path.is_file():
         return ()
     rows = mapping(path, notes).get("rows")

@@ -14,7 +14,7 @@ import vl_convert
 
 from nanogpt_bench.report.row_styles import Style, theme_colours
 from nanogpt_bench.report.vega_spec import (
-    CONFIG,
+    CHART_CONFIG,
     Chart,
     Spec,
     coloured,
@@ -124,7 +124,7 @@ def side_by_side(charts: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
         rows.update({row: styles[row] for row in chart.rows})
     if rows:
         parts.append(_legend(rows, across * width))
-    spec = {"vconcat": parts, "config": CONFIG, "background": "white", "padding": 12}
+    spec = {"vconcat": parts, "config": CHART_CONFIG, "background": "white", "padding": 12}
     drawn: Spec = coloured(short(spec), theme_colours("light"))
     return drawn
 

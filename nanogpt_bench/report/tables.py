@@ -20,7 +20,7 @@ from nanogpt_bench.report.columns import (
     NOTHING,
     PAIRED,
     RUN,
-    VERDICT,
+    VERDICT_COLUMN,
     Column,
     FieldReader,
     format_figure,
@@ -117,7 +117,7 @@ def _heading_text(column: Column, results: Sequence[Result]) -> str:
 def _width(column: Column, heading: str, results: Sequence[Result]) -> int:
     """Return the characters that a column takes, heading and cells."""
     lengths = [len(one_line(column.cell(result))) for result in results]
-    if column.heading == VERDICT:
+    if column.heading == VERDICT_COLUMN:
         lengths = [min(length, WIDEST_VERDICT) for length in lengths]
     return max([len(heading), *lengths])
 

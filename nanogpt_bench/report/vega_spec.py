@@ -17,7 +17,9 @@ Spec = dict[str, Any]
 #: a curve with at most this many points shows them
 MARKED_POINTS = 60
 #: significant digits of a number in a chart's data: more than a screen shows
-DIGITS = 5
+CHART_DIGITS = 5
+#: if positive values span this factor, a linear axis would hide the small ones
+LOG_SPAN = 30
 PERCENT = ".3~p"
 DOTTED = {"strokeDash": [2, 3], "strokeWidth": 1.5}
 
@@ -91,7 +93,7 @@ def category(text: str) -> str:
     return f"{text} " if text == "__proto__" else text
 
 
-def names(field: str, order: Iterable[str], /, **options: Any) -> Spec:
+def category_axis(field: str, order: Iterable[str], /, **options: Any) -> Spec:
     """Return an axis of categories, in their order."""
     return {
         "field": field,
@@ -209,19 +211,19 @@ def limit_line(limit: float, **channel: Spec) -> Spec:
     return over([{axis["field"]: limit}], mark, **{name: axis})
 
 
-WORDS = {
+LABEL_STYLE = {
     "labelColor": ink("ink"),
     "titleColor": ink("ink"),
     "labelFontSize": 12,
     "titleFontSize": 12,
 }
 #: what all charts share
-CONFIG: Spec = {
+CHART_CONFIG: Spec = {
     "background": None,
     "font": "system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif",
     "view": {"stroke": None},
     "axis": {
-        **WORDS,
+        **LABEL_STYLE,
         "titleFontWeight": "normal",
         "gridColor": ink("rule"),
         "domainColor": ink("rule"),
@@ -229,7 +231,7 @@ CONFIG: Spec = {
         "labelLimit": 130,
     },
     "axisX": {"labelFlush": False, "labelOverlap": "parity", "labelSeparation": 8},
-    "legend": {**WORDS, "labelLimit": 280},
+    "legend": {**LABEL_STYLE, "labelLimit": 280},
     "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},
     # Texts for screen readers, of thousands of cells and points, would be most of a
@@ -268,7 +270,7 @@ def short(node: Any) -> Any:
     """
     if isinstance(node, float):
         exact = node.is_integer() and abs(node) < 2**53
-        return int(node) if exact else float(f"{node:.{DIGITS}g}")
+        return int(node) if exact else float(f"{node:.{CHART_DIGITS}g}")
     if isinstance(node, dict):
         return {key: short(value) for key, value in node.items()}
     if isinstance(node, list | tuple):

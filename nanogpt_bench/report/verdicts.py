@@ -1,7 +1,7 @@
 """Verdicts: what a row's runs amount to, in a word and a text.
 
 A failure outranks an early end, which outranks the comparison of the losses with those
-of the reference. `BOUNDS`, the bounds of `nanogpt_bench.failures.table`, decide.
+of the reference. `VERDICT_BOUNDS`, the bounds of `nanogpt_bench.failures.table`, decide.
 """
 
 import math
@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nanogpt_bench.failures.table import VERDICT as BOUNDS
+from nanogpt_bench.config.endings import LOSS_FAILURES, FailureClass, RunStatus
+from nanogpt_bench.failures.table import VERDICT_BOUNDS
 from nanogpt_bench.runs.load import Run
 
 #: the most classes of failure that a verdict names
 MOST_CLASSES = 2
 #: characters
-LONGEST_MESSAGE = 160
-#: failures of the loss itself; the other classes are possible causes
-OF_THE_LOSS = ("nan", "divergence")
+LONGEST_ENDING = 160
 
 
 def class_name(kind: str) -> str:
@@ -28,7 +27,7 @@ def class_name(kind: str) -> str:
     >>> class_name("zero_gradients"), class_name("nan")
     ('zero gradients', 'NaN')
     """
-    return "NaN" if kind == "nan" else kind.replace("_", " ")
+    return "NaN" if kind == FailureClass.NAN else kind.replace("_", " ")
 
 
 class Judgement(StrEnum):
@@ -58,7 +57,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RowComparison:
     """The measurements on which a verdict is based; None where there is none."""
 
     #: (L - L_ref) / L_ref of the final validation losses in nats
@@ -80,7 +79,7 @@ class Evidence:
     gap_error: float | None = None
 
 
-def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
+def judge_row(runs: Sequence[Run], evidence: RowComparison) -> Verdict:
     """Return the verdict on the runs of one row (its seeds).
 
     A row ahead or within reach of the reference is doubtful if its gradient cosine is
@@ -88,17 +87,17 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     failures first, and its stall if that is beyond the bound. With an unknown gap it
     names only failures of the loss.
     """
-    verdict = _ending(runs) or _comparison(evidence)
+    verdict = _ending(runs) or _compare_losses(evidence)
     doubts = _cosine_doubts(verdict.outcome, evidence.cosine)
     if verdict.outcome is Judgement.REFERENCE:
-        doubts += _failure_texts(runs, only=("divergence",))
+        doubts += _failure_texts(runs, only=(FailureClass.DIVERGENCE,))
         return Verdict(verdict.outcome, "; ".join([verdict.text, *doubts]))
     if verdict.outcome in (Judgement.WITHIN, Judgement.AHEAD):
-        doubts += _failure_texts(runs, only=("divergence",))
+        doubts += _failure_texts(runs, only=(FailureClass.DIVERGENCE,))
         outcome = Judgement.DOUBTFUL if doubts else verdict.outcome
         return Verdict(outcome, "; ".join([verdict.text, *doubts]))
     if verdict.outcome in (Judgement.UNKNOWN, Judgement.INCOMPARABLE):
-        failures = _failure_texts(runs, only=OF_THE_LOSS)
+        failures = _failure_texts(runs, only=LOSS_FAILURES)
         return Verdict(verdict.outcome, "; ".join([*failures, verdict.text, *doubts]))
     stall = _stall_text(evidence.stall)
     failures = _failure_texts(runs, stall=stall)
@@ -111,12 +110,12 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
 def _cosine_doubts(outcome: Judgement, cosine: float | None) -> list[str]:
     if cosine is None or outcome in (Judgement.REFERENCE, Judgement.INCOMPARABLE):
         return []
-    return [f"cosine {cosine:.2f}"] if BOUNDS["cosine"].beyond(cosine) else []
+    return [f"cosine {cosine:.2f}"] if VERDICT_BOUNDS.cosine.beyond(cosine) else []
 
 
 def _stall_text(stall: float | None) -> str:
     """Return a stall that is beyond the bound in words; "" for any other."""
-    if stall is None or not BOUNDS["stall"].beyond(stall):
+    if stall is None or not VERDICT_BOUNDS.stall.beyond(stall):
         return ""
     return f"stall {stall:.0%}"
 
@@ -132,14 +131,14 @@ def _failure_texts(runs: Sequence[Run], *, only: Sequence[str] = (), stall: str 
         counts.update({failure.kind for failure in run.failures})
     # The order in which the runs have them, and failures of the loss first.
     kinds = list(dict.fromkeys(failure.kind for run in runs for failure in run.failures))
-    ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
+    ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == RunStatus.FAILED}
     kinds = [kind for kind in kinds if kind not in ended_by and (not only or kind in only)]
-    kinds.sort(key=lambda kind: kind not in OF_THE_LOSS)
+    kinds.sort(key=lambda kind: kind not in LOSS_FAILURES)
     if not kinds:
         return []
     words = []
     for kind in kinds[:MOST_CLASSES]:
-        name = stall if stall and kind == "stall" else class_name(kind)
+        name = stall if stall and kind == FailureClass.STALL else class_name(kind)
         share = f" ({counts[kind]} of {len(runs)} seeds)" if counts[kind] < len(runs) else ""
         words.append(name + share)
     more = len(kinds) - MOST_CLASSES
@@ -149,11 +148,11 @@ def _failure_texts(runs: Sequence[Run], *, only: Sequence[str] = (), stall: str 
 
 def _ending(runs: Sequence[Run]) -> Verdict | None:
     """Return the verdict on runs that did not reach their planned end; None if all did."""
-    for status in ("failed", "stopped", "incomplete"):
+    for status in (RunStatus.FAILED, RunStatus.STOPPED, RunStatus.INCOMPLETE):
         affected = [run for run in runs if run.status == status]
         if affected:
             share = f" ({len(affected)} of {len(runs)} seeds)" if len(runs) > 1 else ""
-            outcome = Judgement.FAILED if status == "failed" else Judgement.UNFINISHED
+            outcome = Judgement.FAILED if status == RunStatus.FAILED else Judgement.UNFINISHED
             return Verdict(outcome, describe_ending(affected[0]) + share)
     return None if runs else Verdict(Judgement.UNFINISHED, "not run")
 
@@ -161,17 +160,18 @@ def _ending(runs: Sequence[Run]) -> Verdict | None:
 def describe_ending(run: Run) -> str:
     """Return the failure or the last step of an unfinished run in words."""
     failure = run.failure or {}
-    text = run.status if run.status in ("failed", "stopped") else "unfinished"
+    has_ended = run.status in (RunStatus.FAILED, RunStatus.STOPPED)
+    text = run.status if has_ended else "unfinished"
     message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
     step = failure.get("step", run.last_step)
     if step is not None and not re.search(rf"\bstep {step}\b", message):
         text += f" at step {step}"
-    if len(message) > LONGEST_MESSAGE:
-        message = message[: LONGEST_MESSAGE - 1] + "…"
+    if len(message) > LONGEST_ENDING:
+        message = message[: LONGEST_ENDING - 1] + "…"
     return f"{text}: {message}" if message else text
 
 
-def _comparison(evidence: Evidence) -> Verdict:
+def _compare_losses(evidence: RowComparison) -> Verdict:
     """Return the verdict on finished runs, by their loss alone."""
     if evidence.reference:
         return Verdict(Judgement.REFERENCE, "reference")
@@ -185,15 +185,15 @@ def _comparison(evidence: Evidence) -> Verdict:
     return _of_gap(evidence, evidence.gap_share)
 
 
-def _of_gap(evidence: Evidence, gap_share: float) -> Verdict:
+def _of_gap(evidence: RowComparison, gap_share: float) -> Verdict:
     """Return the verdict on a gap, given as a share of the reference's loss too."""
-    bound = BOUNDS["outside"].bound
+    bound = VERDICT_BOUNDS.outside.bound
     if gap_share > bound:
         return Verdict(Judgement.OUTSIDE, f"outside {bound:.0%}")
     gap = evidence.gap or 0.0
     # A gap without a standard error decides only beyond the bound.
     error = math.inf if evidence.gap_error is None else evidence.gap_error
-    margin = max(BOUNDS["behind"].bound, 2.0 * error)
+    margin = max(VERDICT_BOUNDS.behind.bound, 2.0 * error)
     if gap > margin:
         return Verdict(Judgement.BEHIND, "behind")
     if gap < -margin or gap_share < -bound:

@@ -53,7 +53,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "commit": commit(),
+        "commit": source_commit(),
         "libraries": versions,
         "cpu": cpu_model(),
         # torch's name of the processor's vector instructions
@@ -73,7 +73,7 @@ def command_line() -> str:
 
 
 @cache
-def commit() -> str | None:
+def source_commit() -> str | None:
     """Return the commit that is installed or checked out; None if unknown.
 
     It ends with `+` if files were changed.

@@ -17,17 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.endings import ASKED_STOPS, LOSS_FAILURES, RunStatus
 from nanogpt_bench.config.metrics import SPEED, VAL_LOSS
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import at, history_lines
-from nanogpt_bench.runs.read import Records, finite, mapping, records
+from nanogpt_bench.runs.read import ALERTS_FILE, METRICS_FILE, Records, finite, mapping, records
 from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, shortened
 from nanogpt_bench.system.untrusted import read_json
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
+RUN_FILES = ("config.yaml", METRICS_FILE, "summary.json")
 #: the most characters of a run's name, rule or format
-LONGEST_NAME = 200
+LONGEST_RUN_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Run:
     @property
     def status(self) -> str:
         """`finished`, `stopped` or `failed`; `incomplete` without a summary."""
-        return str(self.summary.get("status") or "incomplete")
+        return str(self.summary.get("status") or RunStatus.INCOMPLETE)
 
     @property
     def failure(self) -> Mapping[str, Any] | None:
@@ -135,7 +136,7 @@ class Run:
 
         Runs of other lengths don't compare.
         """
-        return self.number(key) if self.status == "finished" else None
+        return self.number(key) if self.status == RunStatus.FINISHED else None
 
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
         """The values of `key` over those of `against`.
@@ -148,9 +149,9 @@ class Run:
 def _one_line_name(value: object) -> str:
     """Return a name as tables and legends show it.
 
-    It is one line of printable text of at most `LONGEST_NAME` characters.
+    It is one line of printable text of at most `LONGEST_RUN_NAME` characters.
     """
-    return shortened(printable(one_line(str(value))), LONGEST_NAME)
+    return shortened(printable(one_line(str(value))), LONGEST_RUN_NAME)
 
 
 def _configured_format(config: Mapping[str, Any]) -> str:
@@ -184,9 +185,9 @@ def load_run(path: Path) -> Run:
     config = mapping(path / "config.yaml", notes)
     environment = mapping(path / "environment.json", notes)
     notes.extend(history_lines(environment))
-    metrics = _metrics(path / "metrics.jsonl", notes)
+    metrics = _metrics(path / METRICS_FILE, notes)
     summary = mapping(path / "summary.json", notes)
-    alerts = read_alerts(path / ALERTS, notes)
+    alerts = read_alerts(path / ALERTS_FILE, notes)
     return Run(
         path=path,
         config=config,
@@ -230,9 +231,6 @@ def _summary_so_far(metrics: Records) -> dict[str, Any]:
             summary["stall"] = sum(values) / len(values)
             summary["stall_metric"] = metric.name
     return summary
-
-
-ALERTS = "alerts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -426,10 +424,10 @@ def _search(top: Path) -> _Search:
 
 #: settings of a sweep's runs that do not have them: no checkpoint at the end, since a
 #: run that has finished needs none
-PASSING = {"checkpoint.last": False}
+SWEEP_DEFAULTS = {"checkpoint.last": False}
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as they are after writing them to JSON and reading them."""
     content: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
     return content
@@ -464,7 +462,7 @@ def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
     they may show why it failed.
     """
     is_asked_for = settings.get("checkpoint.last") or settings.get("checkpoint.best")
-    if is_asked_for or summary_of(run_dir).get("status") != "finished":
+    if is_asked_for or summary_of(run_dir).get("status") != RunStatus.FINISHED:
         return
     folder, removed = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
     # After an error the next start tries again.
@@ -486,13 +484,6 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-#: kinds of `failure` that the same settings cause again. A crash or too little memory
-#: comes from outside
-OF_TRAINING = ("nan", "divergence")
-#: kinds of `stop` that settings cause. A signal or a full disk comes from outside
-AS_ASKED = ("plateau", "time")
-
-
 def has_ended(summary: Mapping[str, Any]) -> bool:
     """Return whether a run ended by itself, and not from outside.
 
@@ -506,8 +497,8 @@ def has_ended(summary: Mapping[str, Any]) -> bool:
     (False, False)
     """
     status = summary.get("status")
-    if status == "failed":
-        return at(summary, "failure.kind") in OF_TRAINING
-    if status == "stopped":
-        return at(summary, "stop.kind") in AS_ASKED
-    return status == "finished"
+    if status == RunStatus.FAILED:
+        return at(summary, "failure.kind") in LOSS_FAILURES
+    if status == RunStatus.STOPPED:
+        return at(summary, "stop.kind") in ASKED_STOPS
+    return status == RunStatus.FINISHED

@@ -15,8 +15,10 @@ from typing import IO, Any
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import one_line, printable
 from nanogpt_bench.system.files import sha256, write_text
-from nanogpt_bench.system.untrusted import Refused, read_text
+from nanogpt_bench.system.untrusted import RefusedFile, read_text
 
+METRICS_FILE = "metrics.jsonl"
+ALERTS_FILE = "alerts.jsonl"
 #: the most bytes of a line of JSON; a record of ten thousand metrics has half a million
 LONGEST_LINE = 8 * 2**20
 #: the largest step: beyond it a float can't hold every whole number
@@ -225,7 +227,7 @@ class Records:
 
 SUMS = "SHA256SUMS"
 AT_START = ("config.yaml", "environment.json")
-AT_END = (*AT_START, "metrics.jsonl", "alerts.jsonl", "summary.json")
+AT_END = (*AT_START, METRICS_FILE, ALERTS_FILE, "summary.json")
 #: a line of SHA256SUMS
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
 
@@ -276,5 +278,5 @@ def _read_sums(path: Path) -> dict[str, str]:
     # The file is written at the start, and again at the end.
     is_complete = tuple(digests) == AT_START or AT_END[-1] in digests
     if not text.endswith("\n") or len(digests) < len(lines) or not is_complete:
-        raise Refused("it is cut off or changed")
+        raise RefusedFile("it is cut off or changed")
     return digests

@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import read, says_best
+from nanogpt_bench.checkpoint import read_checkpoint, says_best
 from nanogpt_bench.checkpoint.format import (
     CHECKPOINTS,
     BrokenCheckpoint,
-    check_layout,
+    refuse_checkpoint_folders,
     step_file,
     step_of,
     steps,
@@ -31,14 +31,14 @@ from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.runs.load import summary_of
-from nanogpt_bench.runs.read import finite
+from nanogpt_bench.runs.read import METRICS_FILE, finite
 from nanogpt_bench.system.errors import BenchError, refusals
 
 EMBEDDING, HEAD = "token_embedding.weight", "lm_head.weight"
 #: sections of a run's settings that its loss depends on
 _SECTIONS = ("rule", "seed", "task", "data", "model", "optimizer", "train", "eval", "runtime")
 #: files that show, beside config.yaml, that a folder is a run's
-_RECORDS = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
+_RECORDS = (CHECKPOINTS, METRICS_FILE, "summary.json", "environment.json")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def choose(run_dir: Path, checkpoint: str = "last") -> Path:
     """
     paths = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
     if not paths:
-        check_layout(run_dir)
+        refuse_checkpoint_folders(run_dir)
         raise BenchError(
             f"{str(run_dir)!r} has no checkpoint; "
             f"{_trained_again(run_dir, '--checkpoint.last true')}"
@@ -134,7 +134,7 @@ def _trained_again(run_dir: Path, option: str) -> str:
 
 def load(path: Path, *, weights: bool = True) -> Trained:
     """Return a checkpoint's settings and facts, with its weights if wanted."""
-    contents = read(path, only=("model",) if weights else ())
+    contents = read_checkpoint(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: it does not have the run's settings")

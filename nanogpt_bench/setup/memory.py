@@ -77,7 +77,7 @@ class GradientPeak:
         self.bytes = self.bytes or self._peak or None
 
 
-def bytes_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
+def bytes_with_state(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of these parameters and of the optimizer's state for each."""
     tensors: list[Tensor] = []
     for parameter in parameters:

@@ -211,7 +211,7 @@ def _library_optimizer(name: str, model: nn.Module, config: Config, batches: Bat
         if getattr(settings, option) is not None:
             options[option] = getattr(settings, option)
     if "stiffness" in OPTIONS[name]:
-        options["stiffness"] = _stiffness(config)
+        options["stiffness"] = _stiffness_exponent(config)
     groups = parameter_groups(model, settings.weight_decay or 0.0)
     if name == "fisher":
         options |= _adam_options(settings)
@@ -281,7 +281,7 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return groups
 
 
-def _stiffness(config: Config) -> float | Callable[[int], float]:
+def _stiffness_exponent(config: Config) -> float | Callable[[int], float]:
     """Return the exponent k, or its schedule.
 
     AdamW and SGD on the library's manifolds have k = 0.
@@ -305,7 +305,7 @@ def stiffness_at(config: Config, step: int) -> float | None:
     """
     if config.optimizer.stiffness is None:
         return None
-    exponent = _stiffness(config)
+    exponent = _stiffness_exponent(config)
     return float(exponent(step)) if callable(exponent) else exponent
 
 

@@ -21,7 +21,7 @@ from nanogpt_bench.config.schema import (
     ModelConfig,
 )
 from nanogpt_bench.config.settings import Resolved, load_config
-from nanogpt_bench.model.gpt import SIZES, GPTShape
+from nanogpt_bench.model.gpt import GPT_SIZES, GPTShape
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.system.errors import BenchError
@@ -102,7 +102,7 @@ def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
         shape = _checkpoint_shape(model, start)
     else:
         _fill(model, size="0.8M")
-        shape = SIZES[model.size or ""]
+        shape = GPT_SIZES[model.size or ""]
     _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
     width, heads = model.n_embd, model.n_head
     assert width is not None
@@ -181,7 +181,7 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
 
     The setting is then dropped, since the shape says what it said.
     """
-    named = SIZES[model.size] if model.size else shape
+    named = GPT_SIZES[model.size] if model.size else shape
     for name in ("n_layer", "n_head", "n_embd"):
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
             raise BenchError(

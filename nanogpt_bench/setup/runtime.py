@@ -52,7 +52,7 @@ def runtime(config: Config) -> Iterator[torch.device]:
 #: long as float32's
 WITHOUT_BFLOAT16 = ("NO AVX", "AVX2")
 _ATEN = torch.ops.aten
-PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
+PRODUCT_OPS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
 
 
 def _is_bfloat16(operand: Any) -> bool:
@@ -76,7 +76,7 @@ class ProductsByFloat32(TorchDispatchMode):
         """Call one operation of torch."""
         operation: Callable[..., Any] = func
         options = kwargs or {}
-        if func in PRODUCTS and all(_is_bfloat16(operand) for operand in args):
+        if func in PRODUCT_OPS and all(_is_bfloat16(operand) for operand in args):
             return operation(*(operand.float() for operand in args), **options).bfloat16()
         return operation(*args, **options)
 

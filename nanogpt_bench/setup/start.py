@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.checkpoint import read_sum
-from nanogpt_bench.checkpoint.format import check_layout, step_file, steps
+from nanogpt_bench.checkpoint.format import refuse_checkpoint_folders, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
@@ -54,7 +54,7 @@ def start_shape(name: str) -> GPTShape:
         return shape
     if _names_a_checkpoint(path):
         run_dir = path.parent.parent
-        check_layout(run_dir)
+        refuse_checkpoint_folders(run_dir)
         checkpoints = [str(step_file(run_dir, step)) for step in steps(run_dir)]
         listed = f": {', '.join(checkpoints)}" if checkpoints else ""
         raise BenchError(

@@ -139,7 +139,7 @@ def left_in_float(model: nn.Module) -> str:
 
 
 #: the layers that `model.constraint` constrains
-ATTENTION = ("attn.qkv", "attn.proj")
+CONSTRAINED_LAYERS = ("attn.qkv", "attn.proj")
 #: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient
 #: under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
@@ -191,7 +191,7 @@ def constrained_layers(model: ModelConfig) -> list[str]:
     return [
         name
         for name in linear_sizes(model.n_layer or 0, model.n_embd or 0)
-        if name.endswith(ATTENTION)
+        if name.endswith(CONSTRAINED_LAYERS)
     ]
 
 

@@ -32,7 +32,7 @@ from nanogpt_bench.system.free_memory import check_memory
 BYTES_HELD = 16
 #: inputs and targets
 Pair = tuple[Tensor, Tensor]
-Figures = dict[str, float | None]
+ValidationFigures = dict[str, float | None]
 
 
 def document_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Language:
         """Return the loss of each batch."""
         return [passes.loss(tokens, targets).item() for tokens, targets in batches]
 
-    def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> Figures:
+    def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> ValidationFigures:
         """Return what is recorded with `loss`, the mean over the validation batches."""
         return {
             metrics.VAL_PERPLEXITY.name: math.exp(loss) if loss < 700 else None,
@@ -200,7 +200,7 @@ class Classify:
         losses: list[float] = document_losses(*_logits_and_labels(passes, batches)).tolist()
         return losses
 
-    def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> Figures:
+    def figures(self, passes: Passes, batches: Sequence[Pair], loss: float) -> ValidationFigures:
         """Return F1 and R-precision over all documents."""
         logits, labels = _logits_and_labels(passes, batches)
         f1 = f1_scores(logits, labels)

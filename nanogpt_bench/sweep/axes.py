@@ -14,11 +14,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from nanogpt_bench.config.keys import FIELDS, mapping_above
-from nanogpt_bench.config.settings import GivenTwice, entries_of, flatten, once, unknown_key
+from nanogpt_bench.config.settings import DuplicateSetting, entries_of, flatten, once, unknown_key
 from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.untrusted import is_beyond_floats
 
-SCALES = ("log", "linear")
+AXIS_SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")
 #: significant digits of a number between two bounds, so that it is easily read
 SIGNIFICANT_DIGITS = 4
@@ -160,8 +160,8 @@ def _read_range(key: str, content: Mapping[Any, Any]) -> Range:
     high = _read_number(key, "max", content.get("max"))
     scale = content.get("scale", "log")
     points = content.get("points")
-    if scale not in SCALES:
-        raise unknown(f"axes.{key}.scale", scale, SCALES)
+    if scale not in AXIS_SCALES:
+        raise unknown(f"axes.{key}.scale", scale, AXIS_SCALES)
     if points is not None:
         is_whole = isinstance(points, int) and not isinstance(points, bool)
         if not is_whole or points < 2:
@@ -201,23 +201,23 @@ def _finite_number(value: Any) -> float | None:
 def read_settings(content: Mapping[Any, Any]) -> Point:
     """Return nested or dotted settings as {dotted key: value}.
 
-    A dotted key may also name a single entry of `model.formats`. Raises `GivenTwice`
+    A dotted key may also name a single entry of `model.formats`. Raises `DuplicateSetting`
     for a setting, or an entry of a mapping, that is given both dotted and nested.
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
     """
-    settings: Point = once(_flat_settings(content))
+    settings: Point = once(_flatten_settings(content))
     for key in settings:
         mapping = mapping_above(key)
         if mapping and mapping in settings:
             name = key.removeprefix(f"{mapping}.")
             if name in entries_of(settings, mapping):
-                raise GivenTwice(key)
+                raise DuplicateSetting(key)
     return settings
 
 
-def _flat_settings(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten_settings(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if mapping_above(str(key)):
             yield str(key), value

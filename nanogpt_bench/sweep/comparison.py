@@ -18,7 +18,7 @@ from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.sweep.axes import FORMAT_KEY, Axis, Point
-from nanogpt_bench.sweep.file import FOLDER, SweepFile, read_sweep
+from nanogpt_bench.sweep.file import SWEEPS_FOLDER, SweepFile, read_sweep
 from nanogpt_bench.sweep.plan import STEPS_KEY, applies, check_count
 from nanogpt_bench.system.errors import BenchError, counted
 
@@ -43,7 +43,7 @@ MOST_WARM_UP = 100
 @cache
 def shipped() -> SweepFile:
     """Return the packaged comparison."""
-    return read_sweep(FOLDER / SHIPPED)
+    return read_sweep(SWEEPS_FOLDER / SHIPPED)
 
 
 def comparison(

@@ -18,24 +18,24 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError, field_validator
 
-from nanogpt_bench.config.field import Section, setting
-from nanogpt_bench.config.keys import refusal, settings_of
+from nanogpt_bench.config.field import SettingsSection, setting
+from nanogpt_bench.config.keys import refusal, section_settings
 from nanogpt_bench.config.settings import (
-    GivenTwice,
+    DuplicateSetting,
     content_of,
     find_config,
     find_shipped,
     parse_overrides,
-    read_yaml,
+    read_settings_file,
 )
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 from nanogpt_bench.system.errors import BenchError, unknown
 
-FOLDER = Path(__file__).parent.parent / "sweeps"
-SectionKind = TypeVar("SectionKind", bound=Section)
+SWEEPS_FOLDER = Path(__file__).parent.parent / "sweeps"
+SectionKind = TypeVar("SectionKind", bound=SettingsSection)
 
 
-class SensitivityOptions(Section):
+class SensitivityOptions(SettingsSection):
     """The layers that `--sensitivity` quantises, one pattern at a time."""
 
     patterns: list[str] = setting(
@@ -48,7 +48,7 @@ class SensitivityOptions(Section):
     )
 
 
-class Confirm(Section):
+class Confirm(SettingsSection):
     """The runs that count: every combination at its best values, on untouched seeds."""
 
     seeds: list[int] = setting(list, "seeds of the runs of every combination")
@@ -127,7 +127,7 @@ class Tune(Confirm):
     @field_validator("settings", mode="before")
     @classmethod
     def _check_settings(cls, settings: Any) -> Any:
-        return _read_settings(settings, "tune.settings")
+        return _read_section_settings(settings, "tune.settings")
 
 
 def _positive_numbers(content: Any) -> dict[str, float] | None:
@@ -157,7 +157,7 @@ def _is_rising(values: Any) -> bool:
     return sorted(set(values)) == values
 
 
-class Points(Section):
+class Points(SettingsSection):
     """The choice of a sweep's points, and how many runs are trained at a time."""
 
     search: str = setting("grid", "every combination, or random points", choices=("grid", "random"))
@@ -213,7 +213,7 @@ SMOKE = ("settings", "axes", "tune", "confirm")
 
 def find_sweep(name: str) -> Path:
     """Return the path of a sweep file: `name` itself, or a packaged file."""
-    return find_shipped(name, FOLDER, "sweep file")
+    return find_shipped(name, SWEEPS_FOLDER, "sweep file")
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
@@ -223,7 +223,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
     """
     try:
         return _read_sweep(path, overrides, smoke)
-    except GivenTwice as error:
+    except DuplicateSetting as error:
         raise error.in_file(path) from None
 
 
@@ -245,8 +245,8 @@ def _read_sweep(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
     points = _build_section(Points, {name: content.get(name) for name in Points.model_fields}, "")
     reference = content.get("reference")
     if not isinstance(reference, str | None):
-        reference = _read_settings(reference, "reference")
-    tuning = _read_tuning(content, path)
+        reference = _read_section_settings(reference, "reference")
+    tuning = _read_tuning_sections(content, path)
     return SweepFile(
         path=path,
         base=base,
@@ -294,8 +294,8 @@ def _small_sections(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         small_sections[name] = {**section, **changes}
     if "settings" in smoke:
         # A setting replaces itself, whether they are dotted or nested.
-        settings = _read_settings(content.get("settings") or {}, "settings")
-        settings |= _read_settings(smoke["settings"], "smoke.settings")
+        settings = _read_section_settings(content.get("settings") or {}, "settings")
+        settings |= _read_section_settings(smoke["settings"], "smoke.settings")
         small_sections["settings"] = settings
     return small_sections
 
@@ -323,7 +323,7 @@ def _read_rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str
             f"rows in {path.name}: {content!r} is not allowed; give a list, such as "
             f"[{{rule: fp32}}]"
         )
-    rows = tuple(_read_settings(row, "rows") for row in content)
+    rows = tuple(_read_section_settings(row, "rows") for row in content)
     for row in rows:
         if "rule" not in row:
             raise BenchError(
@@ -341,8 +341,8 @@ def _read_base(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the settings of all runs, those of the file before the command line's."""
     settings = {}
     if content.get("config") is not None:
-        settings = read_yaml(_find_config(str(content["config"]), path))
-    settings |= _read_settings(content.get("settings") or {}, "settings")
+        settings = read_settings_file(_find_config(str(content["config"]), path))
+    settings |= _read_section_settings(content.get("settings") or {}, "settings")
     return assemble({}, settings)
 
 
@@ -384,7 +384,7 @@ def _refuse_unused_samples(content: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _read_settings(content: Any, section: str) -> dict[str, Any]:
+def _read_section_settings(content: Any, section: str) -> dict[str, Any]:
     """Return settings of a section by dotted key; errors name the section."""
     if not isinstance(content, dict):
         raise BenchError(
@@ -392,8 +392,8 @@ def _read_settings(content: Any, section: str) -> dict[str, Any]:
         )
     try:
         return read_settings(content)
-    except GivenTwice as error:
-        raise GivenTwice(f"{section}.{error.key}") from None
+    except DuplicateSetting as error:
+        raise DuplicateSetting(f"{section}.{error.key}") from None
 
 
 class _TuningSections(NamedTuple):
@@ -401,7 +401,7 @@ class _TuningSections(NamedTuple):
     confirm: Confirm | None = None
 
 
-def _read_tuning(content: Mapping[str, Any], path: Path) -> _TuningSections:
+def _read_tuning_sections(content: Mapping[str, Any], path: Path) -> _TuningSections:
     """Return the sections tune and confirm, which need each other and share no seed."""
     has_tune = content.get("tune") is not None
     has_confirm = content.get("confirm") is not None
@@ -446,5 +446,5 @@ def _build_section(kind: type[SectionKind], values: Mapping[str, Any], prefix: s
             {key: value for key, value in values.items() if value is not None}
         )
     except ValidationError as error:
-        fields = {declared.key: declared for declared in settings_of(kind, prefix)}
+        fields = {declared.key: declared for declared in section_settings(kind, prefix)}
         raise refusal(error, fields, prefix) from None

@@ -6,7 +6,7 @@
     rows x points          `in_rows`: the settings of each row under its points
     base + point -> run    `plan_point`: settings resolved and checked, a label and the
                            name of the folder made from the point
-    references             `references_of`: float runs for what the points vary and
+    references             `reference_points`: float runs for what the points vary and
                            compared runs have to share, such as seeds
     by name                `named_once`: the same training is planned once
 """
@@ -40,7 +40,7 @@ from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable, unknown
 
-LONGEST_NAME = 120
+LONGEST_FOLDER_NAME = 120
 FLOAT_LR_KEY = "optimizer.float_lr"
 STEPS_KEY = "train.max_steps"
 #: settings that a label does not repeat: rule and format are its first words, and the
@@ -98,7 +98,7 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
     for row in sweep.rows or ({},):
         full_points += [{**row, **point} for point in points]
     references = [
-        plan_point(base, point) for base, point in references_of(sweep, full_points, "seed")
+        plan_point(base, point) for base, point in reference_points(sweep, full_points, "seed")
     ]
     check_seeds(references, planned)
     by_name = {run.name: run for run in planned}
@@ -181,7 +181,7 @@ def points_of(sweep: SweepFile) -> list[Point]:
     return list(grid_points(sweep.axes))
 
 
-def references_of(
+def reference_points(
     sweep: SweepFile, points: Iterable[Point], *keys: str
 ) -> Iterator[tuple[Mapping[str, Any], Point]]:
     """Yield (settings, point) of the file's reference.
@@ -383,10 +383,10 @@ def folder_name(label: str, axes: Mapping[str, Any]) -> str:
     'E4M3-nearest-lr=0.001-seed=42'
     """
     name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", label)
-    if name == label.replace(" ", "-") and len(name) <= LONGEST_NAME:
+    if name == label.replace(" ", "-") and len(name) <= LONGEST_FOLDER_NAME:
         return name
     digest = hashlib.sha256(json.dumps(axes, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return f"{name[:LONGEST_NAME].rstrip('-')}-{digest}"
+    return f"{name[:LONGEST_FOLDER_NAME].rstrip('-')}-{digest}"
 
 
 def baseline_of(

@@ -19,10 +19,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.endings import OUTSIDE_STOPS, RunStatus, StopKind
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.report import facts_of, write_report
+from nanogpt_bench.report import report_facts, write_report
 from nanogpt_bench.report.merged import with_given_up
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.rows import Row, find_reference
@@ -31,13 +32,13 @@ from nanogpt_bench.runs.environment import at, command_line
 from nanogpt_bench.runs.load import (
     SWEEP,
     Run,
+    as_json,
     drop_checkpoints,
     failures_in,
     has_ended,
     is_run_folder,
     load_run,
     make_ready,
-    plain,
     summary_of,
 )
 from nanogpt_bench.runs.read import SUMS, finite, mapping, write_sums
@@ -60,8 +61,6 @@ OUTCOMES = (
     "tokens_per_s",
     "seconds",
 )
-#: ends of a run from outside, after which it can be resumed
-FROM_OUTSIDE = ("killed", "signal", "disk")
 
 
 class SweepMode(StrEnum):
@@ -124,7 +123,7 @@ class SweepRecord:
             "rule": run.rule,
             "format": run.format,
             "seed": run.seed,
-            "axes": plain(run.axes),
+            "axes": as_json(run.axes),
             "ended": ended,
         }
         for key in OUTCOMES:
@@ -135,7 +134,7 @@ class SweepRecord:
         failures = [failure.kind for failure in failures_in(summary)]
         entry["failure"] = (summary.get("failure") or {}).get("kind")
         entry["failures"] = list(dict.fromkeys(failures))
-        entry["settings"] = plain(run.settings)
+        entry["settings"] = as_json(run.settings)
         self._entries[run.name] = entry
         self._ended[run.name] = ended
         if ended:
@@ -155,7 +154,7 @@ class SweepRecord:
     def final_loss(self, run: PlannedRun) -> float | None:
         """Return the final loss of a run; None if it failed or ended early."""
         summary = self.summary(run)
-        if summary.get("status") != "finished":
+        if summary.get("status") != RunStatus.FINISHED:
             return None
         return finite(summary.get("final_val_loss"))
 
@@ -187,7 +186,7 @@ class SweepRecord:
                 self._read_outcome(run)
         for run in self.planned:
             if is_run_folder(self.run_dir(run)):
-                self._write_summary(run, "stopped")
+                self._write_summary(run, RunStatus.STOPPED)
         self.write_manifest()
 
     def rows(self) -> list[Row]:
@@ -220,7 +219,7 @@ class SweepRecord:
         command = command_line()
         date = self._started.strftime(DATE)
         facts = {"Command": command, "Machine": platform.platform(), "Date": date}
-        facts |= facts_of(runs)
+        facts |= report_facts(runs)
         # Not those of the first run, which an earlier start may have trained.
         facts |= {"Command": command, "Date": date}
         kind = self.mode if self.mode == SweepMode.COMPARE else f"sweep ({self.mode})"
@@ -240,18 +239,18 @@ class SweepRecord:
         its traceback; that run is tried again, too.
         """
         ending = {"kind": error["kind"], "message": one_line(str(error["message"]))}
-        if error["kind"] == "killed":
-            self._write_summary(run, "stopped", stop=ending)
-        if error["kind"] in FROM_OUTSIDE:
+        if error["kind"] == StopKind.KILLED:
+            self._write_summary(run, RunStatus.STOPPED, stop=ending)
+        if error["kind"] in OUTSIDE_STOPS:
             return
-        self._write_summary(run, "failed", failure=ending)
+        self._write_summary(run, RunStatus.FAILED, failure=ending)
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
     def _write_summary(
         self,
         run: PlannedRun,
-        status: str,
+        status: RunStatus,
         *,
         failure: dict[str, Any] | None = None,
         stop: dict[str, Any] | None = None,
@@ -270,12 +269,12 @@ class SweepRecord:
             "steps": recorded.last_step or 0,
             "steps_planned": run.settings["train.max_steps"],
             **recorded.summary,
-            "status": status,
+            "status": str(status),
             # None stays None.
             "failure": failure and {**failure, "step": recorded.last_step},
             "stop": stop and {**stop, "step": recorded.last_step},
         }
-        if status == "failed":
+        if status is RunStatus.FAILED:
             summary["final_val_loss"] = None
         summary["failures"] = failures_of(replace(recorded, summary=summary))
         (folder / SUMS).unlink(missing_ok=True)
@@ -310,7 +309,7 @@ class SweepRecord:
         earlier_entry = self._earlier_entries.get(run.name)
         if earlier_entry is None:
             return
-        settings = plain(run.settings)
+        settings = as_json(run.settings)
         earlier_settings = earlier_entry.get("settings") or {}
         for key in {**settings, **earlier_settings}:
             if settings.get(key) != earlier_settings.get(key):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.rules import reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
@@ -155,7 +156,7 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     for pattern in study.patterns:
         runs_by_format = [study.cells[StudyCell(pattern, name)] for name in study.formats]
         gaps = [_gaps(record, runs, reference_losses) for runs in runs_by_format]
-        gap_rows.append([_mean(cell_gaps) for cell_gaps in gaps])
+        gap_rows.append([_mean_or_none(cell_gaps) for cell_gaps in gaps])
         spread_rows.append([_deviation(cell_gaps) for cell_gaps in gaps])
         status_rows.append([_status(record, runs) for runs in runs_by_format])
     return {
@@ -166,7 +167,7 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
         "seeds": list(reference_losses),
         "rule": first_cell_run.rule,
         "reference": study.reference[0].label,
-        "reference_loss": _mean(known_losses),
+        "reference_loss": _mean_or_none(known_losses),
         "gap": gap_rows,
         "spread": spread_rows,
         "status": status_rows,
@@ -188,7 +189,7 @@ def _gaps(
     return gaps
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
@@ -205,7 +206,7 @@ def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
     for run in runs:
         summary = record.summary(run)
         status = summary.get("status") or "not run"
-        if status != "finished":
+        if status != RunStatus.FINISHED:
             ends.append((summary.get("failure") or {}).get("kind") or status)
     return ", ".join(dict.fromkeys(ends)) or None
 

@@ -27,13 +27,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import build_config, load_config
 from nanogpt_bench.data import prepare_default
 from nanogpt_bench.data.batches import TextChangedError
 from nanogpt_bench.evaluation.measurement import gaps_table
 from nanogpt_bench.report.tables import to_text, tuning_table
-from nanogpt_bench.runs.load import PASSING, has_ended
+from nanogpt_bench.runs.load import SWEEP_DEFAULTS, has_ended
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.sweep.plan import (
@@ -47,9 +48,9 @@ from nanogpt_bench.sweep.record import SweepMode, SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.sweep.workers import (
-    Event,
-    EventKind,
     Job,
+    JobEvent,
+    JobEventKind,
     Local,
     Pool,
     check_workers,
@@ -130,7 +131,7 @@ class Bar:
         """Return the seconds since the bar was made."""
         return time.monotonic() - self._started
 
-    def show(self, event: Event) -> None:
+    def show(self, event: JobEvent) -> None:
         """Apply an event, print a line about a run that has ended, and move the bar."""
         if event.job is not None:
             self._apply(event, self.entries[event.job])
@@ -144,16 +145,16 @@ class Bar:
             self._next_estimate = elapsed + max(NEXT_ESTIMATE, elapsed * ESTIMATE_SHARE)
             self.say(self.words())
 
-    def _apply(self, event: Event, entry: Entry) -> None:
-        if event.kind == EventKind.PROGRESS:
+    def _apply(self, event: JobEvent, entry: Entry) -> None:
+        if event.kind == JobEventKind.PROGRESS:
             entry.done = event.data["step"] / event.data["max_steps"]
             entry.loss = event.data.get("val_loss")
             if self._first_steps is None:
                 self._first_steps = _Start(self.elapsed(), self.share())
-        elif event.kind in (EventKind.DONE, EventKind.FAILED):
+        elif event.kind in (JobEventKind.DONE, JobEventKind.FAILED):
             entry.ended = True
             entry.done = 1.0
-            if event.kind == EventKind.FAILED:
+            if event.kind == JobEventKind.FAILED:
                 ending = f"failed  {one_line(event.data['error']['message'])}"
             elif entry.loss is None:
                 ending = "done"
@@ -348,7 +349,7 @@ class Session:
             threads = load_config(config).runtime.threads or threads
         digests = self._record.texts
         return {
-            "settings": {"runtime.threads": threads, **PASSING, **run.settings},
+            "settings": {"runtime.threads": threads, **SWEEP_DEFAULTS, **run.settings},
             "run_dir": str(run_dir),
             "argv": sys.argv,
             "resume": resume,
@@ -364,25 +365,25 @@ class Session:
                 self._bar.show(event)
                 continue
             run = self._runs[event.job]
-            if event.kind == EventKind.DONE:
+            if event.kind == JobEventKind.DONE:
                 event = self._with_outcome(event, run)
-            error = event.data["error"] if event.kind == EventKind.FAILED else None
+            error = event.data["error"] if event.kind == JobEventKind.FAILED else None
             if error is not None and error["kind"] == TextChangedError.__name__:
                 # It is no failure of this run, which has not begun: no other can begin
                 # either.
                 raise TextChangedError(error["message"])
             self._bar.show(event)
-            if event.kind in (EventKind.DONE, EventKind.FAILED):
+            if event.kind in (JobEventKind.DONE, JobEventKind.FAILED):
                 self._record.end(run, error)
                 # Nothing follows from a run that was ended from outside.
                 if self._record.ended(run):
                     self._enqueue(self._add_following(run, on_end))
 
-    def _with_outcome(self, event: Event, run: PlannedRun) -> Event:
+    def _with_outcome(self, event: JobEvent, run: PlannedRun) -> JobEvent:
         """Return the event of a worker that is done; failed if its training has."""
         summary = self._record.summary(run)
-        if summary.get("status") == "failed" and summary.get("failure"):
-            return Event(event.job, EventKind.FAILED, {"error": summary["failure"]})
+        if summary.get("status") == RunStatus.FAILED and summary.get("failure"):
+            return JobEvent(event.job, JobEventKind.FAILED, {"error": summary["failure"]})
         return event
 
 
@@ -441,7 +442,7 @@ def close(
         )
         return 1
     for run in record.planned:
-        if record.summary(run).get("status") == "finished":
+        if record.summary(run).get("status") == RunStatus.FINISHED:
             return 0
     return 1
 

@@ -39,7 +39,7 @@ from nanogpt_bench.sweep.plan import (
     count_points,
     plan_point,
     points_of,
-    references_of,
+    reference_points,
 )
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError, counted
@@ -199,7 +199,7 @@ class Tuning:
         #: called with a line when a search is over
         self.say: Callable[[str], None] = lambda _: None
         points = points_of(sweep)
-        for base, reference_point in references_of(sweep, points):
+        for base, reference_point in reference_points(sweep, points):
             self._add(base, reference_point)
         for point in points:
             self._add(sweep.base, point)
@@ -388,7 +388,7 @@ def _check_search(sweep: SweepFile, tune: Tune) -> None:
         raise BenchError(
             f"tune in {sweep.path.name} searches at every point of a grid; leave search: random out"
         )
-    _check_keys(tune)
+    _check_searched_keys(tune)
     _check_given_once(sweep, tune)
     places = 5 * len(tune.keys) + sum(len(values) for values in tune.choices.values())
     confirmations = len(sweep.confirm.seeds) if sweep.confirm else 0
@@ -396,7 +396,7 @@ def _check_search(sweep: SweepFile, tune: Tune) -> None:
     check_count(runs_of_point * count_points(sweep), f"{sweep.path.name} (tune)")
 
 
-def _check_keys(tune: Tune) -> None:
+def _check_searched_keys(tune: Tune) -> None:
     """Refuse keys that can't be searched."""
     for key in (*tune.keys, *tune.start):
         if key not in FIELDS:

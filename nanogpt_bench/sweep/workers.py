@@ -38,7 +38,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from nanogpt_bench.config import metrics
+from nanogpt_bench.config.endings import StopKind
 from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.runs.read import METRICS_FILE
 from nanogpt_bench.system.errors import BenchError, counted, one_line, shortened, unknown
 from nanogpt_bench.system.signals import SIGNALS, stop_requests_once
 
@@ -125,12 +127,12 @@ def serve(job: Job, numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> 
     # A run ended by a full disk or a signal counts as failed, and is resumed at the
     # next start.
     stopped_by = summary["stop"] or {}
-    if stopped_by.get("kind") in ("disk", "signal"):
+    if stopped_by.get("kind") in (StopKind.DISK, StopKind.SIGNAL):
         return {"kind": "failed", "error": stopped_by}
     return {"kind": "done"}
 
 
-def failed(message: str, kind: str = "killed") -> JobEnd:
+def failed(message: str, kind: str = StopKind.KILLED.value) -> JobEnd:
     """Return the end of a job that failed."""
     return {"kind": "failed", "error": {"kind": kind, "message": message}}
 
@@ -208,7 +210,7 @@ def most_workers(threads: int | None, core_count: int) -> int:
     return max(1, core_count // (threads or 1))
 
 
-class EventKind(StrEnum):
+class JobEventKind(StrEnum):
     """What happened to a job; the data of the event goes with it."""
 
     STARTED = "started"
@@ -223,11 +225,11 @@ class EventKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Event:
+class JobEvent:
     """Something that happened to a job, which is given by its index."""
 
     job: int | None
-    #: an `EventKind`
+    #: an `JobEventKind`
     kind: str
     data: Mapping[str, Any] = field(default_factory=dict)
 
@@ -500,7 +502,9 @@ class Pool:
         for worker in self._workers:
             worker.kill()
 
-    def run(self, jobs: Sequence[Job], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
+    def run(
+        self, jobs: Sequence[Job], order: Iterable[int], tick: float = 0.5
+    ) -> Iterator[JobEvent]:
         """Train the jobs in `order`; yield events until all have ended.
 
         After `tick` s without an event there is one that nothing happened. Between
@@ -515,20 +519,20 @@ class Pool:
                 worker = idle.pop(0) if idle else self._start()
                 job = waiting.popleft()
                 running[worker.submit(jobs[job])] = _Running(job, worker, NewRecords(jobs[job]))
-                yield Event(job, EventKind.STARTED)
+                yield JobEvent(job, JobEventKind.STARTED)
             ended, _ = wait(running, tick, FIRST_COMPLETED)
             events = []
             for task in running.values():
                 values = task.records.new()
                 if values:
-                    events.append(Event(task.job, EventKind.PROGRESS, values))
+                    events.append(JobEvent(task.job, JobEventKind.PROGRESS, values))
             for future in ended:
                 task = running.pop(future)
                 end = self._end(future, task.worker)
                 if task.worker in self._workers:
                     idle.append(task.worker)
-                events.append(Event(task.job, EventKind(end["kind"]), end))
-            yield from events or [Event(None, EventKind.TICK)]
+                events.append(JobEvent(task.job, JobEventKind(end["kind"]), end))
+            yield from events or [JobEvent(None, JobEventKind.TICK)]
 
     def _end(self, future: Future[JobEnd], worker: Worker) -> JobEnd:
         """Return how a job ended; take the worker out of the pool if it was lost."""
@@ -555,7 +559,7 @@ class _Running(NamedTuple):
 
 
 #: the most new bytes that are read of a file: its last ones
-MOST_BYTES = 1 << 16
+MOST_NEW_BYTES = 1 << 16
 #: names in an event of the metrics in a record
 _VALUES = {
     "train_loss": metrics.TRAIN_LOSS.name,
@@ -570,7 +574,7 @@ class NewRecords:
     """The records of one job's run, read while it trains."""
 
     def __init__(self, job: Job) -> None:
-        self._path = Path(job.get("run_dir", "")) / "metrics.jsonl"
+        self._path = Path(job.get("run_dir", "")) / METRICS_FILE
         steps = job.get("settings", {}).get("train.max_steps", FIELDS["train.max_steps"].default)
         #: the newest values
         self._values: dict[str, Any] = {"max_steps": steps}
@@ -584,7 +588,7 @@ class NewRecords:
             # A run that goes on has cut its file back.
             first_new = self._read_bytes if self._read_bytes <= size else 0
             with self._path.open("rb") as file:
-                file.seek(max(first_new, size - MOST_BYTES))
+                file.seek(max(first_new, size - MOST_NEW_BYTES))
                 lines = file.read().splitlines(keepends=True)
         except OSError:
             return None

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 #: characters of a word that are compared to find its nearest spelling
-LONGEST_WORD = 200
+LONGEST_COMPARED_WORD = 200
 #: the most characters of an error's message, which may quote a file
-LONGEST_MESSAGE = 4000
+LONGEST_ERROR = 4000
 #: errors of a disk: full, over a quota or a limit, or not to be written (any more)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
@@ -22,7 +22,7 @@ class BenchError(ValueError):
     """An error of use; `str(error)` is one line: what is wrong, and how to fix it."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
+        super().__init__(shortened(printable(str(message)), LONGEST_ERROR))
 
 
 class DiskError(BenchError):
@@ -68,7 +68,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     >>> nearest("train.max_stps", ["train.max_steps", "seed"])
     'train.max_steps'
     """
-    folded = word.lower()[:LONGEST_WORD]
+    folded = word.lower()[:LONGEST_COMPARED_WORD]
     spellings = {name.lower(): name for name in known}
     for candidate in spellings:
         if _one_edit_apart(folded, candidate):

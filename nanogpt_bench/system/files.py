@@ -124,7 +124,7 @@ def refuse_to_replace(
         )
 
 
-def holds(has_shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
+def json_test(has_shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
     """Return a test whether a file is JSON whose content passes `has_shape`."""
 
     def is_replaceable(path: Path) -> bool:

@@ -16,7 +16,7 @@ import yaml
 
 from nanogpt_bench.system.errors import one_line, shortened
 
-MOST_BYTES = 8 * 2**20
+MOST_FILE_BYTES = 8 * 2**20
 #: fewer for a YAML file, which is read character by character
 MOST_YAML_BYTES = 2**20
 #: levels of sections within sections, lists within lists
@@ -26,7 +26,7 @@ MOST_YAML_VALUES = 20_000
 #: takes 64 bytes or more
 MOST_JSON_MARKS = 2_000_000
 #: characters of a name or a number that an error shows
-LONGEST_NAME = 100
+LONGEST_QUOTE = 100
 
 #: plain numbers of YAML 1.1 that YAML 1.2 reads as others: octal 010, sexagesimal 1:30
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
@@ -36,18 +36,18 @@ _FLOAT = "tag:yaml.org,2002:float"
 _NUMBERS = ("tag:yaml.org,2002:int", _FLOAT, "tag:yaml.org,2002:timestamp")
 
 
-class Refused(ValueError):
+class RefusedFile(ValueError):
     """The error of a file beyond the bounds, or not of its kind.
 
     `str(error)` does not have the file's name.
     """
 
 
-class GivenTwice(Refused):
+class DuplicateName(RefusedFile):
     """The error of a name that a mapping has twice: a value would be dropped."""
 
 
-def read_text(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> str:
+def read_text(path: Path, limit: int = MOST_FILE_BYTES, *, links: bool = True) -> str:
     """Return the content of an ordinary UTF-8 file.
 
     With `links` False, a symbolic link is refused.
@@ -59,20 +59,20 @@ def read_text(path: Path, limit: int = MOST_BYTES, *, links: bool = True) -> str
     with open_file(path, links=links) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise Refused(f"it has more than {limit:,} bytes, the most that is read")
+        raise RefusedFile(f"it has more than {limit:,} bytes, the most that is read")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(f"it is not UTF-8: {one_line(error)}") from None
+        raise RefusedFile(f"it is not UTF-8: {one_line(error)}") from None
 
 
 def open_file(path: Path, *, links: bool = True) -> Any:
     """Open an ordinary file to read its bytes; `links` and errors as in `read_text`."""
     if not links and path.is_symlink():
-        raise Refused("it is a symbolic link, which is not followed here")
+        raise RefusedFile("it is a symbolic link, which is not followed here")
     # Opening a pipe would wait for its other end.
     if path.exists() and not path.is_file():
-        raise Refused("it is not an ordinary file")
+        raise RefusedFile("it is not an ordinary file")
     return path.open("rb")
 
 
@@ -81,7 +81,7 @@ def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
 
     Raises as `read_text` and `parse_json`.
     """
-    return parse_json(read_text(path, times * MOST_BYTES, links=links))
+    return parse_json(read_text(path, times * MOST_FILE_BYTES, links=links))
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -96,7 +96,7 @@ def parse_json(data: bytes | str) -> Any:
     """
     text = data if isinstance(data, str) else data.decode("utf-8", errors="replace")
     if sum(map(text.count, ",[{")) > MOST_JSON_MARKS:
-        raise Refused(
+        raise RefusedFile(
             f"it holds more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read"
         )
     try:
@@ -104,9 +104,9 @@ def parse_json(data: bytes | str) -> Any:
             data, parse_constant=_refuse_constant, object_pairs_hook=_object_without_repetition
         )
     except json.JSONDecodeError as error:
-        raise Refused(f"it is no JSON: {error.msg} at character {error.pos}") from None
+        raise RefusedFile(f"it is no JSON: {error.msg} at character {error.pos}") from None
     except UnicodeDecodeError as error:
-        raise Refused(f"it is no text: {one_line(error)}") from None
+        raise RefusedFile(f"it is no text: {one_line(error)}") from None
     except RecursionError:
         raise _too_deep() from None
     _check_depth(content)
@@ -114,20 +114,20 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise Refused(f"it holds {name}, which is no JSON")
+    raise RefusedFile(f"it holds {name}, which is no JSON")
 
 
 def _object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise GivenTwice(f"it gives the name {shortened(name, LONGEST_NAME)!r} twice")
+            raise DuplicateName(f"it gives the name {shortened(name, LONGEST_QUOTE)!r} twice")
         content[name] = value
     return content
 
 
-def _too_deep() -> Refused:
-    return Refused(f"it nests more than {DEEPEST} deep")
+def _too_deep() -> RefusedFile:
+    return RefusedFile(f"it nests more than {DEEPEST} deep")
 
 
 def _check_depth(content: Any) -> None:
@@ -162,16 +162,16 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         content = _Loader(text).get_single_data()
-    except Refused:
+    except RefusedFile:
         raise
     except yaml.YAMLError as error:
-        raise Refused(one_line(error)) from None
+        raise RefusedFile(one_line(error)) from None
     except RecursionError:
         raise _too_deep() from None
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         # PyYAML lets these through where a tag does not fit its text, as in `!!int x`
         # or `!!timestamp x`.
-        raise Refused(
+        raise RefusedFile(
             f"a value can't be read ({type(error).__name__}: {one_line(error)[:200]})"
         ) from None
     _check_depth(content)
@@ -226,14 +226,16 @@ class _Loader(yaml.SafeLoader):
         if is_alias:
             # A node's size is known once the node is complete.
             if id(node) not in self._sizes:
-                raise Refused("an alias stands for a value that contains it")
+                raise RefusedFile("an alias stands for a value that contains it")
             self._count += self._sizes[id(node)]
         else:
             self._count += 1
             self._sizes[id(node)] = self._count - count_before
             self._check_number(node)
         if self._count > MOST_YAML_VALUES:
-            raise Refused(f"it holds more than {MOST_YAML_VALUES:,} values, the most that is read")
+            raise RefusedFile(
+                f"it holds more than {MOST_YAML_VALUES:,} values, the most that is read"
+            )
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -244,8 +246,9 @@ class _Loader(yaml.SafeLoader):
             key, line = self._key_of(name), name.start_mark.line + 1
             if key in lines:
                 places = f"line {line}" if lines[key] == line else f"lines {lines[key]} and {line}"
-                raise GivenTwice(
-                    f"{shortened(name.value, LONGEST_NAME)!r} is given twice, on {places}; keep one"
+                raise DuplicateName(
+                    f"{shortened(name.value, LONGEST_QUOTE)!r} is given twice, on {places}; "
+                    f"keep one"
                 )
             lines[key] = line
         return node
@@ -270,12 +273,12 @@ class _Loader(yaml.SafeLoader):
     def _check_number(self, node: Any) -> None:
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _NUMBERS:
             return
-        number, line = shortened(node.value, LONGEST_NAME), node.start_mark.line + 1
+        number, line = shortened(node.value, LONGEST_QUOTE), node.start_mark.line + 1
         if is_ambiguous(node.value):
             feature = "a leading 0" if ":" not in node.value else "colons"
-            raise Refused(
+            raise RefusedFile(
                 f"line {line}: {number} is not allowed, since readers differ in what a number with "
                 f"{feature} is; write a plain number, or a text in quotes"
             )
         if node.tag == _FLOAT and is_beyond_floats(node.value):
-            raise Refused(f"line {line}: {number} is not allowed: {BEYOND_FLOATS}")
+            raise RefusedFile(f"line {line}: {number} is not allowed: {BEYOND_FLOATS}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanogpt_bench.model.causal import reading
+from nanogpt_bench.model.causal import quiet_transformers
 
 WORDS = ("Line", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", ".", ":")
 WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
@@ -30,7 +30,7 @@ def write(
     folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **more: Any
 ) -> Path:
     """Write a random model of about 20,000 parameters into a folder and return it."""
-    with reading(str(folder)) as transformers, torch.random.fork_rng():
+    with quiet_transformers(str(folder)) as transformers, torch.random.fork_rng():
         torch.manual_seed(0)
         name, sizes = KINDS[kind]
         model_class = getattr(transformers, name)
@@ -62,7 +62,7 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Whitespace(), digits]
     )
-    with reading(str(folder)) as transformers:
+    with quiet_transformers(str(folder)) as transformers:
         fast = transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unknown>"
         )

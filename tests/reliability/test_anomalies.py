@@ -11,7 +11,7 @@ from small_runs import BASE, bits, recorded, words
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import read, step_file, steps, verify
+from nanogpt_bench.checkpoint import read_checkpoint, step_file, steps, verify
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop import train
 from nanogpt_bench.loop.anomalies import first_bad_weight
@@ -127,7 +127,7 @@ def inject(make, run_dir, kind, policy, number, count):
     assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
     stored = step_file(run_dir / "anomaly", number)
     verify(stored)
-    assert read(stored).facts["anomaly"]["step"] == number
+    assert read_checkpoint(stored).facts["anomaly"]["step"] == number
     if fails:
         assert summary["failure"]["step"] == number
         assert WHERE[kind] in summary["failure"]["message"]
@@ -135,7 +135,7 @@ def inject(make, run_dir, kind, policy, number, count):
         assert same(injector.before, injector.after)
     for at in steps(run_dir):
         verify(step_file(run_dir, at))
-        tensors = read(step_file(run_dir, at)).tensors
+        tensors = read_checkpoint(step_file(run_dir, at)).tensors
         floats = [
             t
             for stem in ("model", "optimizer")

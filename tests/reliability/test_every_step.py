@@ -11,7 +11,7 @@ import torch
 from covering import covering
 from small_runs import bits, recorded
 
-from nanogpt_bench.checkpoint import newest, read
+from nanogpt_bench.checkpoint import newest, read_checkpoint
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MOMENTS, WRITEBACKS
 from nanogpt_bench.config.settings import load_config
@@ -237,7 +237,7 @@ def check_case(case, corpus, tmp_path):
         for path in (f / "alerts.jsonl" for f in (parts, whole))
     ]
     assert alerts[0] == alerts[1]
-    first, second = (read(newest(folder)[0] or folder) for folder in (whole, parts))
+    first, second = (read_checkpoint(newest(folder)[0] or folder) for folder in (whole, parts))
     assert first.step == second.step
     assert first.metadata == second.metadata
     assert first.facts["state"]["optimizer"] == second.facts["state"]["optimizer"]

@@ -21,7 +21,7 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint.format import capture_tree, restore_tree
 from nanogpt_bench.config.keys import FIELDS, SECTIONS
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.settings import FOLDER, load_config
+from nanogpt_bench.config.settings import CONFIGS_FOLDER, load_config
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import file as sweep_file
 from nanogpt_bench.sweep.file import read_sweep
@@ -238,7 +238,7 @@ def edited_files(folder):
 
 
 ANY_FILES = VALUES.map(as_yaml) | st.binary(max_size=200)
-CONFIG_FILES = SETTINGS.map(as_yaml) | edited_files(FOLDER) | ANY_FILES
+CONFIG_FILES = SETTINGS.map(as_yaml) | edited_files(CONFIGS_FOLDER) | ANY_FILES
 CALM_SWEEPS = st.builds(
     lambda axes, other, more: {"axes": axes} | ({} if more else other),
     CALM_AXES,
@@ -246,7 +246,10 @@ CALM_SWEEPS = st.builds(
     st.booleans(),
 )
 SWEEP_FILES = (
-    CALM_SWEEPS.map(as_yaml) | SWEEPS.map(as_yaml) | edited_files(sweep_file.FOLDER) | ANY_FILES
+    CALM_SWEEPS.map(as_yaml)
+    | SWEEPS.map(as_yaml)
+    | edited_files(sweep_file.SWEEPS_FOLDER)
+    | ANY_FILES
 )
 OVERRIDES = st.lists(
     PAIRS.map(lambda pair: f"--{pair[0]}={pair[1]}")

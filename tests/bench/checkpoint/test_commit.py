@@ -16,9 +16,9 @@ from nanogpt_bench.checkpoint import (
     CheckpointNotWritten,
     Contents,
     clean,
-    commit,
+    commit_checkpoint,
     newest,
-    read,
+    read_checkpoint,
     step_file,
     steps,
     verify,
@@ -78,19 +78,19 @@ def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path, dtyp
         "scalar": filled[1].clone(),
     }
     wanted = Contents(1, {"model": tensors}, facts={})
-    contents = read(commit(tmp_path, wanted, keep_last=1))
+    contents = read_checkpoint(commit_checkpoint(tmp_path, wanted, keep_last=1))
     assert_same(contents, wanted)
     contents.tensors["model"]["filled"].zero_()
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
     with pytest.raises(ValueError, match="keep_last=0 is not allowed"):
-        commit(tmp_path, contents(1), keep_last=0)
+        commit_checkpoint(tmp_path, contents(1), keep_last=0)
     assert os.listdir(tmp_path) == []
     for step in range(1, 8):
-        commit(tmp_path, contents(step, best=step in (1, 3)), keep_last=2)
+        commit_checkpoint(tmp_path, contents(step, best=step in (1, 3)), keep_last=2)
     assert steps(tmp_path) == [3, 6, 7]
-    commit(tmp_path, contents(8, best=True), keep_last=2)
+    commit_checkpoint(tmp_path, contents(8, best=True), keep_last=2)
     assert steps(tmp_path) == [7, 8]
 
 
@@ -110,7 +110,7 @@ def test_without_checkpoints_there_is_none(tmp_path):
 
 
 def test_litter_is_removed_and_nothing_else(tmp_path):
-    folder = commit(tmp_path, contents(1), keep_last=1).parent
+    folder = commit_checkpoint(tmp_path, contents(1), keep_last=1).parent
     whole = sorted(os.listdir(folder))
     for name in (
         ".step-2.safetensors.part",
@@ -123,7 +123,7 @@ def test_litter_is_removed_and_nothing_else(tmp_path):
 
 
 def test_others_read_it(tmp_path):
-    path = commit(tmp_path, contents(1), keep_last=1)
+    path = commit_checkpoint(tmp_path, contents(1), keep_last=1)
     loaded = load_file(path)
     assert loaded["model/blocks.1.w"].equal(contents(1).tensors["model"]["blocks.1.w"])
     assert len(loaded) == 4
@@ -152,8 +152,8 @@ def test_what_no_file_can_hold_is_refused_and_leaves_nothing(tmp_path, change, w
     bad = contents(3)
     for key, value in change.items():
         setattr(bad, key, value)
-    commit(tmp_path, contents(2), keep_last=2)
+    commit_checkpoint(tmp_path, contents(2), keep_last=2)
     with pytest.raises((ValueError, TypeError), match=words) as caught:
-        commit(tmp_path, bad, keep_last=2)
+        commit_checkpoint(tmp_path, bad, keep_last=2)
     assert not isinstance(caught.value, CheckpointNotWritten)
     assert len(os.listdir(tmp_path / "checkpoints")) == 2

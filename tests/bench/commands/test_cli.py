@@ -14,7 +14,7 @@ from bench_runs import refusal
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import defaults_yaml
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.text import prepare_text, read_text
+from nanogpt_bench.data.text import prepare_text, read_corpus_text
 from nanogpt_bench.loop.train import run
 
 QUICK = [
@@ -139,7 +139,7 @@ def test_a_byte_order_mark_is_no_token(tmp_path):
     assert bytes(corpus.train[:4].tolist()) == b"some"
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf\n")
     with refusal("is empty"):
-        read_text(tmp_path / "text")
+        read_corpus_text(tmp_path / "text")
 
 
 def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(

@@ -13,7 +13,7 @@ import pytest
 from bench_runs import flags, refusal, summary_of, wait_until
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.rules import RULES, Package, Rule
+from nanogpt_bench.config.rules import RULES, ExtraPackage, Rule
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.report import report
 from nanogpt_bench.sweep import session
@@ -53,7 +53,9 @@ def test_formats_cross_rules_and_the_reference_comes_first():
 
 def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch):
     monkeypatch.setitem(
-        RULES, "absent", Rule("float32", "adamw", 1e-3, needs=Package("no_such_package", "fisher"))
+        RULES,
+        "absent",
+        Rule("float32", "adamw", 1e-3, needs=ExtraPackage("no_such_package", "fisher")),
     )
     assert "absent" not in {row["rule"] for row in choose_rows(None, ["all"])}
     with refusal("needs no_such_package"):

@@ -19,7 +19,7 @@ from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.causal import load_causal, reading
+from nanogpt_bench.model.causal import load_causal, quiet_transformers
 from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
@@ -224,7 +224,7 @@ def test_the_command_trains_says_its_memory_and_saves(
     assert "float32 AdamW by arithmetic: 0.3 MiB" in printed
     loss = summary_of(working_folder / "runs" / "finetune")["final_val_loss"]
     assert validated(*options, f"--data.dir={law}") == pytest.approx(loss, rel=1e-5)
-    with reading("saved") as transformers:
+    with quiet_transformers("saved") as transformers:
         assert len(transformers.AutoTokenizer.from_pretrained("saved")) == 23
     assert main([*words, *options]) == 2
     assert "--save 'saved' is in use" in capsys.readouterr().err
@@ -249,7 +249,7 @@ def test_a_fine_tuned_model_is_saved_as_others_keep_it(layout, rule, model, law,
     ]
     assert main([*words, "--save", "coded", "--layout", layout]) == 0
     assert main([*words, "--resume", "--save", "floats"]) == 0
-    with reading("saved") as transformers:
+    with quiet_transformers("saved") as transformers:
         floats, coded = (
             transformers.AutoModelForCausalLM.from_pretrained(name) for name in ("floats", "coded")
         )

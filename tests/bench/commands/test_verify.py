@@ -11,7 +11,7 @@ import pytest
 import torch
 from damages import changed, cut, text
 
-from nanogpt_bench.checkpoint import Contents, commit, step_file
+from nanogpt_bench.checkpoint import Contents, commit_checkpoint, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import train as loop
@@ -26,7 +26,9 @@ def finished(tiny, tmp_path_factory):
     run(tiny(model__format="E4M3", monitor__interval=3), folder)
     shutil.rmtree(folder / "checkpoints")
     for step in (4, 6):
-        commit(folder, Contents(step, {"model": {"w": torch.full((5,), float(step))}}), keep_last=2)
+        commit_checkpoint(
+            folder, Contents(step, {"model": {"w": torch.full((5,), float(step))}}), keep_last=2
+        )
     return folder
 
 

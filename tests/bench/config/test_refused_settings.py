@@ -13,7 +13,7 @@ from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import find_config, load_config, shipped_configs
-from nanogpt_bench.model.gpt import SIZES
+from nanogpt_bench.model.gpt import GPT_SIZES
 from nanogpt_bench.setup import pretrained
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError, nearest
@@ -148,7 +148,7 @@ CONTRADICTIONS = {
 
 @pytest.fixture(autouse=True)
 def _a_pretrained_model(monkeypatch):
-    monkeypatch.setattr(pretrained, "outlined_shape", lambda name: SIZES["0.8M"])
+    monkeypatch.setattr(pretrained, "outlined_shape", lambda name: GPT_SIZES["0.8M"])
     monkeypatch.setattr(pretrained, "_stored", lambda model: {})
 
 

@@ -14,7 +14,7 @@ from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import (
-    FOLDER,
+    CONFIGS_FOLDER,
     build_config,
     defaults_yaml,
     find_config,
@@ -175,7 +175,7 @@ def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered
     working_folder,
 ):
     for name in ("e4m3", "e4m3.yaml", "configs/e4m3.yaml"):
-        assert find_config(name) == FOLDER / "e4m3.yaml"
+        assert find_config(name) == CONFIGS_FOLDER / "e4m3.yaml"
     for name in ("e4m33.yaml", "elsewhere/e4m3.yaml"):
         with refusal(r"does not exist; did you mean 'e4m3.yaml'\?"):
             find_config(name)
@@ -190,7 +190,11 @@ def test_a_name_without_its_ending_means_one_file_or_none(working_folder):
     with refusal("config 'e4m3' means 'e4m3.yaml' here and the shipped '.*configs/e4m3.yaml'"):
         find_config("e4m3")
     assert find_config("e4m3.yaml") == Path("e4m3.yaml")
-    assert find_config("configs/e4m3.yaml") == find_config("configs/e4m3") == FOLDER / "e4m3.yaml"
+    assert (
+        find_config("configs/e4m3.yaml")
+        == find_config("configs/e4m3")
+        == CONFIGS_FOLDER / "e4m3.yaml"
+    )
 
 
 @pytest.mark.parametrize("key", ["data.dir", "eval.also"])

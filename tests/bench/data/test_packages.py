@@ -21,7 +21,7 @@ from bench_runs import refusal
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import packages
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.packages import PACKAGES, VAL_EVERY, Sentences, prepare_packages
+from nanogpt_bench.data.packages import PACKAGES, VAL_FILE_INTERVAL, Sentences, prepare_packages
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.system.files import sha256
 
@@ -201,7 +201,7 @@ def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(f
         for split in ("train", "val")
     }
     assert len(texts["train"]) + len(texts["val"]) == 201
-    assert 0.2 < len(texts["val"]) * VAL_EVERY / 201 < 4
+    assert 0.2 < len(texts["val"]) * VAL_FILE_INTERVAL / 201 < 4
     for split in ("train", "val"):
         assert [
             text for text in every[split] if "of a service" in text or "of s3" in text
@@ -219,7 +219,7 @@ def test_what_is_downloaded_is_read_and_goes_and_the_same_archives_give_the_same
         program = "import shutil, sys; shutil.copy(*sys.argv[1:])"
         return [sys.executable, "-c", program, str(folder / package.archive), package.archive]
 
-    monkeypatch.setattr(packages.Package, "command", copying)
+    monkeypatch.setattr(packages.PackageArchive, "command", copying)
     out, other = tmp_path / "made" / "out", tmp_path / "other"
     assert prepare_packages(out, progress=True) == prepare_packages(other, data_dir=folder)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -280,7 +280,7 @@ def test_an_archive_that_cant_be_had_is_refused(folder, tmp_path, name, packages
     ids=["fails", "gets nothing", "does not exist"],
 )
 def test_a_client_that_fails_is_one_line(tmp_path, monkeypatch, program, message):
-    monkeypatch.setattr(packages.Package, "command", lambda package, name: program)
+    monkeypatch.setattr(packages.PackageArchive, "command", lambda package, name: program)
     with refusal(message):
         prepare_packages(tmp_path / "made" / "out")
     assert list((tmp_path / "made").iterdir()) == []

@@ -123,7 +123,7 @@ def longest_word(text: str) -> int:
 @example("     a")
 def test_parts_are_cut_where_a_long_word_is(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "LONGEST_WORD", 4)
+        patch.setattr(tokenizers, "LONGEST_MERGED_WORD", 4)
         parts = list(tokenizers.in_parts(text))
     assert "".join(parts) == text
     assert (len(parts) > 1) == (longest_word(text) > 4)

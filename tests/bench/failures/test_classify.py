@@ -16,7 +16,7 @@ import fp8manifold as fm
 from nanogpt_bench.config import schema
 from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.failures import KINDS, classify, diagnose, failures_of, judge, read
+from nanogpt_bench.failures import KINDS, classify, diagnose, failures_of, judge_run, read_evidence
 from nanogpt_bench.failures.table import OVER_FIRST, OVER_MEDIAN, REST
 from nanogpt_bench.loop.observers import AlertObserver
 from nanogpt_bench.loop.train import run
@@ -269,9 +269,9 @@ def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
 
 
 def test_a_run_that_goes_on_is_judged_by_as_many_looks_as_patience_asks_for(make):
-    evidence = read(make(series={"stall/update_lost": {20: 0.9, 40: 0.9}}))
+    evidence = read_evidence(make(series={"stall/update_lost": {20: 0.9, 40: 0.9}}))
     states = [
-        the("stall", list(judge(evidence, running=running))).state for running in (False, True)
+        the("stall", list(judge_run(evidence, running=running))).state for running in (False, True)
     ]
     assert states == ["found", "clear"]
 
@@ -348,7 +348,7 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
     for number in range(1, 4):
         step = Step(number, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
         step.record.update(lost)
-        observer.written(replace(step, number=number * config.monitor.interval))
+        observer.take_record(replace(step, number=number * config.monitor.interval))
 
     settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
     series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}

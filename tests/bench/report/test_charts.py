@@ -13,7 +13,7 @@ from run_folders import measured, rows_of, write_alerts, write_comparison, write
 from nanogpt_bench.failures import diagnose
 from nanogpt_bench.report import svg_figures
 from nanogpt_bench.report.curve_charts import lines_of, loss_charts, loss_range
-from nanogpt_bench.report.parallel_chart import ABOVE, parallel_chart
+from nanogpt_bench.report.parallel_chart import MISSING_PLACE, parallel_chart
 from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
@@ -128,7 +128,7 @@ def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path)
     places = dict(zip(names, zip(*(line["y"] for line in chart.values), strict=True), strict=True))
     assert places["format"] == (0.0, 0.5, 1.0)
     assert places["learning rate"] == pytest.approx((0.0, 1.0, 0.5))  # logarithmic
-    assert places["final val loss"] == (0.0, 1.0, ABOVE)
+    assert places["final val loss"] == (0.0, 1.0, MISSING_PLACE)
     assert parallel_chart(rows_of(paths[:1]), styles(rows)) is None
 
 

@@ -21,7 +21,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.report import report
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.sweep.session import Bar, Entry
-from nanogpt_bench.sweep.workers import Event
+from nanogpt_bench.sweep.workers import JobEvent
 
 KEYS = (
     "filter",
@@ -223,7 +223,7 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     bar = Bar(Console(width=200))
     for at, text in enumerate(TEXTS):
         bar.entries.append(Entry(text))
-        bar.show(Event(at, "failed", {"error": {"message": text}}))
+        bar.show(JobEvent(at, "failed", {"error": {"message": text}}))
     assert main(["verify", *map(str, runs)]) == 1
     assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2
     assert main(["report", "\x1b[2J", "--out", "x"]) == 2

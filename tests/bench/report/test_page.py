@@ -10,7 +10,7 @@ import pytest
 from bench_runs import refusal
 from run_folders import Page, write_alerts, write_comparison, write_metrics, write_run
 
-from nanogpt_bench.report import facts_of, report, write_report
+from nanogpt_bench.report import report, report_facts, write_report
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
 
@@ -133,7 +133,7 @@ def test_a_source_of_many_files_is_named_shortly():
         "source": {"kind": "copy", "files": files, "limit": None},
         "splits": {"train": {"tokens": 1200}},
     }
-    sentence = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
+    sentence = report_facts([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
     assert (
         sentence
         == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"

@@ -11,7 +11,7 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import find_reference, reference_beside
 from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.report.verdicts import Evidence, Judgement, judge
+from nanogpt_bench.report.verdicts import Judgement, RowComparison, judge_row
 from nanogpt_bench.runs.load import load_run
 
 NAN = {"kind": "nan", "message": "train/loss is nan\nat once", "step": 37}
@@ -40,81 +40,85 @@ def run(tmp_path):
     ("evidence", "outcome", "text"),
     [
         # the loss
-        (Evidence(-0.05), Judgement.WITHIN, "within 10%"),
-        (Evidence(0.10), Judgement.WITHIN, "within 10%"),
-        (Evidence(0.1001), Judgement.OUTSIDE, "outside 10%"),
-        (Evidence(), Judgement.UNKNOWN, "no finished reference"),
-        (Evidence(unmeasured=True), Judgement.UNKNOWN, "finished"),
+        (RowComparison(-0.05), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.10), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.1001), Judgement.OUTSIDE, "outside 10%"),
+        (RowComparison(), Judgement.UNKNOWN, "no finished reference"),
+        (RowComparison(unmeasured=True), Judgement.UNKNOWN, "finished"),
         (
-            Evidence(unlike=("corpus", "steps")),
+            RowComparison(unlike=("corpus", "steps")),
             Judgement.INCOMPARABLE,
             "not comparable: corpus, steps",
         ),
         # its noise: twice the standard error, and enough to matter; of no known error
         # nothing is behind
-        (Evidence(0.04, gap=0.104, gap_error=0.03), Judgement.BEHIND, "behind"),
-        (Evidence(0.04, gap=0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
-        (Evidence(0.02, gap=0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
-        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Judgement.AHEAD, "ahead"),
-        (Evidence(-0.04, gap=-0.104, gap_error=0.03), Judgement.AHEAD, "ahead"),
-        (Evidence(-0.11), Judgement.AHEAD, "ahead"),
-        (Evidence(-0.11, cosine=0.9), Judgement.DOUBTFUL, "ahead; cosine 0.90"),
-        (Evidence(0.04, gap=0.104), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.04, gap=0.104, gap_error=0.03), Judgement.BEHIND, "behind"),
+        (RowComparison(0.04, gap=0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.02, gap=0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
+        (RowComparison(-0.2, gap=-0.4, gap_error=0.03), Judgement.AHEAD, "ahead"),
+        (RowComparison(-0.04, gap=-0.104, gap_error=0.03), Judgement.AHEAD, "ahead"),
+        (RowComparison(-0.11), Judgement.AHEAD, "ahead"),
+        (RowComparison(-0.11, cosine=0.9), Judgement.DOUBTFUL, "ahead; cosine 0.90"),
+        (RowComparison(0.04, gap=0.104), Judgement.WITHIN, "within 10%"),
         # a stall is named where the loss is short of the reference
-        (Evidence(0.3, 0.5), Judgement.OUTSIDE, "outside 10%; stall 50%"),
-        (Evidence(0.3, 0.49), Judgement.OUTSIDE, "outside 10%"),
-        (Evidence(0.01, 0.9), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.3, 0.5), Judgement.OUTSIDE, "outside 10%; stall 50%"),
+        (RowComparison(0.3, 0.49), Judgement.OUTSIDE, "outside 10%"),
+        (RowComparison(0.01, 0.9), Judgement.WITHIN, "within 10%"),
         # gradients make a row doubtful
-        (Evidence(0.01, cosine=0.91), Judgement.WITHIN, "within 10%"),
-        (Evidence(0.01, cosine=0.9), Judgement.DOUBTFUL, "within 10%; cosine 0.90"),
+        (RowComparison(0.01, cosine=0.91), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.01, cosine=0.9), Judgement.DOUBTFUL, "within 10%; cosine 0.90"),
         (
-            Evidence(0.2, cosine=0.3, stall=0.6),
+            RowComparison(0.2, cosine=0.3, stall=0.6),
             Judgement.OUTSIDE,
             "outside 10%; cosine 0.30; stall 60%",
         ),
-        (Evidence(0.0, cosine=0.3, reference=True), Judgement.REFERENCE, "reference"),
+        (RowComparison(0.0, cosine=0.3, reference=True), Judgement.REFERENCE, "reference"),
     ],
 )
 def test_limits_decide(run, evidence, outcome, text):
-    verdict = judge([run()], evidence)
+    verdict = judge_row([run()], evidence)
     assert (verdict.outcome, verdict.text) == (outcome, text)
 
 
 @pytest.mark.parametrize(
     ("kinds", "evidence", "text"),
     [
-        (["divergence"], Evidence(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
-        (["divergence"], Evidence(), "divergence; no finished reference"),
-        (["divergence"], Evidence(unlike=("steps",)), "divergence; not comparable: steps"),
-        (["divergence"], Evidence(0.0, reference=True), "reference; divergence"),
-        (["stall", "divergence"], Evidence(0.3, stall=0.9), "divergence, stall 90%; outside 10%"),
+        (["divergence"], RowComparison(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
+        (["divergence"], RowComparison(), "divergence; no finished reference"),
+        (["divergence"], RowComparison(unlike=("steps",)), "divergence; not comparable: steps"),
+        (["divergence"], RowComparison(0.0, reference=True), "reference; divergence"),
+        (
+            ["stall", "divergence"],
+            RowComparison(0.3, stall=0.9),
+            "divergence, stall 90%; outside 10%",
+        ),
         (
             ["zero_gradients", "plateau", "nan"],
-            Evidence(0.3),
+            RowComparison(0.3),
             "NaN, zero gradients and 1 more; outside 10%",
         ),
-        (["plateau"], Evidence(0.01), "within 10%"),
-        (["plateau"], Evidence(unlike=("corpus", "steps")), "not comparable: corpus, steps"),
+        (["plateau"], RowComparison(0.01), "within 10%"),
+        (["plateau"], RowComparison(unlike=("corpus", "steps")), "not comparable: corpus, steps"),
     ],
 )
 def test_the_class_of_failure_leads_where_a_row_is_short_of_the_reference(
     run, kinds, evidence, text
 ):
-    assert judge([run(*kinds)], evidence).text == text
+    assert judge_row([run(*kinds)], evidence).text == text
 
 
 def test_a_diverged_row_within_reach_is_doubtful_and_seeds_are_counted(run):
     assert (
-        judge([run("divergence"), run()], Evidence(0.3)).text
+        judge_row([run("divergence"), run()], RowComparison(0.3)).text
         == "divergence (1 of 2 seeds); outside 10%"
     )
-    verdict = judge([run("divergence")], Evidence(0.01))
+    verdict = judge_row([run("divergence")], RowComparison(0.01))
     assert (verdict.outcome, verdict.text) == (Judgement.DOUBTFUL, "within 10%; divergence")
 
 
 def test_the_end_of_the_runs_outranks_the_loss(run):
     def ended(*runs):
-        verdict = judge(runs, Evidence(0.01))
+        verdict = judge_row(runs, RowComparison(0.01))
         return verdict.outcome, verdict.text
 
     failed = run(status="failed", failure=NAN)

@@ -19,7 +19,7 @@ from nanogpt_bench.runs.load import find_runs, load_run
 from nanogpt_bench.runs.read import Records, finite
 from nanogpt_bench.sweep import session
 from nanogpt_bench.sweep.session import Bar, Entry
-from nanogpt_bench.sweep.workers import MOST_BYTES, Event, NewRecords
+from nanogpt_bench.sweep.workers import MOST_NEW_BYTES, JobEvent, NewRecords
 
 
 def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followed(tmp_path):
@@ -184,8 +184,8 @@ def test_the_newest_whole_line_and_the_last_validation_are_told_and_of_a_long_fi
     assert records.new() == first | {"step": 2, "elapsed_s": 2.0}
     path.write_text(line(1))  # as a run that goes on cuts it back
     assert records.new() == first
-    path.write_text("".join(map(line, range(MOST_BYTES // 40))))
-    assert NewRecords({"run_dir": str(tmp_path)}).new()["step"] == MOST_BYTES // 40 - 1
+    path.write_text("".join(map(line, range(MOST_NEW_BYTES // 40))))
+    assert NewRecords({"run_dir": str(tmp_path)}).new()["step"] == MOST_NEW_BYTES // 40 - 1
 
 
 def progress(step: int) -> dict[str, object]:
@@ -203,16 +203,16 @@ def test_runs_count_by_their_size_and_those_to_come_too(clock):
     bar = Bar(Console(file=io.StringIO()))
     bar.entries += [Entry("large", 3.0), Entry("small", 1.0)]
     clock[0] = 30.0
-    bar.show(Event(0, "progress", progress(0)))
+    bar.show(JobEvent(0, "progress", progress(0)))
     assert bar.words() == "0 of 2 runs ended"
     clock[0] = 90.0
-    bar.show(Event(0, "progress", progress(50)))
+    bar.show(JobEvent(0, "progress", progress(50)))
     assert (bar.share(), bar.words()) == (1.5 / 4, "0 of 2 runs ended, about 2 min left")
     bar.to_come = lambda: [4.0]
     assert bar.share() == 1.5 / 8
-    bar.show(Event(0, "done"))
+    bar.show(JobEvent(0, "done"))
     assert bar.share() == 3 / 8
-    bar.show(Event(1, "failed", {"error": {"message": "gone"}}))
+    bar.show(JobEvent(1, "failed", {"error": {"message": "gone"}}))
     assert (bar.share(), bar.words().split(",")[0]) == (4 / 8, "2 of 2 runs ended")
 
 
@@ -222,14 +222,16 @@ def test_the_estimate_is_a_line_from_the_first_minute_on_and_one_bar_on_a_termin
     text = io.StringIO()
     bar = Bar(Console(file=text, width=100))
     bar.entries += [Entry("a"), Entry("b")]
-    bar.show(Event(0, "started"))
+    bar.show(JobEvent(0, "started"))
     for second in range(1, 301):
         clock[0] = float(second)
         bar.show(
-            Event(0, "progress", progress(second // 10)) if second >= 10 else Event(None, "tick")
+            JobEvent(0, "progress", progress(second // 10))
+            if second >= 10
+            else JobEvent(None, "tick")
         )
-    bar.show(Event(0, "done"))
-    bar.show(Event(1, "failed", {"error": {"message": "one\nline"}}))
+    bar.show(JobEvent(0, "done"))
+    bar.show(JobEvent(1, "failed", {"error": {"message": "one\nline"}}))
     lines = text.getvalue().splitlines()
     assert lines[0] == "[   20 s] 0 of 2 runs ended, about 33 min left"
     assert [line[:9] for line in lines] == [
@@ -241,8 +243,8 @@ def test_the_estimate_is_a_line_from_the_first_minute_on_and_one_bar_on_a_termin
     with Bar(Console(file=text, width=100, force_terminal=True)) as bar:
         bar.entries.append(Entry("a"))
         clock[0] = 30.0
-        bar.show(Event(0, "progress", progress(50)))
-        bar.show(Event(0, "done"))
+        bar.show(JobEvent(0, "progress", progress(50)))
+        bar.show(JobEvent(0, "done"))
     assert "a: done  val 2.000" in text.getvalue()
     assert (
         "] 0 of 1 runs ended" not in text.getvalue()

@@ -16,7 +16,7 @@ from damages import GARBAGE, LAUGHS, Damage, contents
 from readers import Reader, readers
 from watched import MIB, watched
 
-from nanogpt_bench.checkpoint import Contents, commit
+from nanogpt_bench.checkpoint import Contents, commit_checkpoint
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system import untrusted
 
@@ -169,7 +169,7 @@ DAMAGED = {
 
 
 def commit_to(step: int) -> Damage:
-    return lambda path: commit(path.parent, Contents(step, {}), keep_last=9)
+    return lambda path: commit_checkpoint(path.parent, Contents(step, {}), keep_last=9)
 
 
 NAMES = {**vars(damages), "np": np, "torch": torch, "commit_to": commit_to}
@@ -189,7 +189,7 @@ def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
     run(tiny(model__format="E4M3", monitor__interval=3), folder / "a")
     shutil.rmtree(folder / "a" / "checkpoints")
     for step in (4, 6):
-        commit(
+        commit_checkpoint(
             folder / "a",
             Contents(step, {"model": {"w": torch.full((5,), float(step))}}),
             keep_last=2,
@@ -266,7 +266,9 @@ def test_nesting_is_read_to_the_bound(parse):
     text = "[" * (untrusted.DEEPEST - 2) + "]" * (untrusted.DEEPEST - 2)
     assert json.dumps(parse(text)) == text
     for depth in (untrusted.DEEPEST + 1, 100_000):
-        with pytest.raises(untrusted.Refused, match=f"nests more than {untrusted.DEEPEST} deep"):
+        with pytest.raises(
+            untrusted.RefusedFile, match=f"nests more than {untrusted.DEEPEST} deep"
+        ):
             parse("[" * depth + "]" * depth)
 
 
@@ -283,5 +285,5 @@ def test_a_file_is_read_to_the_bound_and_only_an_ordinary_one(tmp_path):
         (pipe, {}, "not an ordinary file"),
         (link, {"links": False}, "symbolic link"),
     ):
-        with pytest.raises(untrusted.Refused, match=message):
+        with pytest.raises(untrusted.RefusedFile, match=message):
             untrusted.read_text(place, **options)

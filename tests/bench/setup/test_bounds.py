@@ -14,7 +14,7 @@ from nanogpt_bench.sweep.axes import read_axis
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import MOST_RUNS, check_count, count_points, plan_sweep
 from nanogpt_bench.sweep.sensitivity import plan_study
-from nanogpt_bench.system.errors import LONGEST_MESSAGE
+from nanogpt_bench.system.errors import LONGEST_ERROR
 
 MILLION = {"optimizer.lr": {"min": 1e-5, "max": 1.0, "points": 10**6}}
 LR = {"optimizer.lr": {"min": 1e-5, "max": 1.0}}
@@ -87,4 +87,4 @@ def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
     message = str(caught.value)
     assert part in message
     assert message.isprintable()
-    assert len(message) <= LONGEST_MESSAGE
+    assert len(message) <= LONGEST_ERROR

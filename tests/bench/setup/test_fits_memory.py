@@ -20,11 +20,17 @@ from nanogpt_bench.config.settings import build_config, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import build_model
-from nanogpt_bench.setup.memory import bytes_each, bytes_of, check_fits, held_bytes, parameters_of
+from nanogpt_bench.setup.memory import (
+    bytes_each,
+    bytes_with_state,
+    check_fits,
+    held_bytes,
+    parameters_of,
+)
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.sweep import workers as pool
-from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep
+from nanogpt_bench.sweep.file import SWEEPS_FOLDER, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.sweep.workers import RayCluster
 from nanogpt_bench.system import free_memory
@@ -131,7 +137,7 @@ def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch):
             and not config.model.init_from
         ):
             check_fits(resolve(config))
-    for name in (path.name for path in FOLDER.glob("*.yaml")):
+    for name in (path.name for path in SWEEPS_FOLDER.glob("*.yaml")):
         sweep = read_sweep(find_sweep(name), [])
         rules = sweep.axis("rule")
         if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {
@@ -233,7 +239,7 @@ def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make, per_pa
     steps = 4 if isinstance(optimizer, torch.optim.AdamW) else 0
     assert (
         held_bytes(layer, optimizer)
-        == bytes_of([layer.weight], optimizer)
+        == bytes_with_state([layer.weight], optimizer)
         == per_parameter * 2048 + steps
     )
 

@@ -16,12 +16,12 @@ from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import FP8_FORMATS, PRODUCTS, ROUNDED
-from nanogpt_bench.config.settings import build_config, find_config, read_yaml
+from nanogpt_bench.config.settings import build_config, find_config, read_settings_file
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.setup.memory import bytes_of
+from nanogpt_bench.setup.memory import bytes_with_state
 from nanogpt_bench.setup.optimizers import build_optimizer, parameter_groups
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.setup.surgery import quantize
@@ -183,7 +183,7 @@ def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
     )
     train(trainer, 2)
     weights = [layer.weight for layer in quantized_layers(trainer.model).values()]
-    bytes_of_weight = bytes_of(weights, trainer.optimizer) / sum(
+    bytes_of_weight = bytes_with_state(weights, trainer.optimizer) / sum(
         weight.numel() for weight in weights
     )
     # One float32 scale a row of 128 or 512, block scales of the averages, counters.
@@ -267,7 +267,7 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
 
         They change with the shipped file.
         """
-        file = read_yaml(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
+        file = read_settings_file(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
         formats = {"*": file.pop("model.format"), **formats}
         layers = resolve(build_config(file | {"model.formats": formats} | settings)).layers
         return {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_runs import recorded, refusal, resolved, summary_of
 
-from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
+from nanogpt_bench.checkpoint import Contents, commit_checkpoint, read_checkpoint, step_file, steps
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.text import prepare_text
@@ -25,7 +25,7 @@ from nanogpt_bench.setup.resolve import resolve
 def test_a_model_starts_from_the_very_weights_of_a_run(tiny, trained, kind):
     settings = load_config(trained[kind] / "config.yaml")
     first = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
-    restore(read(step_file(trained[kind], 6)), first, [])
+    restore(read_checkpoint(step_file(trained[kind], 6)), first, [])
     config = resolve(tiny(model__init_from=trained[kind]))
     assert config.model.init_from == str(step_file(trained[kind], 6))
     started = initial_model(config, open_corpus(config))
@@ -104,7 +104,9 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
 )
 def test_a_checkpoint_that_attacks_is_one_line(tmp_path, changed, words):
     tensors = {"token_embedding.weight": torch.ones(3, 8)}
-    folder = commit(tmp_path, Contents(1, {"model": tensors}, facts=changed), keep_last=1)
+    folder = commit_checkpoint(
+        tmp_path, Contents(1, {"model": tensors}, facts=changed), keep_last=1
+    )
     with refusal(words):
         resolved([f"--model.init_from={folder}"])
 

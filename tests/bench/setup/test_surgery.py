@@ -16,7 +16,7 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FOLDER, find_config, load_config
+from nanogpt_bench.config.settings import CONFIGS_FOLDER, find_config, load_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.model.weights import quantized_layers
@@ -197,7 +197,7 @@ def test_an_example_quantises_what_it_says_and_trains(name, corpus_dir, tmp_path
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "bf16_baseline"])
 def test_every_example_differs_from_the_baseline_in_nothing_else(name):
     baseline, example = (
-        resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name)
+        resolve(load_config(CONFIGS_FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name)
     )
     differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}
     assert differing == {"model.formats", "model.storage", "shadow.enabled"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.sweep import session
-from nanogpt_bench.sweep.workers import Event
+from nanogpt_bench.sweep.workers import JobEvent
 
 
 class PoolOfNone:
@@ -33,14 +33,14 @@ class PoolOfNone:
     def run(self, jobs, order):
         while order:
             job = order.popleft()
-            yield Event(job, "started")
+            yield JobEvent(job, "started")
             content = json.loads(json.dumps(jobs[job]))
             run(
                 build_config(content["settings"]),
                 Path(content["run_dir"]),
                 resume=content["resume"],
             )
-            yield Event(job, "done")
+            yield JobEvent(job, "done")
 
 
 def train_here(patch):

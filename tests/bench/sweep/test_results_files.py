@@ -16,7 +16,7 @@ from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.merged import merged_rows
 from nanogpt_bench.report.results import FIGURES
 from nanogpt_bench.report.results_file import flat_run, read_export
-from nanogpt_bench.runs.environment import commit
+from nanogpt_bench.runs.environment import source_commit
 from nanogpt_bench.runs.load import load_run
 
 
@@ -120,10 +120,10 @@ def test_the_commit_is_that_of_the_checkout():
     shown = subprocess.run(
         ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    if shown.returncode or not commit():
+    if shown.returncode or not source_commit():
         pytest.skip("not a checkout")
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit())
-    assert commit().rstrip("+") == shown.stdout.strip()
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", source_commit())
+    assert source_commit().rstrip("+") == shown.stdout.strip()
 
 
 def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(study, tmp_path):

@@ -17,7 +17,7 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep import workers as cores_module
 from nanogpt_bench.sweep.axes import Axis, Range, grid_points, random_points
-from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep
+from nanogpt_bench.sweep.file import SWEEPS_FOLDER, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
@@ -162,7 +162,7 @@ STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml")
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(FOLDER.glob("*.yaml")), *STUDIES], ids=lambda path: path.name
+    "path", [*sorted(SWEEPS_FOLDER.glob("*.yaml")), *STUDIES], ids=lambda path: path.name
 )
 def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
     sweep = read_sweep(path)
@@ -182,10 +182,10 @@ def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
                 assert set(axis.values) == {
                     run.axes[axis.key] for run in planned if axis.key in run.axes
                 }
-    if path.parent == FOLDER:
+    if path.parent == SWEEPS_FOLDER:
         assert find_sweep(f"sweeps/{path.name}") == path
     else:  # found by its path alone
-        assert not (FOLDER / path.name).exists()
+        assert not (SWEEPS_FOLDER / path.name).exists()
         assert find_sweep(str(path)) == path
 
 

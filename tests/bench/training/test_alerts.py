@@ -44,7 +44,7 @@ def test_a_class_of_failure_is_told_once_at_the_look_that_shows_it(tiny, tmp_pat
         "quant/kurtosis/activation": 99.0,
     }
     for number in (10, 20, 25, 30, 40, 50):
-        observer.written(step(number, dict(record)))
+        observer.take_record(step(number, dict(record)))
         messages.append(len(alerts))
     assert messages == [0, 0, 0, 1, 1, 1]
     (alert,) = alerts
@@ -65,7 +65,7 @@ def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best():
     def ends(trend, losses):
         outcomes = []
         for number, loss in enumerate(losses, start=1):
-            trend.written(step(number, {"train/loss": loss, "val/loss": 2.0}))
+            trend.complete_record(step(number, {"train/loss": loss, "val/loss": 2.0}))
             outcomes.append(trend.diverging)
         return outcomes
 
@@ -82,7 +82,7 @@ def test_the_trend_is_measured_against_a_baseline_or_the_runs_own_best():
 def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above_0_is_too_high():
     trend, records = TrendObserver({}), [{"train/loss": loss} for loss in (2.0, math.nan, 2.0)]
     for number, record in enumerate(records, start=1):
-        trend.written(step(number, record))
+        trend.complete_record(step(number, record))
     assert [record.get("train/loss_smoothed") for record in records] == [
         2.0,
         None,
@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above
             *((number, 0.25, math.inf) for number in (2, 3, 4)),
         ):
             written = step(number, {"train/loss": loss, "val/loss": loss})
-            trend.written(written)
+            trend.complete_record(written)
             assert written.record["train/excess"] == excess
         assert trend.diverging
 
@@ -320,7 +320,7 @@ def test_a_resumed_run_is_judged_at_the_steps_of_an_uninterrupted_one(tiny, tmp_
             for number in range(first, end):
                 taken = step(number, {"train/loss": 3.0 if number < 30 else 9.0, "grad/norm": 1.0})
                 for observer in observers:
-                    observer.written(taken)
+                    observer.take_record(taken)
             states = [observer.state() for observer in observers]
             observers[0].close()
         return [(alert.step, alert.kind) for alert in alerts]

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from bench_runs import Tiny, one_step, trainer_of
 from rank_pool import Pool
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
+from nanogpt_bench.checkpoint import (
+    CheckpointNotWritten,
+    Contents,
+    commit_checkpoint,
+    read_checkpoint,
+    step_file,
+)
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.resume import capture, restore
 from nanogpt_bench.loop.trainer import Trainer
@@ -113,13 +119,13 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
     """
     ranks = own_ranks()
     trainer = trainer_of(config, ranks)
-    restore(read(step_file(Path(folder), begun)), trainer, [])
+    restore(read_checkpoint(step_file(Path(folder), begun)), trainer, [])
     losses = trainer.validation_losses()
     step_on_equal_gradients(trainer, range(begun, begun + 3))
     contents = capture(begun + 3, trainer, [], {})
     assert (contents is None) == (not ranks.first)
     if contents is not None:
-        commit(Path(folder), contents, keep_last=9)
+        commit_checkpoint(Path(folder), contents, keep_last=9)
     dist.barrier()
     return losses
 
@@ -135,7 +141,7 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
     """
     alone = trainer_of(settings(tiny, kind, None))
     step_on_equal_gradients(alone, range(begun))
-    commit(tmp_path, capture(begun, alone, [], {}), keep_last=9)
+    commit_checkpoint(tmp_path, capture(begun, alone, [], {}), keep_last=9)
     for size in (2, 3):
         expected = alone.validation_losses()
         outcomes = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), begun)
@@ -143,9 +149,9 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
             assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
         step_on_equal_gradients(alone, range(begun, begun + 3))
         begun += 3
-        check(read(step_file(tmp_path, begun)), capture(begun, alone, [], {}), kind)
+        check(read_checkpoint(step_file(tmp_path, begun)), capture(begun, alone, [], {}), kind)
     again = trainer_of(settings(tiny, kind, None))
-    restore(read(step_file(tmp_path, begun)), again, [])
+    restore(read_checkpoint(step_file(tmp_path, begun)), again, [])
     for trainer in (again, alone):
         step_on_equal_gradients(trainer, range(begun, begun + 2))
     check(capture(begun, again, [], {}), capture(begun, alone, [], {}), kind)

@@ -13,7 +13,7 @@ import pytest
 from bench_runs import Tiny, recorded, refusal
 from safetensors.torch import load_file
 
-from nanogpt_bench.checkpoint import read, step_file
+from nanogpt_bench.checkpoint import read_checkpoint, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop import trackers as build
 from nanogpt_bench.loop.train import run
@@ -287,7 +287,10 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     first = FakeWandb(monkeypatch, "k")
     broken_off(config, tmp_path / "r")
     assert (first.given["id"], first.exit_code) == (None, 1)
-    assert read(step_file(tmp_path / "r", 4), only=()).facts["trackers"]["wandb"]["id"] == "abc123"
+    assert (
+        read_checkpoint(step_file(tmp_path / "r", 4), only=()).facts["trackers"]["wandb"]["id"]
+        == "abc123"
+    )
     second = FakeWandb(monkeypatch, "k")
     second.rewinds = rewinds
     config.tracking.wandb_id = "abc123" if has_id else None

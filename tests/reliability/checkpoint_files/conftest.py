@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 def run_dir(tmp_path: Path) -> Path:
     from small_checkpoints import small
 
-    from nanogpt_bench.checkpoint import commit
+    from nanogpt_bench.checkpoint import commit_checkpoint
 
     folder = tmp_path / "run"
     folder.mkdir()
     for step in (1, 2):
-        commit(folder, small(step), keep_last=5)
+        commit_checkpoint(folder, small(step), keep_last=5)
     return folder

@@ -21,9 +21,9 @@ from watched import watched
 
 from nanogpt_bench.checkpoint import (
     BrokenCheckpoint,
-    commit,
+    commit_checkpoint,
     newest,
-    read,
+    read_checkpoint,
     step_file,
     steps,
     verify,
@@ -38,7 +38,7 @@ def with_ending(path, last):
 
 
 def seen(path):
-    for look in (verify, read):
+    for look in (verify, read_checkpoint):
         try:
             look(path)
         except BrokenCheckpoint as error:
@@ -135,7 +135,7 @@ def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_it
     assert seen(second)
     assert_passed_over(run_dir)
     assert "holds step 1, not the step of its name" in newest(run_dir)[1][0]
-    commit(run_dir, small(2), keep_last=2)
+    commit_checkpoint(run_dir, small(2), keep_last=2)
     assert newest(run_dir) == (second, [])
     assert steps(run_dir) == [1, 2]
 
@@ -246,7 +246,9 @@ def test_each_is_refused_in_one_line_or_read(case, tmp_path, attacks, monkeypatc
     monkeypatch.chdir(tmp_path)
     path = lay(Path(), CASES[case])
     assert message_of(verify, Path("nowhere"))  # which imports what it needs
-    outcome = watched(lambda: [message_of(look, path) for look in (verify, read)], FORBIDDEN)
+    outcome = watched(
+        lambda: [message_of(look, path) for look in (verify, read_checkpoint)], FORBIDDEN
+    )
     assert (outcome.raised, outcome.executions) == ("", [])
     assert len(list(tmp_path.iterdir())) == 2
     assert outcome.grown <= 2 * len(CASES[case]) + 64 * MIB
@@ -292,7 +294,7 @@ def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, t
         tmp_path_factory.getbasetemp(), tensor_file({"__metadata__": texts, **tensors}, data)
     )
     with suppress(BrokenCheckpoint):
-        contents = read(path)
+        contents = read_checkpoint(path)
         assert contents.step == 5
         assert sum(
             tensor.nbytes for part in contents.tensors.values() for tensor in part.values()
@@ -303,4 +305,4 @@ def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, t
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(tmp_path_factory, data):
     with pytest.raises(BrokenCheckpoint):
-        read(lay(tmp_path_factory.getbasetemp(), data))
+        read_checkpoint(lay(tmp_path_factory.getbasetemp(), data))

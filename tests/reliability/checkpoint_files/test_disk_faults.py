@@ -19,7 +19,7 @@ from nanogpt_bench.checkpoint import (
     CheckpointNotWritten,
     check_room,
     clean,
-    commit,
+    commit_checkpoint,
     newest,
     step_file,
     steps,
@@ -82,7 +82,7 @@ def commit_on(disk, run_dir, step, keep_last=1, size=24):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanogpt_bench.checkpoint.os", disk)
         patch.setattr("nanogpt_bench.checkpoint.check_room", lambda *_: None)
-        return commit(run_dir, small(step, size), keep_last=keep_last)
+        return commit_checkpoint(run_dir, small(step, size), keep_last=keep_last)
 
 
 def spread(length, number):
@@ -115,7 +115,7 @@ def assert_refused(run_dir, words, disk=None):
 
 def test_a_disk_full_at_any_byte(run_dir, tmp_path, full, tally):
     (tmp_path / "measured").mkdir()
-    commit(tmp_path / "measured", small(3), keep_last=1)
+    commit_checkpoint(tmp_path / "measured", small(3), keep_last=1)
     size = sum(map(len, bytes_in(tmp_path / "measured").values()))
     positions = spread(size, 200 if full else 50)
     for room in positions:
@@ -177,7 +177,7 @@ def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
         ), name
         newest_path, skipped = newest(with_fault)
         assert (newest_path is not None, skipped) == (True, []), (failing, name)
-        commit(with_fault, small(4), keep_last=1)
+        commit_checkpoint(with_fault, small(4), keep_last=1)
         assert names_in(with_fault) == names(4), (failing, name)
     tally(
         f"{errno.errorcode[code]} at an operation of a commit", len(operations), "every operation"
@@ -190,7 +190,7 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, be
     run_dir, shots = tmp_path / "run", tmp_path / "shots"
     run_dir.mkdir()
     for number in before:
-        commit(run_dir, small(number), keep_last=5)
+        commit_checkpoint(run_dir, small(number), keep_last=5)
     whole = bytes_in(run_dir)
     commit_on(
         Watched(lambda number, *_: shutil.copytree(run_dir, shots / str(number))),
@@ -209,7 +209,7 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, be
             older = "checkpoints/step-2.safetensors"
             assert step == 2 or bytes_in(shot)[older] == whole[older]
             assert newest(shot)[0] in (step_file(shot, 2), step_file(shot, 1 if step == 2 else 3))
-        commit(shot, small(9), keep_last=1)
+        commit_checkpoint(shot, small(9), keep_last=1)
         assert names_in(shot) == names(9)
     assert len(list(shots.iterdir())) > 8 - 2 * (not before)
 
@@ -240,7 +240,7 @@ def test_too_little_room_is_said_before_anything_is_written(run_dir, monkeypatch
     with pytest.raises(
         CheckpointNotWritten, match=r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room"
     ):
-        commit(run_dir, small(3), keep_last=1)
+        commit_checkpoint(run_dir, small(3), keep_last=1)
     assert bytes_in(run_dir) == before
     with pytest.raises(
         BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"
@@ -251,11 +251,11 @@ def test_too_little_room_is_said_before_anything_is_written(run_dir, monkeypatch
 def test_a_folder_that_has_gone_and_a_file_in_its_place_are_named(run_dir, tmp_path):
     shutil.rmtree(run_dir)
     with pytest.raises(CheckpointNotWritten, match="No such file or directory"):
-        commit(run_dir, small(3), keep_last=1)
+        commit_checkpoint(run_dir, small(3), keep_last=1)
     assert not run_dir.exists()
     (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(CheckpointNotWritten, match="File exists"):
-        commit(tmp_path, small(1), keep_last=1)
+        commit_checkpoint(tmp_path, small(1), keep_last=1)
     assert bytes_in(tmp_path) == {"checkpoints": b"no folder"}
 
 
@@ -280,7 +280,7 @@ def test_a_file_system_that_is_really_full(small_file_system):
         commit_on(Disk(), small_file_system, 3, size=8000)
     assert bytes_in(small_file_system) == before
     with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .* 0\.0 MB are free"):
-        commit(small_file_system, small(3), keep_last=1)
+        commit_checkpoint(small_file_system, small(3), keep_last=1)
     assert bytes_in(small_file_system) == before
 
 
