@@ -146,9 +146,9 @@ class RunEvidence:
 
         It is None where the run can, or the config does not say.
         """
-        if kind is FailureClass.STALL:
+        if kind == FailureClass.STALL:
             return self._excuse_from_stall()
-        if kind is FailureClass.OVERFLOW and self._has_no_format():
+        if kind == FailureClass.OVERFLOW and self._has_no_format():
             return "nothing is quantised"
         return None
 

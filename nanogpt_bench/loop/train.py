@@ -306,9 +306,10 @@ class Loop:
             )
             self.outcome.fail(FailureClass.DIVERGENCE, message, step.number)
         elif FailureClass.PLATEAU in stop_on and trend.flat:
+            patience = ENDINGS[FailureClass.PLATEAU].patience
             message = (
-                f"{metrics.VAL_LOSS.name} has not fallen for {ENDINGS[FailureClass.PLATEAU].patience} "
-                f"validations, up to step {step.number}"
+                f"{metrics.VAL_LOSS.name} has not fallen for {patience} validations, up to step "
+                f"{step.number}"
             )
             self.outcome.end_early(StopKind.PLATEAU, message, step.number)
 
