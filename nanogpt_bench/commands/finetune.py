@@ -187,6 +187,7 @@ def check_save_layout(config: Resolved, layout: SaveLayout) -> None:
     No weight is read.
     """
     import fp8manifold as fm
+    from nanogpt_bench.config.schema import Storage
     from nanogpt_bench.model.causal import skeleton
 
     specs: dict[str, Any] = {}
@@ -194,7 +195,7 @@ def check_save_layout(config: Resolved, layout: SaveLayout) -> None:
         weight = spec.operand("weight")
         if weight:
             specs[name] = fm.LayerSpec(weight.format, granularity=weight.granularity)
-    if not specs or config.model.storage == "continuous":
+    if not specs or config.model.storage == Storage.CONTINUOUS:
         raise BenchError(
             f"--layout {layout} takes quantised weights, not the run's floats; give --layout "
             f"{FLOAT}"

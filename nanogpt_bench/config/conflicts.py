@@ -31,6 +31,8 @@ from nanogpt_bench.config.schema import (
     RIEMANNIAN,
     WITHOUT_FORMATS,
     Config,
+    Precision,
+    Storage,
 )
 from nanogpt_bench.system.errors import BenchError
 
@@ -47,7 +49,7 @@ class Conflict(NamedTuple):
 
 
 #: the weights, in words, under a storage that takes no format of the library
-_WEIGHTS_IN_WORDS = {"float32": "floats", "peer": "another package's"}
+_WEIGHTS_IN_WORDS: dict[str, str] = {Storage.FLOAT32: "floats", Storage.PEER: "another package's"}
 #: settings that can't be used under `task: classify`, and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
@@ -148,7 +150,7 @@ def _storage_facts(config: Config) -> Iterator[Conflict]:
     multiplies_codes = config.rule is not None and model.products is not None
     yield Conflict(
         "model.storage",
-        multiplies_codes and model.storage == "grid",
+        multiplies_codes and model.storage == Storage.GRID,
         f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies",
     )
     for key in keys_where("storages"):
@@ -175,7 +177,7 @@ def _options(config: Config) -> Iterator[Conflict]:
 def _storage(config: Config) -> Iterator[Conflict]:
     model, storage = config.model, config.model.storage
     has_formats = storage not in WITHOUT_FORMATS
-    is_pure = config.train.precision == "bf16-pure"
+    is_pure = config.train.precision == Precision.BF16_PURE
     cause = f"rule {config.rule!r}" if config.rule else f"storage {storage}"
     weights = _WEIGHTS_IN_WORDS.get(storage or "", "")
     yield Conflict(
@@ -203,12 +205,12 @@ def _storage(config: Config) -> Iterator[Conflict]:
         )
     yield Conflict(
         "train.precision",
-        storage != "float32" and is_pure,
+        storage != Storage.FLOAT32 and is_pure,
         f"can't be used with model.storage {storage!r}; allowed: float32, bf16-mixed",
     )
     yield Conflict(
         "model.torchao_float8",
-        storage != "float32",
+        storage != Storage.FLOAT32,
         f"can't be used with model.storage {storage!r}",
     )
     yield Conflict(
@@ -219,7 +221,7 @@ def _storage(config: Config) -> Iterator[Conflict]:
 def _peer(config: Config) -> Iterator[Conflict]:
     """Settings that another package's weights or optimizers exclude."""
     storage, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
-    is_peer = storage == "peer"
+    is_peer = storage == Storage.PEER
     yield Conflict("model.peer", not is_peer, f"needs model.storage peer, not {storage!r}")
     yield Conflict(
         "model.storage",
@@ -243,7 +245,7 @@ def _peer(config: Config) -> Iterator[Conflict]:
         yield Conflict(key, is_peer, f"can't be used with model.peer {peer!r}")
     yield Conflict(
         "train.precision",
-        peer == "torchao-int8" and config.train.precision != "float32",
+        peer == "torchao-int8" and config.train.precision != Precision.FLOAT32,
         f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
     )
 
@@ -395,7 +397,7 @@ def _constraint(config: Config) -> Iterator[Conflict]:
     )
     for key in ("model.pretrained", "model.torchao_float8"):
         yield Conflict(key, is_constrained, f"can't be used with {constraint}")
-    is_pure = config.train.precision == "bf16-pure"
+    is_pure = config.train.precision == Precision.BF16_PURE
     yield Conflict(
         "train.precision", is_constrained and is_pure, f"can't be used with {constraint}"
     )

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED
+from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED, Storage
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -283,9 +283,9 @@ def meaning(entry: Rule) -> dict[str, Any]:
         settings["optimizer.writeback"] = entry.writeback
     if entry.storage in MANIFOLDS:
         settings["optimizer.moments"] = entry.moments or "float32"
-    if entry.storage == "fp8":
+    if entry.storage == Storage.FP8:
         settings["model.products"] = entry.products or "decoded"
-    if entry.storage == "float32":
+    if entry.storage == Storage.FLOAT32:
         settings["train.precision"] = entry.precision
         settings["model.torchao_float8"] = entry.torchao_float8
     return settings

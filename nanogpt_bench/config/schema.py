@@ -5,10 +5,47 @@ resolved `config.yaml` of a run folder are all derived from the fields below. A 
 metadata says what values it takes.
 """
 
+from enum import StrEnum
 from typing import Any
 
 from nanogpt_bench.config.field import SettingsSection, section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
+
+
+class Storage(StrEnum):
+    """The values of `model.storage`: where the weights of linear layers live.
+
+    A configuration has the plain word, which is equal to the member.
+    """
+
+    FLOAT32 = "float32"
+    MASTER = "master"
+    GRID = "grid"
+    FP8 = "fp8"
+    CONTINUOUS = "continuous"
+    #: another package's
+    PEER = "peer"
+
+
+class Precision(StrEnum):
+    """The values of `train.precision`."""
+
+    FLOAT32 = "float32"
+    #: autocast
+    BF16_MIXED = "bf16-mixed"
+    #: weights and optimizer state in bfloat16
+    BF16_PURE = "bf16-pure"
+
+
+class WandbMode(StrEnum):
+    """The values of `tracking.wandb`."""
+
+    OFF = "off"
+    #: online with an API key, otherwise offline
+    AUTO = "auto"
+    OFFLINE = "offline"
+    ONLINE = "online"
+
 
 #: optimizers of other packages, for float weights or for those packages' own weights
 PEERS = ("torchao_adamw8bit", "torchao_adamwfp8")
@@ -37,19 +74,19 @@ OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", 
 OPTION_NAMES = tuple(sorted(set().union(*OPTIONS.values())))
 #: optimizers that can also step weights on geoopt's manifolds
 RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
-STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
+STORAGES = tuple(storage.value for storage in Storage)
 #: storages that take no format of the library
-WITHOUT_FORMATS = ("float32", "peer")
+WITHOUT_FORMATS = (Storage.FLOAT32, Storage.PEER)
 #: weights of other packages, and the optimizers that step them
 PEER_WEIGHTS = {
     "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
 }
 #: storages in which a weight is always a value of its format: a step is rounded as it
 #: is written back
-ROUNDED = ("grid", "fp8")
+ROUNDED = (Storage.GRID, Storage.FP8)
 #: storages on the library's manifolds, which its optimizers step. Continuous storage is
 #: not rounded
-MANIFOLDS = (*ROUNDED, "continuous")
+MANIFOLDS = (*ROUNDED, Storage.CONTINUOUS)
 #: optimizers of the library that also step float weights, as their own baseline
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
 #: values of `products` of fp8manifold.LayerSpec, and the formats that FP8 hardware
@@ -172,7 +209,7 @@ class ModelConfig(SettingsSection):
         choices=PRODUCTS,
         of_rule=True,
         of_formats=True,
-        storages=("fp8",),
+        storages=(Storage.FP8,),
         rows_by="--rules",
     )
     peer: str | None = setting(
@@ -211,7 +248,7 @@ class ModelConfig(SettingsSection):
     embeddings: str | None = setting(
         None,
         "format of embeddings (and a tied head); null: float",
-        storages=("fp8",),
+        storages=(Storage.FP8,),
         of_rule=True,
         of_formats=True,
     )
@@ -323,7 +360,7 @@ class OptimizerConfig(SettingsSection):
         "over the layer (mean), or that at another weight of the layer (permuted); null: none",
         choices=("ulp", "mean", "permuted"),
         of_formats=True,
-        storages=("continuous",),
+        storages=(Storage.CONTINUOUS,),
     )
     moments: str | None = setting(
         None,
@@ -383,7 +420,7 @@ class TrainConfig(SettingsSection):
     precision: str | None = setting(
         None,
         "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed",
-        choices=("float32", "bf16-mixed", "bf16-pure"),
+        choices=tuple(precision.value for precision in Precision),
         of_rule=True,
     )
     step_in_backward: bool = setting(
@@ -482,7 +519,7 @@ class TrackingConfig(SettingsSection):
         "off",
         "Weights & Biases, with WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS of the environment; "
         "auto: online with an API key, otherwise offline",
-        choices=("off", "auto", "offline", "online"),
+        choices=tuple(mode.value for mode in WandbMode),
     )
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
-from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    ROUNDED,
+    Config,
+    OptimizerConfig,
+    Precision,
+    Storage,
+)
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data import prepare_default
 from nanogpt_bench.data.batches import Corpus, open_corpus
@@ -136,9 +143,9 @@ class RunWeights:
         The run then computed with float32 weights.
         """
         model = self.config.model
-        if model.storage != "float32" or model.torchao_float8:
+        if model.storage != Storage.FLOAT32 or model.torchao_float8:
             return False
-        return self.config.train.precision != "bf16-pure"
+        return self.config.train.precision != Precision.BF16_PURE
 
     def rounded(self, formats: Mapping[str, Any], corpus: Corpus, device: torch.device) -> Trainer:
         """Return a trainer of the weights rounded to `formats` of layer patterns.
@@ -201,9 +208,9 @@ class RunWeights:
         config = copy.deepcopy(self._unresolved)
         config.rule = None
         config.optimizer = OptimizerConfig()
-        if config.train.precision == "bf16-pure":
+        if config.train.precision == Precision.BF16_PURE:
             # Formats are not taken from bfloat16 weights.
-            config.train.precision = "bf16-mixed"
+            config.train.precision = Precision.BF16_MIXED.value
         model = config.model
         model.torchao_float8 = None
         model.products = None
@@ -220,7 +227,7 @@ class RunWeights:
             model.embeddings = None
             return config
         model.storage = self._row_storage()
-        if model.storage != "fp8":
+        if model.storage != Storage.FP8:
             model.embeddings = None
         if model.storage not in MANIFOLDS:
             model.headroom = None
@@ -240,8 +247,8 @@ class RunWeights:
         storage = self.overrides.get("model.storage")
         if storage is None:
             run_storage = self.config.model.storage
-            return run_storage if run_storage in ROUNDED else "master"
-        if storage not in ("master", *ROUNDED):
+            return run_storage if run_storage in ROUNDED else Storage.MASTER.value
+        if storage not in (Storage.MASTER, *ROUNDED):
             raise BenchError(
                 f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, fp8"
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from nanogpt_bench.config.endings import LOSS_FAILURES, FailureClass, RunStatus, StopKind
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Storage
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
 from nanogpt_bench.runs.load import Alert
@@ -191,9 +191,9 @@ def _ratio(amount: float | None, whole: float) -> float | None:
 
 def _quantized_weights(model: nn.Module, config: Config) -> list[Tensor]:
     """Return the weights that are quantised, by this library or by another package."""
-    if config.model.storage == "float32":
+    if config.model.storage == Storage.FLOAT32:
         return []
-    if config.model.storage != "peer":
+    if config.model.storage != Storage.PEER:
         return [layer.weight for layer in quantized_layers(model).values()]
     layers = linear_layers(model).values()
     return [layer.weight for layer in layers if is_packaged(layer.weight)]

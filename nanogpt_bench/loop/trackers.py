@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.endings import RunStatus
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, WandbMode
 from nanogpt_bench.model.weights import dequantized
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -139,7 +139,7 @@ def report_failure(name: str, error: Exception) -> str:
 def check_trackers(config: Config) -> None:
     """Refuse a tracker whose package is missing, and W&B's settings without W&B."""
     tracking = config.tracking
-    if tracking.wandb == "off":
+    if tracking.wandb == WandbMode.OFF:
         _refuse_without_wandb("wandb_id", tracking.wandb_id)
         _refuse_without_wandb("wandb_artifacts", tracking.wandb_artifacts or None)
     for name in _tracker_names(config):
@@ -189,7 +189,7 @@ def start_trackers(
 
 def _tracker_names(config: Config) -> list[str]:
     names = []
-    if config.tracking.wandb != "off":
+    if config.tracking.wandb != WandbMode.OFF:
         names.append("wandb")
     if config.tracking.tensorboard:
         names.append("tensorboard")
@@ -247,11 +247,11 @@ class WandbTracker:
         self._wandb: Any = import_module("wandb")
         self._run_dir = run_dir
         self._artifacts = tracking.wandb_artifacts
-        self._mode = tracking.wandb
-        if self._mode == "auto":
+        self._mode = WandbMode(tracking.wandb)
+        if self._mode is WandbMode.AUTO:
             # Without an API key the run is written to the disk.
             has_key = self._wandb.login(prompt=False, verify=False)
-            self._mode = "online" if has_key else "offline"
+            self._mode = WandbMode.ONLINE if has_key else WandbMode.OFFLINE
         run_id = tracking.wandb_id or earlier_facts.get("id")
 
         def start_run(**options: str) -> Any:
@@ -276,8 +276,8 @@ class WandbTracker:
                 self._wandb.teardown()
         if self._run:
             return
-        if run_id and self._mode == "online":
-            exists = tracking.wandb_id is not None or earlier_facts.get("mode") == "online"
+        if run_id and self._mode is WandbMode.ONLINE:
+            exists = tracking.wandb_id is not None or earlier_facts.get("mode") == WandbMode.ONLINE
             self._run = start_run(resume="must" if exists else "allow")
         else:
             self._run = start_run()
@@ -306,7 +306,7 @@ class WandbTracker:
             id=run_id,
             tags=tags,
             config=config.model_dump(),
-            mode=self._mode,
+            mode=self._mode.value,
             allow_val_change=allow_val_change,
             settings=settings,
             **options,
@@ -317,7 +317,7 @@ class WandbTracker:
         return {
             "name": "wandb",
             "id": self._run.id,
-            "mode": self._mode,
+            "mode": self._mode.value,
             "project": self._run.project,
         }
 

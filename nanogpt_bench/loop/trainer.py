@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Precision
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.loop.clipping import build_clipping
@@ -68,7 +68,7 @@ def trained_model(
     It is quantised, in its precision and on its device.
     """
     model = initial_model(config, corpus) if start is None else start
-    dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
+    dtype = torch.bfloat16 if config.train.precision == Precision.BF16_PURE else torch.float32
     model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
     return keep_peer_weights(model, config)
 
@@ -300,7 +300,7 @@ class Trainer:
     @contextmanager
     def precision(self) -> Iterator[None]:
         """The context in which the model computes as in the training."""
-        mixed = self.config.train.precision == "bf16-mixed"
+        mixed = self.config.train.precision == Precision.BF16_MIXED
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed), self._products():
             yield
 

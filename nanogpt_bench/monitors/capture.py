@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.config.schema import ROUNDED, Config
+from nanogpt_bench.config.schema import ROUNDED, Config, Storage
 from nanogpt_bench.model.gpt import Block
 from nanogpt_bench.model.weights import dequantized, linear_layers, quantized_layers
 from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
@@ -290,7 +290,7 @@ class UpdateObserver(Observer):
         self._monitors = monitors
         self._turns = watched.turns
         self._is_rounded = storage in ROUNDED
-        self._has_master = storage == "master"
+        self._has_master = storage == Storage.MASTER
         self._names = {id(layer.weight): name for name, layer in self._layers.items()}
         self._copies: dict[str, _WeightCopy] = {}
 

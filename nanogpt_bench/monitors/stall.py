@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, LOG, MEAN, SHARE, TOGETHER, ULPS, Metric
-from nanogpt_bench.config.schema import ROUNDED
+from nanogpt_bench.config.schema import ROUNDED, Storage
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
 from nanogpt_bench.monitors.points import Scale, Step, blocks, inside, share, unit_blocks
 
@@ -299,4 +299,4 @@ class _Mean:
 
 def build(watched: Watched) -> Stall | None:
     """Return the monitor of a run whose weights have codes; None for others."""
-    return Stall(watched) if watched.config.model.storage in ("master", *ROUNDED) else None
+    return Stall(watched) if watched.config.model.storage in (Storage.MASTER, *ROUNDED) else None

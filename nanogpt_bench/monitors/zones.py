@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
-from nanogpt_bench.config.schema import ROUNDED
+from nanogpt_bench.config.schema import ROUNDED, Storage
 from nanogpt_bench.model.weights import forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import PIECE_ELEMENTS, Monitor, Scale, Step, fitting
@@ -139,4 +139,4 @@ class Zones(Monitor):
 
 def build(watched: Watched) -> Zones | None:
     """Return the monitor of a run whose weights have codes; None for others."""
-    return Zones(watched) if watched.config.model.storage in ("master", *ROUNDED) else None
+    return Zones(watched) if watched.config.model.storage in (Storage.MASTER, *ROUNDED) else None

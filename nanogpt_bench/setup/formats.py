@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.config.schema import Config, ModelConfig
+from nanogpt_bench.config.schema import Config, ModelConfig, Storage
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line, refusals
 
@@ -89,7 +89,7 @@ def read_layers(
     return _layer_specs(
         _LayerSettings(
             formats_text=repr(model.formats),
-            storage="grid" if model.storage == "continuous" else str(model.storage),
+            storage="grid" if model.storage == Storage.CONTINUOUS else str(model.storage),
             granularity=model.granularity or "channel",
             n_layer=model.n_layer or 0,
             n_embd=model.n_embd or 0,

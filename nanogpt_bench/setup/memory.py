@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.config.schema import OPTIONS, PEERS, Config
+from nanogpt_bench.config.schema import OPTIONS, PEERS, Config, Precision, Storage
 from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.setup.task import BYTES_HELD, model_shape
@@ -138,6 +138,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     return tensors
 
 
+#: storages with a float of every weight; None is not resolved yet
+FLOAT_STORAGES = (None, Storage.FLOAT32, Storage.MASTER, Storage.CONTINUOUS)
 #: bytes per weight of one running average, by `optimizer.moments`; many optimizers have
 #: two
 _AVERAGE = {"float32": 4, "bfloat16": 2, "8bit": 1}
@@ -192,8 +194,8 @@ def bytes_each(config: Config) -> int:
     >>> bytes_each(Config())
     8
     """
-    float_bytes = 2 if config.train.precision == "bf16-pure" else 4
-    has_floats = config.model.storage in (None, "float32", "master", "continuous")
+    float_bytes = 2 if config.train.precision == Precision.BF16_PURE else 4
+    has_floats = config.model.storage in FLOAT_STORAGES
     weight = float_bytes if has_floats else 1
     optimizer = config.optimizer
     if optimizer.name in PEERS:

@@ -8,7 +8,7 @@ from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.config.conflicts import without
-from nanogpt_bench.config.schema import Config, ModelConfig
+from nanogpt_bench.config.schema import Config, ModelConfig, Storage
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.data.tokenizers import check_tokens
@@ -26,7 +26,7 @@ def trains_stored(model: ModelConfig) -> bool:
 
     `model` is of a resolved configuration.
     """
-    return model.storage == "fp8" and bool(_stored(model))
+    return model.storage == Storage.FP8 and bool(_stored(model))
 
 
 def _stored(model: ModelConfig) -> Mapping[str, Any]:
@@ -42,12 +42,12 @@ def fill_stored(model: ModelConfig) -> bool:
     if not stored:
         return False
     source = f"{model.pretrained!r}, whose weights are stored in codes"
-    if model.storage not in ("fp8", "float32"):
+    if model.storage not in (Storage.FP8, Storage.FLOAT32):
         raise BenchError(
             f"model.storage: {model.storage!r} can't be used with {source}; give fp8 (they are "
             f"trained as they are) or --rule fp32 --model.format null (they are decoded)"
         )
-    if model.storage == "float32":
+    if model.storage == Storage.FLOAT32:
         return False
     names = sorted({_format_name(weight) for weight in stored.values()})
     granularities = sorted({str(weight.granularity) for weight in stored.values()})
@@ -155,7 +155,7 @@ def _bytes_each(config: Config) -> float:
         gradient = 2 if config.train.accumulation > 1 else 0
     arguments = read_as_codes(config)
     if arguments is None:
-        weight = 4 if config.model.storage in ("float32", "master") else 1
+        weight = 4 if config.model.storage in (Storage.FLOAT32, Storage.MASTER) else 1
         return max(5, weight + averages + gradient)
     files = outline(config.model.pretrained or "")
     if files.stored:
@@ -173,7 +173,7 @@ def read_as_codes(config: Config) -> dict[str, Any] | None:
 
     None where its floats are needed first.
     """
-    if not isinstance(config, Resolved) or config.model.storage != "fp8":
+    if not isinstance(config, Resolved) or config.model.storage != Storage.FP8:
         return None
     if not config.layers and not trains_stored(config.model):
         return None

@@ -19,6 +19,8 @@ from nanogpt_bench.config.schema import (
     ROUNDED,
     Config,
     ModelConfig,
+    Precision,
+    Storage,
 )
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import GPT_SIZES, GPTShape
@@ -201,11 +203,11 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     if model.products == "decoded":
         model.products = None
     _fill(model, torchao_float8=preset.torchao_float8, products=preset.products)
-    if model.storage == "peer":
+    if model.storage == Storage.PEER:
         _fill(model, peer=preset.peer)
     # Products of torchao's int8 weights take operands of one dtype.
     takes_one_dtype = model.peer == "torchao-int8"
-    _fill(config.train, precision="float32" if takes_one_dtype else preset.precision)
+    _fill(config.train, precision=Precision.FLOAT32.value if takes_one_dtype else preset.precision)
     _fill(optimizer, name=preset.optimizer)
     if model.storage in ROUNDED:
         _fill(optimizer, writeback=preset.writeback or "stochastic")
@@ -241,10 +243,11 @@ def _fill_options(config: Config) -> None:
 def _default_storage(config: Config) -> str:
     """Return the storage of a run without a rule, by formats and optimizer."""
     if config.model.peer:
-        return "peer"
+        return Storage.PEER.value
     if not config.model.formats:
-        return "float32"
-    return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
+        return Storage.FLOAT32.value
+    has_codes = config.optimizer.name in OWN_OPTIMIZERS
+    return Storage.FP8.value if has_codes else Storage.MASTER.value
 
 
 def _canonical_format(section: Any, name: str, key: str) -> None:
@@ -271,7 +274,7 @@ def _follows(config: Config, rule: Rule) -> bool:
     # fp8 and grid hold the same values.
     same_storage = storage == rule.storage or (storage in ROUNDED and rule.storage in ROUNDED)
     # Rules that don't store float32 allow any precision.
-    same_precision = rule.storage != "float32" or config.train.precision == rule.precision
+    same_precision = rule.storage != Storage.FLOAT32 or config.train.precision == rule.precision
     return (
         same_storage
         and same_precision

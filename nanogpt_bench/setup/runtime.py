@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Precision
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
@@ -88,7 +88,7 @@ def bfloat16_products(config: Config, device: torch.device) -> AbstractContextMa
     the run has such products and the processor no instructions for them, and otherwise
     does nothing. In compiled models it would be without effect.
     """
-    has_products = config.train.precision in ("bf16-mixed", "bf16-pure")
+    has_products = config.train.precision in (Precision.BF16_MIXED, Precision.BF16_PURE)
     if not has_products or config.runtime.compile or device.type != "cpu":
         return nullcontext()
     if torch.backends.cpu.get_cpu_capability() in WITHOUT_BFLOAT16:

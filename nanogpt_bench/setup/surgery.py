@@ -18,6 +18,7 @@ from nanogpt_bench.config.schema import (
     Config,
     ModelConfig,
     OptimizerConfig,
+    Storage,
 )
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
@@ -38,7 +39,7 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
 
 
 def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
-    is_continuous = config.model.storage == "continuous"
+    is_continuous = config.model.storage == Storage.CONTINUOUS
     weights: dict[str, torch.Tensor] = {}
     if is_continuous:
         for name in config.layers:
@@ -60,7 +61,7 @@ def quantization(config: Resolved) -> dict[str, Any]:
     settings: Any = config.model
     return {
         "formats": dict(config.layers),
-        "storage": "grid" if settings.storage == "continuous" else settings.storage,
+        "storage": "grid" if settings.storage == Storage.CONTINUOUS else settings.storage,
         "seed": config.seed,
         "tied": settings.tied or "refuse",
         # See nanogpt_bench.loop.clipping.
@@ -82,7 +83,7 @@ def _grid_options(config: Config) -> dict[str, Any]:
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)
-    if settings.storage == "fp8" and rule.residual_bits:
+    if settings.storage == Storage.FP8 and rule.residual_bits:
         # The residual starts from the remainder of rounding the initial weights.
         options["keep_remainder"] = True
     return options

@@ -30,6 +30,7 @@ from nanogpt_bench.config.schema import (
     ROUNDED,
     WITHOUT_FORMATS,
     Config,
+    Storage,
 )
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.rows import Row, row_label
@@ -329,7 +330,7 @@ def _takes_moments(_: str, rule: Rule) -> bool:
 
 
 def _takes_precision(_: str, rule: Rule) -> bool:
-    return rule.storage != "float32"
+    return rule.storage != Storage.FLOAT32
 
 
 #: settings with a condition that no fact of theirs says

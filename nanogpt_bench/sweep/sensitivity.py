@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.rules import reference_settings
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Precision
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.evaluation.measurement import GAPS_FILE
 from nanogpt_bench.setup.formats import format_name
@@ -118,7 +118,7 @@ def _references(
     """
     reference = sweep.reference
     if reference is None:
-        is_float32 = config.train.precision == "float32"
+        is_float32 = config.train.precision == Precision.FLOAT32
         reference = {"rule": "fp32" if is_float32 else "bf16-mixed"}
     if isinstance(reference, str):
         raise BenchError(
