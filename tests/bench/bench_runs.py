@@ -57,8 +57,8 @@ def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]
     return [json.loads(line) for line in (run_dir / name).read_text(encoding="utf-8").splitlines()]
 
 
-def records_of(config: Config, run_dir: Path, **more: Any) -> list[dict[str, Any]]:
-    run(config, run_dir, **more)
+def records_of(config: Config, run_dir: Path, **options: Any) -> list[dict[str, Any]]:
+    run(config, run_dir, **options)
     return recorded(run_dir)
 
 

@@ -27,7 +27,7 @@ KINDS = {
 
 
 def write(
-    folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **more: Any
+    folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **options: Any
 ) -> Path:
     """Write a random model of about 20,000 parameters into a folder and return it."""
     with quiet_transformers(str(folder)) as transformers, torch.random.fork_rng():
@@ -43,7 +43,7 @@ def write(
             **ends,
             "vocab_size": vocab_size,
             "tie_word_embeddings": tied,
-            **more,
+            **options,
         }
         model_class(model_class.config_class(**settings)).save_pretrained(folder)
     return write_tokenizer(folder)
@@ -71,7 +71,9 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
 
 
 def write_gguf(
-    path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None
+    path: Path,
+    gguf: Any,
+    extra_tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None,
 ) -> None:
     """Write a Llama of one layer and a small tokenizer as a GGUF file.
 
@@ -106,7 +108,7 @@ def write_gguf(
         writer.add_tensor(f"{name}.weight", draw.normal(0, 0.02, size).astype(np.float32))
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
-    for name, values in (more or {}).items():
+    for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)
     for write in (
         writer.write_header_to_file,

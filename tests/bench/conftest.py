@@ -102,9 +102,9 @@ def refused(capsys):
         assert main([str(word) for word in words]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        *before, last = printed.err.splitlines()
+        *earlier_lines, last = printed.err.splitlines()
         assert last.startswith("nanogpt-bench: error: ")
-        assert not [text for text in before if "error: " in text]
+        assert not [text for text in earlier_lines if "error: " in text]
         return last
 
     return line

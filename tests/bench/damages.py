@@ -39,7 +39,7 @@ def text(content: str | bytes) -> Damage:
     )
 
 
-def more(content: str | bytes) -> Damage:
+def append(content: str | bytes) -> Damage:
     def damage(path):
         with path.open("ab") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -66,12 +66,14 @@ def put(keys: str, value: Any) -> Damage:
     def damage(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         *sections, key = keys.split(".")
-        at = content
+        section = content
         for name in sections:
-            at = at[int(name)] if isinstance(at, list) else at.setdefault(name, {})
-        at[key] = value
+            section = (
+                section[int(name)] if isinstance(section, list) else section.setdefault(name, {})
+            )
+        section[key] = value
         if value is GONE:
-            del at[key]
+            del section[key]
         path.write_text(json.dumps(content), encoding="utf-8")
 
     return damage
@@ -128,7 +130,7 @@ def renamed(name: str) -> Damage:
     return lambda path: path.rename(path.with_name(name))
 
 
-def both(*damages: Damage) -> Damage:
+def in_turn(*damages: Damage) -> Damage:
     return lambda path: [damage(path) for damage in damages]
 
 

@@ -142,7 +142,7 @@ def lay_tables(folder: Path) -> None:
     (folder / "tuning.json").write_text('{"rows": []}')
 
 
-def written(name: str, text: str) -> Callable[[Path], object]:
+def write_text(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
 
@@ -194,17 +194,17 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(
-            written("a.yaml", "seed: 1"),
+            write_text("a.yaml", "seed: 1"),
             lambda f: load_config(f / "a.yaml"),
             {"a.yaml": ("empty", "class")},
         ),
         "sweep": Reader(
-            written("a.yaml", "axes: {seed: [1]}"),
+            write_text("a.yaml", "axes: {seed: [1]}"),
             lambda f: read_sweep(f / "a.yaml"),
             {"a.yaml": ()},
         ),
         "text": Reader(
-            written("a.txt", "a line of text\n" * 99),
+            write_text("a.txt", "a line of text\n" * 99),
             lambda f: prepare_text(f / "a.txt", f / "out", "byte"),
             {"a.txt": any_text + few_words},
         ),

@@ -83,11 +83,11 @@ def watch_files(before_operation: BeforeOperation) -> None:
     def write_in_halves(file: int, data: Any) -> int:
         half, path = len(data) // 2, _name_of(file)
         before_operation("write", path)
-        done = write(file, data[:half])
-        if done < half:
-            return done
+        count = write(file, data[:half])
+        if count < half:
+            return count
         before_operation("write", path)
-        return done + write(file, data[half:])
+        return count + write(file, data[half:])
 
     sys.addaudithook(hook)
     os.fsync, os.write = sync, write_in_halves
@@ -125,9 +125,9 @@ class Record:
         self._path = path
 
     def __call__(self, name: str, path: str) -> None:
-        where = below_checkpoints(path)
-        if where is not None:
-            append(self._path, f"{name} {where}")
+        place = below_checkpoints(path)
+        if place is not None:
+            append(self._path, f"{name} {place}")
 
 
 class DieBefore:
@@ -140,11 +140,11 @@ class DieBefore:
         self._left, self._note = index, note
 
     def __call__(self, name: str, path: str) -> None:
-        where = below_checkpoints(path)
-        if where is None:
+        place = below_checkpoints(path)
+        if place is None:
             return
         if self._left == 0:
-            append(self._note, f"{name} {where}")
+            append(self._note, f"{name} {place}")
             os.kill(os.getpid(), signal.SIGKILL)
         self._left -= 1
 

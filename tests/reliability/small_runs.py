@@ -77,12 +77,12 @@ KINDS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def words(kind: str, corpus: Path, more: Mapping[str, object] | None = None) -> list[str]:
+def words(kind: str, corpus: Path, overrides: Mapping[str, object] | None = None) -> list[str]:
     """Return the command line that starts a kind of run, or goes on with it.
 
     `more` are settings of its own.
     """
-    settings = {**BASE, "data.dir": str(corpus), **KINDS[kind], **(more or {})}
+    settings = {**BASE, "data.dir": str(corpus), **KINDS[kind], **(overrides or {})}
     options = [
         f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in settings.items()
@@ -102,7 +102,7 @@ def traces(run_dir: Path) -> dict[str, Any]:
 
     What depends on the clock or the machine is left out.
     """
-    left: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
         if (
@@ -110,16 +110,16 @@ def traces(run_dir: Path) -> dict[str, Any]:
             or path.name in ("environment.json", "SHA256SUMS")
             or path.suffix == ".sha256"
         ):
-            left[name] = None  # what digests say follows from the files
+            contents[name] = None  # what digests say follows from the files
         elif path.suffix == ".json":
-            left[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
+            contents[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
         elif path.suffix == ".jsonl":
-            left[name] = recorded(path.parent, path.name)
+            contents[name] = recorded(path.parent, path.name)
         elif path.suffix == ".safetensors":
-            left[name] = _tensors(path)
+            contents[name] = _tensors(path)
         else:
-            left[name] = path.read_bytes()
-    return left
+            contents[name] = path.read_bytes()
+    return contents
 
 
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -176,10 +176,10 @@ def _pair_of_machine(value: Any) -> bool:
     )
 
 
-def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return the names of the files of two runs that differ, or that one of them lacks."""
     return sorted(
         name
-        for name in {*left, *right}
-        if name not in left or name not in right or left[name] != right[name]
+        for name in {*first, *second}
+        if name not in first or name not in second or first[name] != second[name]
     )

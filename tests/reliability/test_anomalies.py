@@ -21,7 +21,7 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 
 #: where each is first seen
-WHERE = {
+PLACES = {
     "gradient": "gradient of lm_head.weight",
     "weight": "weight of blocks.0.mlp.fc.bias",
     "state": "optimizer state ",
@@ -55,7 +55,7 @@ class Injector:
     """Puts a value into one place of a step; keeps the state before and after it."""
 
     # One closure for a place of a step: they share what is being spoilt.
-    def __init__(self, patch, kind, at, value):  # noqa: C901
+    def __init__(self, patch, kind, step, value):  # noqa: C901
         self.before = self.after = None
         spoiling = False
         accumulate, train_step, init = Trainer._accumulate, Trainer.train_step, Trainer.__init__
@@ -72,9 +72,9 @@ class Injector:
 
         def step_once(trainer, step, observers):
             nonlocal spoiling
-            if step.number == at + 1:
+            if step.number == step + 1:
                 self.after = capture(0, trainer, [], {})
-            if step.number == at:
+            if step.number == step:
                 self.before = capture(0, trainer, [], {})
                 bias = trainer.model.blocks[0].mlp.fc.bias
                 if kind == "weight":
@@ -86,30 +86,30 @@ class Injector:
                         if isinstance(entry, Tensor)
                     ]
                     next(entry for entry in stored if entry.numel() > 1).view(-1)[1] = value
-            spoiling = step.number == at and kind == "activation"
+            spoiling = step.number == step and kind == "activation"
             return train_step(trainer, step, observers)
 
         def add_up(trainer, step, observers):
             loss = accumulate(trainer, step, observers)
-            if step.number == at and kind == "gradient":
+            if step.number == step and kind == "gradient":
                 trainer.model.lm_head.weight.grad[0, 0] = value
-            return value if step.number == at and kind == "loss" else loss
+            return value if step.number == step and kind == "loss" else loss
 
         patch.setattr(Trainer, "__init__", make_trainer)
         patch.setattr(Trainer, "train_step", step_once)
         patch.setattr(Trainer, "_accumulate", add_up)
 
 
-def same(one, other):
-    own_bits, others = (
+def same(first, second):
+    own_bits, second_bits = (
         {
             name: value
             for name, value in bits(state).items()
             if name.startswith(("model/", "optimizer/"))
         }
-        for state in (one, other)
+        for state in (first, second)
     )
-    return own_bits == others
+    return own_bits == second_bits
 
 
 def inject(make, run_dir, kind, policy, number, count):
@@ -124,18 +124,18 @@ def inject(make, run_dir, kind, policy, number, count):
     assert [record["step"] for record in recorded(run_dir)] == list(
         range((number if fails else STEPS) + 1)
     )
-    assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
+    assert f"first seen in {PLACES[kind]}" in alerts[0]["message"]
     stored = step_file(run_dir / "anomaly", number)
     verify(stored)
     assert read_checkpoint(stored).facts["anomaly"]["step"] == number
     if fails:
         assert summary["failure"]["step"] == number
-        assert WHERE[kind] in summary["failure"]["message"]
+        assert PLACES[kind] in summary["failure"]["message"]
     elif policy == "skip" and number < STEPS:
         assert same(injector.before, injector.after)
-    for at in steps(run_dir):
-        verify(step_file(run_dir, at))
-        tensors = read_checkpoint(step_file(run_dir, at)).tensors
+    for step in steps(run_dir):
+        verify(step_file(run_dir, step))
+        tensors = read_checkpoint(step_file(run_dir, step)).tensors
         floats = [
             t
             for stem in ("model", "optimizer")
@@ -148,7 +148,7 @@ def inject(make, run_dir, kind, policy, number, count):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("number", [2, 7, 11, 16, STEPS])
 @pytest.mark.parametrize("policy", ["skip", "stop"])
-@pytest.mark.parametrize("kind", WHERE)
+@pytest.mark.parametrize("kind", PLACES)
 def test_what_is_injected_is_named_and_meets_the_policy(
     make, tmp_path, kind, policy, number, full, tally
 ):

@@ -99,9 +99,9 @@ def out_of_range(key):
         return []
     beyond = {"gt": 0, "lt": 0, "ge": -1, "le": 1}
     values = [
-        getattr(bound, name) + by
+        getattr(bound, name) + factor
         for bound in bounds
-        for name, by in beyond.items()
+        for name, factor in beyond.items()
         if hasattr(bound, name)
     ]
     return [kind(value) for value in values] + (

@@ -22,8 +22,8 @@ from nanogpt_bench.loop import resume as run_state
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.signals import StopRequest
 
-FEW, MANY = 4, 50
-OWN = (
+SHORT_STEPS, LONG_STEPS = 4, 50
+OWN_RULES = (
     "adamw",
     "sgd",
     "stiffness_adamw",
@@ -31,7 +31,7 @@ OWN = (
     "stiffness_lion",
     "riemannian_adam",
 )
-OWN = (*OWN, "riemannian_sgd", "fisher")
+OWN_RULES = (*OWN_RULES, "riemannian_sgd", "fisher")
 GRANULARITIES = ("tensor", "channel", "block")
 POLICIES = ("dynamic", "static", "delayed")
 pytestmark = [
@@ -70,7 +70,7 @@ def sample_of_own():
 
     All other choices come in turn.
     """
-    pairs = itertools.product(OWN, WRITEBACKS)
+    pairs = itertools.product(OWN_RULES, WRITEBACKS)
     # errors need an average that can hold them
     pairs = [(o, w) for o, w in pairs if w != "momentum" or o != "stiffness_lion"]
     for index, (optimizer, writeback) in enumerate(pairs):
@@ -124,7 +124,7 @@ CLASSIFYING = {
     "muon": {"rule": "muon-stochastic", **E4M3},
     "bfloat16": {"rule": "bf16-pure"},
 }
-OTHERS = {
+OTHER_RUNS = {
     **{
         f"{name}-continuous": {"optimizer.name": name, "model.storage": "continuous", **E4M3}
         for name in ("stiffness_adamw", "stiffness_sgd", "riemannian_adam")
@@ -161,9 +161,12 @@ OTHERS = {
         "train.max_steps": 6,
         **E4M3,
     },
-    **{f"classify-{name}": {"task": "classify", **more} for name, more in CLASSIFYING.items()},
+    **{
+        f"classify-{name}": {"task": "classify", **settings}
+        for name, settings in CLASSIFYING.items()
+    },
 }
-SHADOW = {"shadow.enabled": True, "shadow.interval": 7, "train.max_steps": MANY}
+SHADOW = {"shadow.enabled": True, "shadow.interval": 7, "train.max_steps": LONG_STEPS}
 LONG = {
     "stochastic-8bit": {"rule": "stochastic-8bit", **SHADOW, **E4M3},
     "residual8": {"rule": "residual8", **SHADOW, **E4M3},
@@ -205,7 +208,7 @@ def check_case(case, corpus, tmp_path):
     settings = {"data.dir": corpus.parent / "labelled" if "task" in case else corpus}
     settings |= {f"model.{name}": value for name, value in small.items()}
     settings |= {
-        "train.max_steps": FEW,
+        "train.max_steps": SHORT_STEPS,
         "train.batch_size": 2,
         "optimizer.warmup_steps": 2,
         "monitor.interval": 2,
@@ -269,9 +272,9 @@ def covered(make, values):
 
 
 CASES = [*covered(optimizer_group, list(sample_of_own())), *covered(master, MASTER)]
-CASES += [pytest.param(case, id=name) for name, case in OTHERS.items()]
+CASES += [pytest.param(case, id=name) for name, case in OTHER_RUNS.items()]
 CASES += [
-    pytest.param(case, id=f"{MANY}-steps-{name}", marks=pytest.mark.slow)
+    pytest.param(case, id=f"{LONG_STEPS}-steps-{name}", marks=pytest.mark.slow)
     for name, case in LONG.items()
 ]
 

@@ -26,7 +26,7 @@ from nanogpt_bench.system.files import LOCK, locked, new_folder
 
 KIND = "fp8 stochastic"
 #: the checkpoint of step 9 is the third
-EVERY, FAILING = 3, 9
+INTERVAL, FAILING_STEP = 3, 9
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def during_the_save(patch):
 
         def open(self, path, *arguments):
             file = os.open(path, *arguments)
-            self.part = file if path.name == f".step-{FAILING}.safetensors.part" else self.part
+            self.part = file if path.name == f".step-{FAILING_STEP}.safetensors.part" else self.part
             return file
 
         def write(self, file, data):
@@ -74,7 +74,7 @@ def during_a_record(patch):
 
     def refusing(file, lines):
         lines = list(lines)
-        if any(f'"step": {FAILING - 1},' in line for line in lines):
+        if any(f'"step": {FAILING_STEP - 1},' in line for line in lines):
             with open(file._path, "a", encoding="utf-8") as half:
                 half.write(lines[0][: len(lines[0]) // 2])
             raise full(file._path)
@@ -165,7 +165,7 @@ def test_a_limit_of_the_file_size_in_mid_run(whole, small_corpus, tmp_path):
 
         def limiting(file, lines):
             lines = list(lines)
-            if any(f'"step": {FAILING - 1},' in line for line in lines):
+            if any(f'"step": {FAILING_STEP - 1},' in line for line in lines):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
             append(file, lines)
 

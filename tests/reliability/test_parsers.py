@@ -42,13 +42,13 @@ def at_most(seconds):
     def stop(*_):
         raise TimeoutError(f"more than {seconds:g} s of a core")
 
-    before = signal.signal(signal.SIGPROF, stop)
+    old_handler = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, old_handler)
 
 
 def is_taken(parse, kind=BenchError):
@@ -240,7 +240,7 @@ def edited_files(folder):
 ANY_FILES = VALUES.map(as_yaml) | st.binary(max_size=200)
 CONFIG_FILES = SETTINGS.map(as_yaml) | edited_files(CONFIGS_FOLDER) | ANY_FILES
 CALM_SWEEPS = st.builds(
-    lambda axes, other, more: {"axes": axes} | ({} if more else other),
+    lambda axes, settings, is_alone: {"axes": axes} | ({} if is_alone else settings),
     CALM_AXES,
     SWEEPS,
     st.booleans(),
@@ -375,8 +375,8 @@ def test_a_changed_tree_is_restored_or_refused_in_one_line(tried, full):
         tensors, outline = capture_tree(whole_tree())
         for _ in range(data.draw(st.integers(1, 3))):
             container, key = data.draw(st.sampled_from(places([outline], [])))
-            others = st.sampled_from([at[k] for at, k in places([outline], [])])
-            container[key] = copy.deepcopy(data.draw(NODES | others))
+            other_nodes = st.sampled_from([tree[k] for tree, k in places([outline], [])])
+            container[key] = copy.deepcopy(data.draw(NODES | other_nodes))
         tried(is_taken(lambda: restore_tree(tensors, outline, (fm.FP8Tensor,)), ValueError))
 
     fuzz(st.data(), once, 400, full)

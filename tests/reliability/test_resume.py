@@ -38,7 +38,7 @@ def finished(small_corpus, tmp_path_factory):
 def line(finished, small_corpus, tmp_path, monkeypatch):
     shutil.copytree(finished / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
-    return lambda more=None, *options: [*words(KIND, small_corpus, more), *options]
+    return lambda overrides=None, *options: [*words(KIND, small_corpus, overrides), *options]
 
 
 def read_json(path):
@@ -61,7 +61,7 @@ def taken_up_at(run_dir):
     ],
 )
 def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
-    before = traces(RUN)
+    old_traces = traces(RUN)
     assert main(line(changed)) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert "the run was made with other settings" in message
@@ -69,7 +69,7 @@ def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
     for part in named:
         assert part in message
     assert message.count(" was ") >= len(changed)
-    assert differences(before, traces(RUN)) == []
+    assert differences(old_traces, traces(RUN)) == []
 
 
 def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
@@ -79,8 +79,8 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     ):
         assert main(line(less, "--allow-config-change")) == 2
         assert why in capsys.readouterr().err
-    more = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
-    assert main(line(more, "--allow-config-change")) == 0
+    overrides = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
+    assert main(line(overrides, "--allow-config-change")) == 0
     printed = capsys.readouterr().err
     assert f"train.max_steps was {STEPS}, is {STEPS + 3}" in printed
     assert ", is 0.125" in printed
@@ -89,7 +89,7 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     assert [record["step"] for record in records] == list(range(STEPS + 4))
     assert taken_up_at(RUN) == [STEPS]
     # What the run is from now on is in its folder, and the next start asks for nothing.
-    assert main(line(more)) == 0
+    assert main(line(overrides)) == 0
     # That its configuration does not repeat it, the folder says wherever it shows it.
     announced = f"settings were changed after step {STEPS}: optimizer.lr was 0.002, is 0.125, train.max_steps was {STEPS}, "
     announced += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
@@ -127,21 +127,21 @@ def test_another_corpus_is_refused_or_remembered(line, small_corpus, tmp_path, c
         "Quite another text of some more words, again and again.\n" * 120
     )
     prepare_text(tmp_path / "text", tmp_path / "other", "byte")
-    before = traces(RUN)
+    old_traces = traces(RUN)
     assert main(line({"data.dir": tmp_path / "other"})) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert (
         "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)"
         in message
     )
-    assert differences(before, traces(RUN)) == []
-    more = {"data.dir": tmp_path / "other", "train.max_steps": STEPS + 1}
-    assert main(line(more, "--allow-config-change")) == 0
+    assert differences(old_traces, traces(RUN)) == []
+    overrides = {"data.dir": tmp_path / "other", "train.max_steps": STEPS + 1}
+    assert main(line(overrides, "--allow-config-change")) == 0
     (change,) = read_json(RUN / "summary.json")["config_history"]
     texts = [read_json(path / "meta.json")["splits"] for path in (small_corpus, tmp_path / "other")]
     digests = [{split: text[split]["sha256"] for split in ("train", "val")} for text in texts]
     assert change["changed"]["corpus"] == digests
-    assert main(line(more)) == 0  # the run's text is this one from now on
+    assert main(line(overrides)) == 0  # the run's text is this one from now on
 
 
 def flip(path):
@@ -174,13 +174,13 @@ def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(finished, lin
 def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys):
     shutil.rmtree(RUN / "checkpoints")
     (RUN / "checkpoints" / "step-24").mkdir(parents=True)
-    before = traces(RUN)
+    old_traces = traces(RUN)
     message = "checkpoint 'runs/r/checkpoints/step-24' is a folder, the layout of an earlier version, which this one does"
     for command, code in ((line(), 2), (["verify", "runs/r"], 1), (["evaluate", "runs/r"], 2)):
         assert main(command) == code
         printed = capsys.readouterr()
         assert message in (printed.out if code == 1 else printed.err.splitlines()[-1])
-    assert differences(before, traces(RUN)) == []
+    assert differences(old_traces, traces(RUN)) == []
 
 
 def test_without_a_whole_checkpoint_an_unfinished_run_begins(finished, line, capsys):
@@ -232,12 +232,12 @@ def test_a_finished_run_is_left_as_it_is(finished, line, monkeypatch, capsys):
 
 
 def test_sums_go_on_over_two_resumes(small_corpus, tmp_path, monkeypatch):
-    more = {
+    settings = {
         "shadow.enabled": False,
         "rule": "nearest",
         "optimizer.lr": 1e-5,
     }  # a stall, told after the first resume
-    overrides = words(KIND, small_corpus, more)[5:]
+    overrides = words(KIND, small_corpus, settings)[5:]
     config = load_config(find_config("e4m3.yaml"), overrides)
     now, train_step = [100.0], Trainer.train_step
 

@@ -63,11 +63,11 @@ def test_a_long_run_leaks_nothing(small_corpus, tmp_path, full, tally, long):
     lines = (tmp_path / "samples").read_text(encoding="utf-8").splitlines()
     warm = [[*map(int, line.split())] for line in lines][WARM:]
     assert len({tuple(resources) for _, *resources in warm}) == 1, warm
-    before, after = (
+    first, last = (
         statistics.median(memory for memory, *_ in part)
         for part in (warm[:SAMPLES], warm[-SAMPLES:])
     )
-    drift = after / before - 1
+    drift = last / first - 1
     tally(
         "soak, steps",
         steps,

@@ -29,44 +29,44 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system import signals
 from nanogpt_bench.system.signals import RESUMABLE
 
-FEW, EVERY = 8, 2
+SIGNAL_STEPS, INTERVAL = 8, 2
 
 
 @pytest.fixture(scope="module")
 def overrides(small_corpus):
-    more = {
-        "train.max_steps": FEW,
-        "eval.interval": EVERY,
-        "checkpoint.every": EVERY,
+    settings = {
+        "train.max_steps": SIGNAL_STEPS,
+        "eval.interval": INTERVAL,
+        "checkpoint.every": INTERVAL,
         "runtime.threads": 1,
     }
-    return words("fp8 stochastic", small_corpus, more)[5:]
+    return words("fp8 stochastic", small_corpus, settings)[5:]
 
 
-def child(folder, overrides, before=lambda: None, **options):
+def child(folder, overrides, preparation=lambda: None, **options):
     def command():
-        before()
+        preparation()
         return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])
 
     return forked.finish(forked.start(folder, command))
 
 
-def send_at(point, number, what, times=1):
+def send_at(point, number, signal_number, times=1):
     """Return what makes a process signal itself once it reaches a point of a step."""
     now, sent = {"step": 0}, []
 
-    def send(at):
-        if at == point and now["step"] == number and not sent:
+    def send(moment):
+        if moment == point and now["step"] == number and not sent:
             sent.append(True)
             for _ in range(times):
-                os.kill(os.getpid(), what)
+                os.kill(os.getpid(), signal_number)
 
-    def wrap(owner, name, at):
+    def wrap(owner, name, moment):
         original = getattr(owner, name)
         setattr(
             owner,
             name,
-            lambda *arguments, **options: (send(at), original(*arguments, **options))[1],
+            lambda *arguments, **options: (send(moment), original(*arguments, **options))[1],
         )
 
     def prepare():
@@ -88,18 +88,26 @@ def send_at(point, number, what, times=1):
     return prepare
 
 
-def assert_alike(run, other):
+def assert_alike(run, whole):
     """Two runs left the same, but for the checkpoint of a stop and what it displaced."""
-    left, right = (traces(folder / "runs" / "r") for folder in (run, other))
-    assert [name for name in differences(left, right) if not name.startswith("checkpoints/")] == []
-    last = f"checkpoints/step-{FEW}.safetensors"
-    assert left[last] == right[last]
+    run_traces, whole_traces = (traces(folder / "runs" / "r") for folder in (run, whole))
+    assert [
+        name
+        for name in differences(run_traces, whole_traces)
+        if not name.startswith("checkpoints/")
+    ] == []
+    last = f"checkpoints/step-{SIGNAL_STEPS}.safetensors"
+    assert run_traces[last] == whole_traces[last]
 
 
 def cases(full):
     """Every point at every step that has it, each with one of the signals, or both."""
     for point in ("data", "forward", "backward", "step", "eval", "save"):
-        possible = range(EVERY, FEW, EVERY) if point in ("eval", "save") else range(1, FEW)
+        possible = (
+            range(INTERVAL, SIGNAL_STEPS, INTERVAL)
+            if point in ("eval", "save")
+            else range(1, SIGNAL_STEPS)
+        )
         for count in range(34 if full else 5):
             yield (
                 point,
@@ -113,9 +121,12 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
 ):
     assert child(tmp_path / "whole", overrides) == 0
     tried = list(cases(full))
-    for index, (point, number, what) in enumerate(tried):
+    for index, (point, number, signal_number) in enumerate(tried):
         folder = tmp_path / f"{index}"
-        assert child(folder, overrides, send_at(point, number, what)) == RESUMABLE, (point, number)
+        assert child(folder, overrides, send_at(point, number, signal_number)) == RESUMABLE, (
+            point,
+            number,
+        )
         run_dir = folder / "runs" / "r"
         last = steps(run_dir)[-1]
         assert number <= last <= number + (point == "save"), (point, number)
@@ -126,7 +137,7 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
             "signal",
             last,
         )
-        assert what.name in summary["stop"]["message"]
+        assert signal_number.name in summary["stop"]["message"]
         assert child(folder, overrides, resume=True) == 0, (point, number)
         assert_alike(folder, tmp_path / "whole")
     tally("SIGTERM and SIGINT", len(tried))
@@ -180,20 +191,20 @@ class Kill(NamedTuple):
     """
 
     aimed: bool
-    where: str
+    place: str
     first: bool
 
     @property
     def counts(self):
         """True for a kill after a committed checkpoint or during a save."""
-        return not self.first or self.where in (SAVING, RENAMING)
+        return not self.first or self.place in (SAVING, RENAMING)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(small_corpus, tmp_path_factory):
     runs = {}
     for kind in KINDS:
-        folder, line, begun = (
+        folder, line, start = (
             tmp_path_factory.mktemp("whole"),
             words(kind, small_corpus),
             perf_counter(),
@@ -202,7 +213,7 @@ def undisturbed(small_corpus, tmp_path_factory):
         assert children.finish(child, folder) == 0, children.output(folder)
         operations = (folder / "operations").read_text(encoding="utf-8").splitlines()
         runs[kind] = Undisturbed(
-            folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - begun
+            folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - start
         )
     return runs
 
@@ -252,11 +263,11 @@ def test_killed_runs_end_as_if_nothing_had_happened(undisturbed, tmp_path, full,
         len(counted),
         f"in {runs} runs, all ended bit-identical; {early} more came too early to count",
     )
-    for (aimed, where), number in sorted(
-        Counter((kill.aimed, kill.where) for kill in counted).items()
+    for (aimed, place), number in sorted(
+        Counter((kill.aimed, kill.place) for kill in counted).items()
     ):
-        tally(f"kill, {'aimed' if aimed else 'random'}, {where}", number)
-    assert {kill.where for kill in kills if kill.aimed} == {SAVING, RENAMING, RENAMED, REMOVING}
+        tally(f"kill, {'aimed' if aimed else 'random'}, {place}", number)
+    assert {kill.place for kill in kills if kill.aimed} == {SAVING, RENAMING, RENAMED, REMOVING}
     assert any(kill.first and kill.counts for kill in kills)
 
 
@@ -314,10 +325,10 @@ def _kill(whole, chance, folder):
     if code == 0:
         return code, None
     first = first and not _steps(folder)
-    where = SAVING if _litter(folder) - litter else "between saves"
+    moment = SAVING if _litter(folder) - litter else "between saves"
     if aimed:
-        where = place((folder / "died").read_text(encoding="utf-8").splitlines()[-1])
-    return code, Kill(aimed, where, first)
+        moment = place((folder / "died").read_text(encoding="utf-8").splitlines()[-1])
+    return code, Kill(aimed, moment, first)
 
 
 def _operation(operations, chance):

@@ -98,9 +98,9 @@ def interrupted(small_corpus, tmp_path_factory):
     os.rename(folder / "again" / "output.txt", folder / "first.txt")
     statuses = {path.parent.name: read_json(path)["status"] for path in out.glob("*/summary.json")}
     assert statuses == {"bf16-mixed-seed=42": "finished", "E4M3-stochastic-seed=42": "stopped"}
-    before = traces(out / "bf16-mixed-seed=42")
+    old_traces = traces(out / "bf16-mixed-seed=42")
     assert finish(start(folder / "again", going)) == 0, output_of(folder / "again")
-    assert differences(before, traces(out / "bf16-mixed-seed=42")) == []
+    assert differences(old_traces, traces(out / "bf16-mixed-seed=42")) == []
     return folder
 
 
@@ -135,7 +135,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
 
 def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus):
     out = interrupted / "again" / "out"
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
+    old_times = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     expected = table(out)
     (out / "results.csv").unlink()
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
@@ -144,13 +144,13 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
         == "all runs of out have ended; nothing is trained"
     )
     assert "running" not in output_of(interrupted / "again")
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path: path.stat().st_mtime_ns for path in old_times} == old_times
     assert table(out) == expected
 
 
 def test_settings_that_changed_are_refused(interrupted, small_corpus):
     out = interrupted / "again" / "out"
-    before = (out / "sweep.json").read_bytes()
+    old_manifest = (out / "sweep.json").read_bytes()
     for changed, named in (
         ({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"),
         ({"data_dir": out}, "data.dir"),
@@ -165,7 +165,7 @@ def test_settings_that_changed_are_refused(interrupted, small_corpus):
                     "out": out,
                 }
             )
-    assert (out / "sweep.json").read_bytes() == before
+    assert (out / "sweep.json").read_bytes() == old_manifest
 
 
 @pytest.mark.parametrize("content", ["[1", "{}"])

@@ -26,7 +26,7 @@ PATIENCE_S = 180.0
 ENDLESS = 100_000
 
 
-def words(corpus, **more):
+def words(corpus, **overrides):
     settings = {
         "checkpoint.every": 3,
         "shadow.enabled": False,
@@ -34,7 +34,7 @@ def words(corpus, **more):
         "model.dropout": 0.1,
     }
     return small_runs.words(
-        "fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in more.items()}
+        "fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in overrides.items()}
     )
 
 
@@ -104,10 +104,10 @@ def wait_for_step(child, run_dir, step):
         time.sleep(0.02)
 
 
-def without_peaks(left):
-    if isinstance(left, dict):
-        return {key: without_peaks(value) for key, value in left.items() if key != "peak_bytes"}
-    return [without_peaks(value) for value in left] if isinstance(left, list) else left
+def without_peaks(content):
+    if isinstance(content, dict):
+        return {key: without_peaks(value) for key, value in content.items() if key != "peak_bytes"}
+    return [without_peaks(value) for value in content] if isinstance(content, list) else content
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,16 @@ def whole(small_corpus, tmp_path_factory):
     return without_peaks(small_runs.traces(folder / "runs" / "r"))
 
 
-@pytest.mark.parametrize("to", ["torchrun", pytest.param("a rank", marks=pytest.mark.slow)])
-def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path, whole, to):
+@pytest.mark.parametrize(
+    "signal_name", ["torchrun", pytest.param("a rank", marks=pytest.mark.slow)]
+)
+def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
+    small_corpus, tmp_path, whole, signal_name
+):
     run_dir = tmp_path / "runs" / "r"
     with started(tmp_path, words(small_corpus), 2) as child:
         wait_for_step(child, run_dir, 6)
-        if to == "torchrun":
+        if signal_name == "torchrun":
             child.terminate()
         else:
             os.kill(ranks_of(child)[1], signal.SIGTERM)
@@ -131,45 +135,50 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(small_corpus, tmp_path,
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["stop"]["kind"] == "signal", (tmp_path / "output.txt").read_text()
     assert step_file(run_dir, summary["steps"]).is_file()
-    assert to == "torchrun" or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
+    assert (
+        signal_name == "torchrun"
+        or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
+    )
     assert main(["verify", str(run_dir)]) == 0
     assert finished(tmp_path, words(small_corpus), 2) == 0
-    left = without_peaks(small_runs.traces(run_dir))
-    gone = [name for name in small_runs.differences(left, whole) if not name.startswith("config")]
+    run_traces = without_peaks(small_runs.traces(run_dir))
+    gone = [
+        name for name in small_runs.differences(run_traces, whole) if not name.startswith("config")
+    ]
     assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, (
         gone
     )  # the stop's own, and what it displaced
     gone_on, undisturbed = (
-        contents["checkpoints/step-24.safetensors"] for contents in (left, whole)
+        contents["checkpoints/step-24.safetensors"] for contents in (run_traces, whole)
     )
     weights = [name for name in undisturbed if name.startswith("model/")]
     assert [gone_on[name] for name in weights] == [undisturbed[name] for name in weights] != []
 
 
-@pytest.mark.parametrize(("dying", "then"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dying, then):
+@pytest.mark.parametrize(("dying", "resumed"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dying, resumed):
     run_dir = tmp_path / "runs" / "r"
     with started(
         tmp_path, words(small_corpus, train__max_steps=ENDLESS, train__batch_size=6), 2
     ) as child:
         wait_for_step(child, run_dir, 6)
-        begun = time.monotonic()
+        start = time.monotonic()
         os.kill(ranks_of(child)[dying], signal.SIGKILL)
         assert child.wait(PATIENCE_S) == 1
-        assert time.monotonic() - begun < WITHIN_S
+        assert time.monotonic() - start < WITHIN_S
     assert output_of(tmp_path) == [LOST], (tmp_path / "output.txt").read_text()[-4000:]
     assert main(["verify", str(run_dir)]) == 0
     step = max(steps(run_dir))
-    more = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}
-    if then == 1:
-        more["train__parallel"] = None
-    if then == 3:
+    overrides = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}
+    if resumed == 1:
+        overrides["train__parallel"] = None
+    if resumed == 3:
         (tmp_path / "output.txt").unlink()
-    assert finished(tmp_path, words(small_corpus, **more), then) == 0
+    assert finished(tmp_path, words(small_corpus, **overrides), resumed) == 0
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == [*range(step + 2)]
     output = (tmp_path / "output.txt").read_text()
-    assert f"processes was 2, is {then if then > 1 else None}" in output
+    assert f"processes was 2, is {resumed if resumed > 1 else None}" in output
     assert main(["verify", str(run_dir)]) == 0
 
 

@@ -59,9 +59,11 @@ def assert_same(contents: Contents, wanted: Contents) -> None:
     for stem, tensors in contents.tensors.items():
         assert tensors.keys() == wanted.tensors[stem].keys()
         for name, tensor in tensors.items():
-            other = wanted.tensors[stem][name]
-            assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
-            assert tensor.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
+            expected = wanted.tensors[stem][name]
+            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+            assert (
+                tensor.reshape(-1).view(torch.uint8).equal(expected.reshape(-1).view(torch.uint8))
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

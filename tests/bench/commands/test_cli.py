@@ -59,8 +59,10 @@ def test_help_and_wrong_options_load_no_torch():
                 main([name, "--help"])
             assert "torch" not in sys.modules, name
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
 
 
 def test_prepare_then_run_and_runs_without_a_name_are_numbered(text_file, capsys):
@@ -109,17 +111,17 @@ def test_the_default_corpus_is_prepared_on_the_fly(capsys):
 def test_a_missing_package_is_named_with_its_extra(package, tmp_path):
     script = f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
     script += "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 2
+    assert process.returncode == 2
     assert (
-        done.stderr.strip()
+        process.stderr.strip()
         .splitlines()[-1]
         .startswith(f"nanogpt-bench: error: not installed: {package}; ")
     )
-    assert "fp8manifold[bench]" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "fp8manifold[bench]" in process.stderr
+    assert "Traceback" not in process.stderr
     assert not (tmp_path / "out").exists()
 
 

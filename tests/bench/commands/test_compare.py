@@ -98,18 +98,18 @@ def test_jobs_that_follow_from_one_are_shared_by_all_workers():
 
     A worker that had nothing to do takes part.
     """
-    jobs, waiting, busy, most = [{}], deque([0]), set(), 0
+    jobs, waiting, busy, most_busy = [{}], deque([0]), set(), 0
     with Pool(2) as pool:
         for event in pool.run(jobs, waiting):
             if event.kind == "started":
                 busy.add(event.job)
-                most = max(most, len(busy))
+                most_busy = max(most_busy, len(busy))
             elif event.kind in ENDS:
                 busy.remove(event.job)
                 if event.job == 0:
                     jobs += [{} for _ in range(4)]
                     waiting += range(1, 5)
-    assert (most, len(jobs), busy) == (2, 5, set())
+    assert (most_busy, len(jobs), busy) == (2, 5, set())
 
 
 @pytest.mark.usefixtures("_stub_workers")
@@ -238,7 +238,7 @@ def test_the_command_that_goes_on_says_where(run_cli, monkeypatch):
     """
     questions = []
     monkeypatch.setattr(
-        session, "sweep_grid", lambda *_, **more: questions.append(more["again"]) or 0
+        session, "sweep_grid", lambda *_, **options: questions.append(options["again"]) or 0
     )
     monkeypatch.setattr(sys, "argv", ["nanogpt-bench", "compare", "--formats", "E4M3"])
     assert run_cli("--formats", "E4M3")[0] == 0
@@ -283,7 +283,7 @@ def test_rows_of_a_file_differ_in_their_settings(tmp_path):
 
 
 def test_a_file_of_its_name_in_the_working_folder_changes_no_comparison(working_folder):
-    before = comparison()
+    first_comparison = comparison()
     shipped.cache_clear()
     (working_folder / "compare.yaml").write_text("settings: {rule: fp32}\naxes: {seed: [1]}\n")
-    assert comparison() == before
+    assert comparison() == first_comparison

@@ -72,8 +72,8 @@ def law(model, text_file):
 
 @pytest.fixture(scope="session")
 def settings(model, law):
-    def settings_of(**more):
-        settings = {**SMALL, "model.pretrained": model, "data.dir": law, **more}
+    def settings_of(**overrides):
+        settings = {**SMALL, "model.pretrained": model, "data.dir": law, **overrides}
         settings |= {"model.format": "null"} if settings.get("rule") == "fp32" else {}
         return load_config(find_config("finetune.yaml"), flags(settings))
 
@@ -110,12 +110,12 @@ def test_weights_are_read_as_codes(settings, model, law, rule, embeddings, monke
 
 
 @pytest.mark.parametrize(
-    ("more", "rate"),
+    ("rates", "rate"),
     [({}, 1e-3), ({"optimizer__float_lr": 2e-3}, 2e-3)],
     ids=["one rate", "two rates"],
 )
-def test_one_learning_rate_is_for_all_unless_floats_have_another(more, rate, settings):
-    assert resolve(settings(rule="muon-stochastic", **more)).optimizer.float_lr == rate
+def test_one_learning_rate_is_for_all_unless_floats_have_another(rates, rate, settings):
+    assert resolve(settings(rule="muon-stochastic", **rates)).optimizer.float_lr == rate
 
 
 def test_activations_in_a_format_are_measured_in_floats_first(settings):
@@ -126,10 +126,10 @@ def test_activations_in_a_format_are_measured_in_floats_first(settings):
 
 @pytest.mark.usefixtures("products")
 def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
-    for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
-        run(settings(rule="muon-stochastic", **more), tmp_path / name)
-    one, other = (recorded(tmp_path / name) for name in ("after", "within"))
-    for weight, other_weight in zip(one, other, strict=True):
+    for name, overrides in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
+        run(settings(rule="muon-stochastic", **overrides), tmp_path / name)
+    after_pass, within = (recorded(tmp_path / name) for name in ("after", "within"))
+    for weight, other_weight in zip(after_pass, within, strict=True):
         assert (weight.get("train/loss"), weight.get("val/loss")) == (
             other_weight.get("train/loss"),
             other_weight.get("val/loss"),
@@ -157,16 +157,18 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
     trainer = trainer_of(settings(**IN_BACKWARD))
     norm = trainer.model.model.norm.weight
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
-    before, others = (
+    old_tensors, new_tensors = (
         norm.detach().clone(),
         trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone(),
     )
     for number, bad in ((1, 1), (2, 0)):
         step = one_step(trainer, number)
         assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
-        assert torch.equal(before, norm) == bool(bad)
+        assert torch.equal(old_tensors, norm) == bool(bad)
         hook.remove()
-    assert not torch.equal(others, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize())
+    assert not torch.equal(
+        new_tensors, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize()
+    )
 
 
 def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
@@ -273,9 +275,10 @@ def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
     assert all(own_loss == also for own_loss, also in losses)
     first = load_run(tmp_path / "run")
     assert first.number("also_loss") == losses[-1][1]
-    other = replace(first, summary={**first.summary, "also_loss": losses[-1][1] + 0.25})
+    other_run = replace(first, summary={**first.summary, "also_loss": losses[-1][1] + 0.25})
     rows = [
-        Row(label, label, "none", (run,)) for label, run in (("fp32", first), ("stochastic", other))
+        Row(label, label, "none", (run,))
+        for label, run in (("fp32", first), ("stochastic", other_run))
     ]
     results = measure(rows, rows[0])
     assert results[1].also_difference == Difference(pytest.approx(0.25), 1)
@@ -291,9 +294,9 @@ QUICK = flags(
 QUICK += flags({"optimizer.warmup_steps": 0, "optimizer.lr": 1e-2})
 
 
-def prepared(folder, text_file, kind, **more):
+def prepared(folder, text_file, kind, **options):
     """A model and its text in a folder, and the words of a small fine-tuning of it."""
-    model = causal_models.write(folder / "model", kind, **more)
+    model = causal_models.write(folder / "model", kind, **options)
     out = folder / "law"
     words = [
         "prepare",
@@ -310,7 +313,7 @@ def prepared(folder, text_file, kind, **more):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "more", "rule"),
+    ("kind", "tied", "overrides", "rule"),
     [
         ("gpt2", True, [], "stochastic"),
         ("gpt2", True, [], "stiffness-unrounded"),
@@ -321,10 +324,12 @@ def prepared(folder, text_file, kind, **more):
         ("llama", True, ["--model.embeddings", "E4M3"], "stochastic"),
     ],
 )
-def test_every_kind_of_layer_is_saved(kind, tied, more, rule, working_folder, text_file):
+def test_every_kind_of_layer_is_saved(kind, tied, overrides, rule, working_folder, text_file):
     words = prepared(working_folder, text_file, kind, tied=tied)
     assert (
-        main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"])
+        main(
+            [*words, *overrides, "--rule", rule, "--train.precision", "float32", "--save", "saved"]
+        )
         == 0
     )
     loss = summary_of(working_folder / "runs" / "finetune")["final_val_loss"]
@@ -332,7 +337,7 @@ def test_every_kind_of_layer_is_saved(kind, tied, more, rule, working_folder, te
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("arguments", "message"),
     [
         ("--save saved --checkpoint.last false", "leave --checkpoint.last false out"),
         (
@@ -343,10 +348,12 @@ def test_every_kind_of_layer_is_saved(kind, tied, more, rule, working_folder, te
     ],
 )
 def test_words_that_contradict_saving_are_refused_before_the_training(
-    more, message, working_folder, text_file, refused
+    arguments, message, working_folder, text_file, refused
 ):
     words = prepared(working_folder, text_file, "llama")
-    assert message in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
+    assert message in refused(
+        *words, "--rule", "fp32", "--model.format", "null", *arguments.split()
+    )
     assert not Path("runs").exists()
     assert not Path("saved").exists()
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 SLOW = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
 
 
-def started(folder, module, *words, slow=SLOW, before=None):
+def started(folder, module, *words, slow=SLOW, preparation=None):
     """Start the program with a slow module in place of one that it imports."""
     (folder / f"{module}.py").write_text(slow)
     path = os.pathsep.join([str(folder), str(ROOT)])
@@ -25,15 +25,15 @@ def started(folder, module, *words, slow=SLOW, before=None):
         text=True,
         timeout=50,
         check=False,
-        preexec_fn=before,
+        preexec_fn=preparation,
     )
 
 
 @pytest.mark.parametrize("module", ["argparse", "difflib", "yaml", "pydantic", "rich", "torch"])
 def test_an_import_is_interrupted_in_one_line(module, tmp_path):
-    done = started(tmp_path, module, "run", "fp32")
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "nanogpt-bench: interrupted\n"
+    process = started(tmp_path, module, "run", "fp32")
+    assert (process.returncode, process.stdout) == (130, "")
+    assert process.stderr == "nanogpt-bench: interrupted\n"
 
 
 def test_a_command_that_was_started_to_ignore_it_goes_on(tmp_path):
@@ -43,5 +43,5 @@ def test_a_command_that_was_started_to_ignore_it_goes_on(tmp_path):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     slow = SLOW.replace("time.sleep(60)", "raise SystemExit(5)")
-    done = started(tmp_path, "argparse", "run", "fp32", slow=slow, before=ignore)
-    assert (done.returncode, done.stderr) == (5, "")
+    process = started(tmp_path, "argparse", "run", "fp32", slow=slow, preparation=ignore)
+    assert (process.returncode, process.stderr) == (5, "")

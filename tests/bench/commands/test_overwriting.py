@@ -28,20 +28,20 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("reason", CHANGES)
 def test_prepare_replaces_what_it_made_and_nothing_else(
-    what, tmp_path, text_file, refused, corpus_dir
+    reason, tmp_path, text_file, refused, corpus_dir
 ):
     folder = tmp_path / "corpus"
     shutil.copytree(corpus_dir, folder)
     prepare = ["prepare", "text", "--input", str(text_file), "--out", str(folder)]
     assert main(prepare) == 0
     assert json.loads((folder / "meta.json").read_text())["tokenizer"] == "byte"
-    name, damage = CHANGES[what]
+    name, damage = CHANGES[reason]
     damage(folder / name)
-    before = contents(folder)
-    assert f"--out {str(folder)!r} holds {what}" in refused(*prepare)
-    assert contents(folder) == before
+    old_contents = contents(folder)
+    assert f"--out {str(folder)!r} holds {reason}" in refused(*prepare)
+    assert contents(folder) == old_contents
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
@@ -76,7 +76,7 @@ def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, r
 
 
 #: what is written, by the command that would; each holds something of the user's
-WRITTEN = {
+FILES_OF_COMMANDS = {
     "evaluate RUN --out FILE": "table.json",
     "sample RUN --tokens 2 --out FILE": "texts.json",
     "results export SWEEP --out FILE": "results.json",
@@ -92,10 +92,10 @@ WRITTEN = {
 MINE = '{"mine": [1, 2, 3]}\n'
 
 
-@pytest.mark.parametrize("words", WRITTEN)
+@pytest.mark.parametrize("words", FILES_OF_COMMANDS)
 @pytest.mark.parametrize("own_place", [MINE, "no JSON\n"])
 def test_a_file_of_the_users_stays(words, own_place, trained, corpus_dir, working_folder, refused):
-    file = working_folder / WRITTEN[words]
+    file = working_folder / FILES_OF_COMMANDS[words]
     file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text(own_place)
     sweep = working_folder / "a sweep"
@@ -123,9 +123,9 @@ def test_what_a_command_wrote_it_writes_again(trained, working_folder):
         "evaluate --save kept",
     ):
         Path("x.json").write_text("")
-        command, *more = words.split()
+        command, *arguments = words.split()
         for _ in range(2):
-            assert main([command, str(trained["float"]), *more]) == 0
+            assert main([command, str(trained["float"]), *arguments]) == 0
 
 
 def test_a_lock_file_of_somebody_else_stays(tmp_path):

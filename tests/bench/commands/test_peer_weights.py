@@ -33,7 +33,7 @@ def uncompiled():
 
 @pytest.fixture
 def peer_config(tiny):
-    def config_with(rule, peer="null", width=64, **more):
+    def config_with(rule, peer="null", width=64, **overrides):
         if rule not in available_rules():
             pytest.skip(f"the package of rule {rule}, {RULES[rule].needs}, is not installed")
         settings = {
@@ -43,7 +43,7 @@ def peer_config(tiny):
             "model__n_embd": width,
         }
         return tiny(
-            **settings, train__batch_size=12, train__max_steps=12, eval__interval=12, **more
+            **settings, train__batch_size=12, train__max_steps=12, eval__interval=12, **overrides
         )
 
     return config_with
@@ -86,9 +86,11 @@ def test_the_first_update_is_about_as_large_as_ours(rule, peer, peer_config):
         layers = {
             name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"
         }
-        before = {name: forward_weight(layer).clone() for name, layer in layers.items()}
+        old_weights = {name: forward_weight(layer).clone() for name, layer in layers.items()}
         train(trainer, 3)
-        moved = [(forward_weight(layer) - before[name]).flatten() for name, layer in layers.items()]
+        moved = [
+            (forward_weight(layer) - old_weights[name]).flatten() for name, layer in layers.items()
+        ]
         sizes.append(float(torch.cat(moved).square().mean().sqrt()))
     # Rounding adds to the update: about half as much again at this width, and at the
     # rates of the first steps.

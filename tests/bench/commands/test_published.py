@@ -87,13 +87,13 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(l
     assert main([*finetune, "--name", "whole", "--save", "saved"]) == 0
     assert main([*finetune, "--name", "cut", "--train.max_seconds", "1e-9"]) == 0
     assert main([*finetune, "--name", "cut", "--resume", "--save", "again"]) == 0
-    before, after = tensors("model"), tensors("saved")
-    assert before.keys() == after.keys()
-    moved = {name for name, value in after.items() if value.dtype == torch.float8_e4m3fn}
+    trained, saved = tensors("model"), tensors("saved")
+    assert trained.keys() == saved.keys()
+    moved = {name for name, value in saved.items() if value.dtype == torch.float8_e4m3fn}
     assert moved
     for name in moved:
-        assert before[name].dtype == after[name].dtype
-        assert not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+        assert trained[name].dtype == saved[name].dtype
+        assert not torch.equal(trained[name].view(torch.uint8), saved[name].view(torch.uint8)), name
     for file in Path("model").iterdir():
         if file.suffix != ".safetensors":
             assert (
@@ -192,8 +192,8 @@ REFUSED = {
 
 def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
     finetune = words(SQUARES)
-    for more, message in REFUSED.items():
-        assert message in refused(*finetune, *more.split()), more
+    for arguments, message in REFUSED.items():
+        assert message in refused(*finetune, *arguments.split()), arguments
     assert not Path("runs").exists()
     config = resolved_of(finetune)
     assert (config.model.formats, config.model.granularity) == ({"*": "E4M3"}, "square")

@@ -89,8 +89,8 @@ REFUSED = {
     "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 exceeds the "
     "16 positions",
     **{
-        f"run --defaults {more}": "leave everything else out"
-        for more in ("fp32.yaml", "--name x", "--resume")
+        f"run --defaults {arguments}": "leave everything else out"
+        for arguments in ("fp32.yaml", "--name x", "--resume")
     },
     "run fp32.yaml --data.dir=CHARS --eval.also gone": "eval.also 'gone' does not exist in & "
     "--eval.also",

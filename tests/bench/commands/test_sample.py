@@ -37,10 +37,10 @@ def tokens(batch, time):
 
 
 def test_a_cache_gives_the_logits_of_a_whole_pass(model):
-    seen, cache = tokens(3, 8), KeyValueCache(2)
+    text, cache = tokens(3, 8), KeyValueCache(2)
     model.eval()
-    parts = [model(part, cache) for part in seen.split((3, 1, 1, 1, 1, 1), 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(seen), rtol=1e-5, atol=1e-5)
+    parts = [model(part, cache) for part in text.split((3, 1, 1, 1, 1, 1), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(text), rtol=1e-5, atol=1e-5)
     assert cache.length == 8
 
 
@@ -50,13 +50,13 @@ def test_a_cache_gives_the_logits_of_a_whole_pass(model):
 )
 def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(model, prompt, options):
     """By definition every token is from a pass over the last `block_size` before it."""
-    seen, drawn = tokens(2, prompt), generator()
-    sampled = torch.stack(list(model.generate(seen, 12, generator=generator(), **options)), 1)
+    text, drawn = tokens(2, prompt), generator()
+    sampled = torch.stack(list(model.generate(text, 12, generator=generator(), **options)), 1)
     model.eval()
     for _ in range(12):
-        logits = model(seen[:, -SMALL.block_size :])[:, -1]
-        seen = torch.cat([seen, sample(logits.detach(), generator=drawn, **options)[:, None]], 1)
-    assert torch.equal(sampled, seen[:, prompt:])
+        logits = model(text[:, -SMALL.block_size :])[:, -1]
+        text = torch.cat([text, sample(logits.detach(), generator=drawn, **options)[:, None]], 1)
+    assert torch.equal(sampled, text[:, prompt:])
 
 
 def test_draws_follow_the_softmax_of_the_k_likeliest():
@@ -79,7 +79,7 @@ def test_draws_follow_the_softmax_of_the_k_likeliest():
 
 def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
     out = tmp_path / "texts" / "a.json"
-    more = [
+    options = [
         "--prompt",
         "def ",
         "--tokens",
@@ -92,7 +92,9 @@ def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):
         "0.9",
     ]
     assert (
-        main(["sample", str(trained["float"]), "--formats", "e4m3,none", *more, "--out", str(out)])
+        main(
+            ["sample", str(trained["float"]), "--formats", "e4m3,none", *options, "--out", str(out)]
+        )
         == 0
     )
     rows = json.loads(out.read_text())

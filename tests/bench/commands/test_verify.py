@@ -129,7 +129,10 @@ def test_no_file_of_a_finished_run_or_of_one_that_was_killed_is_damaged_without_
 
 def test_digests_cut_to_whole_lines_are_noticed(folder):
     lines = (folder / SUMS).read_text().splitlines(keepends=True)
-    for remaining in (*(lines[:left] for left in range(1, len(AT_END) - 1)), lines[:2] + lines[3:]):
+    for remaining in (
+        *(lines[:count] for count in range(1, len(AT_END) - 1)),
+        lines[:2] + lines[3:],
+    ):
         assert len(remaining) < len(lines)
         (folder / SUMS).write_text("".join(remaining))
         assert any(SUMS in problem for problem in check_run(folder).problems)

@@ -22,7 +22,7 @@ E4M3 = "model.format=E4M3"
 FP8 = f"{E4M3} model.storage=fp8"
 MASTER = f"{E4M3} model.storage=master"
 LABELS = "task=classify"
-GIVEN = "model.pretrained=a/model"
+PRETRAINED = "model.pretrained=a/model"
 STIEFEL = "model.constraint=stiefel"
 PEER = "model.peer=torchao-int8 optimizer.name=torchao_adamw8bit"
 WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
@@ -36,17 +36,17 @@ REFUSED = {
     "optimizer.float_lr=1 optimizer.stiffness=1 optimizer.constrained_lr=0.5 "
     "optimizer.retraction=euclidean "
     "optimizer.name=riemannian_adam optimizer.name=sdnq_muon",
-    LABELS: f"{GIVEN} model.tie_weights=true data.train_tokens=500 eval.also=other "
+    LABELS: f"{PRETRAINED} model.tie_weights=true data.train_tokens=500 eval.also=other "
     f"train.parallel=ddp",
     f"{LABELS} {FP8}": "optimizer.name=fisher",
-    GIVEN: "model.torchao_float8=rowwise shadow.enabled=true runtime.compile=true model.dropout=0.5",
-    STIEFEL: f"{GIVEN} train.parallel=ddp train.precision=bf16-pure model.torchao_float8=rowwise "
+    PRETRAINED: "model.torchao_float8=rowwise shadow.enabled=true runtime.compile=true model.dropout=0.5",
+    STIEFEL: f"{PRETRAINED} train.parallel=ddp train.precision=bf16-pure model.torchao_float8=rowwise "
     f"optimizer.name=adamw",
     f"{STIEFEL} model.n_head=1": "model.n_embd=1",
     f"{STIEFEL} optimizer.float_lr=2e-3": "optimizer.lr=1e-3",
     f"{STIEFEL} optimizer.name=riemannian_sgd": "optimizer.weight_decay=0.1 "
     "optimizer.retraction=euclidean",
-    PEER: f"{GIVEN} model.tie_weights=true train.parallel=ddp train.precision=bf16-pure "
+    PEER: f"{PRETRAINED} model.tie_weights=true train.parallel=ddp train.precision=bf16-pure "
     f"train.precision=bf16-mixed "
     "shadow.enabled=true runtime.compile=true",
     f"{PEER} model.storage=peer": STIEFEL,

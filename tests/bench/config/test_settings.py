@@ -42,7 +42,7 @@ OF_A_RUN = [
     ("{model: {constrained: [attn.qkv, attn.proj]}}", "{model: {constrained: [attn]}}"),
 ]
 #: a file, the words beside it, and settings that come of them
-READ = [
+READ_VALUES = [
     ("seed: 3\ntrain: {max_steps: 10}", "--train.max_steps 20", {"seed": 3, "train.max_steps": 20}),
     (
         "optimizer: {lr: 1e-2}",
@@ -96,11 +96,11 @@ REFUSED = {
     "failure: {patience: 4}\n": "failure.patience: 4 is no longer supported; leave",
     "model: {outliers: clip_sigma}\n": "model.outliers: 'clip_sigma' is no longer supported; leave "
     "model",
-    **{other: "is no longer supported" for _, other in OF_A_RUN},
+    **{old_key: "is no longer supported" for _, old_key in OF_A_RUN},
 }
 
 
-@pytest.mark.parametrize(("text", "words", "expected"), READ)
+@pytest.mark.parametrize(("text", "words", "expected"), READ_VALUES)
 def test_a_file_and_the_words_beside_it_are_read(tmp_path, text, words, expected):
     (tmp_path / "a.yaml").write_text(text)
     config = load_config(tmp_path / "a.yaml", words.split())

@@ -128,10 +128,10 @@ def outcomes(tmp_path_factory, hub):
         [sys.executable, "-c", PROCESS, hub.url],
         {"capture_output": True, "text": True, "timeout": 240},
     )
-    done = subprocess.run(
+    process = subprocess.run(
         command, input=json.dumps(COMMANDS), env=surroundings, cwd=place, check=False, **piped
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
     questions: dict[str, list[str]] = {}
     for request in hub.requests:
         if request.startswith("GET /begin/"):
@@ -140,15 +140,15 @@ def outcomes(tmp_path_factory, hub):
             questions[[*questions][-1]].append(request)
     return {
         name: Preparation(*answer, place / name, questions[name])
-        for name, answer in json.loads(done.stdout).items()
+        for name, answer in json.loads(process.stdout).items()
     }
 
 
 def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
-    done = outcomes["eurlex"]
-    assert (done.code, done.err) == (0, "")
-    assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
-    train = np.fromfile(done.folder / "train.bin", dtype="<u2")
+    outcome = outcomes["eurlex"]
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
+    train = np.fromfile(outcome.folder / "train.bin", dtype="<u2")
     assert train.tolist() == [code for text in TRAIN for code in [*text.encode(), 256]]
     named = {
         "dataset": "coastalcph/lex_glue",
@@ -156,32 +156,35 @@ def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
         "column": "text",
         "limit_tokens": None,
     }
-    assert done.meta["source"] == {"kind": "hub", "revision": "c0ffee" * 6 + "c0de", **named}
-    assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [
+    assert outcome.meta["source"] == {"kind": "hub", "revision": "c0ffee" * 6 + "c0de", **named}
+    assert [outcome.meta["splits"][split]["documents"] for split in ("train", "val")] == [
         len(TRAIN),
         len(VAL),
     ]
-    done = outcomes["copy"]
-    assert (done.code, done.err, done.requests) == (0, "", [])
-    assert (done.folder / "train.bin").read_bytes() == (
+    outcome = outcomes["copy"]
+    assert (outcome.code, outcome.err, outcome.requests) == (0, "", [])
+    assert (outcome.folder / "train.bin").read_bytes() == (
         outcomes["eurlex"].folder / "train.bin"
     ).read_bytes()
 
 
 def test_a_limit_leaves_files_unread(outcomes):
-    done = outcomes["limited"]
-    assert (done.code, done.err) == (0, "")
-    assert "800 tokens for training, 80 for validation" in done.out
-    read = {request.rpartition("/")[2] for request in done.requests if ".parquet" in request}
-    assert read == {"train-00000-of-00002.parquet", "validation-00000-of-00001.parquet"}
+    outcome = outcomes["limited"]
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "800 tokens for training, 80 for validation" in outcome.out
+    files = {request.rpartition("/")[2] for request in outcome.requests if ".parquet" in request}
+    assert files == {"train-00000-of-00002.parquet", "validation-00000-of-00001.parquet"}
 
 
 def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
-    done = outcomes["fallback"]
-    assert (done.code, done.err) == (0, f"the hub has no data set {GLUE!r}; taking {MULTI!r}\n")
-    assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in done.requests
-    assert (done.meta["source"]["dataset"], done.meta["source"]["config"]) == (MULTI, "en")
-    assert done.meta["splits"]["train"]["tokens"] == sum(map(len, TRAIN))
+    outcome = outcomes["fallback"]
+    assert (outcome.code, outcome.err) == (
+        0,
+        f"the hub has no data set {GLUE!r}; taking {MULTI!r}\n",
+    )
+    assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in outcome.requests
+    assert (outcome.meta["source"]["dataset"], outcome.meta["source"]["config"]) == (MULTI, "en")
+    assert outcome.meta["splits"]["train"]["tokens"] == sum(map(len, TRAIN))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +198,10 @@ def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
     ],
 )
 def test_what_the_hub_does_not_have_is_named(outcomes, name, parts):
-    done = outcomes[name]
-    assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
-    assert [part for part in parts if part not in done.err] == []
-    assert [path.name for path in done.folder.parent.iterdir() if name in path.name] == []
+    outcome = outcomes[name]
+    assert (outcome.code, outcome.out, len(outcome.err.splitlines())) == (2, "", 1)
+    assert [part for part in parts if part not in outcome.err] == []
+    assert [path.name for path in outcome.folder.parent.iterdir() if name in path.name] == []
 
 
 def test_a_hub_out_of_reach_in_trouble_or_silent_is_given_up_in_one_line(

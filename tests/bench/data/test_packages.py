@@ -28,8 +28,8 @@ from nanogpt_bench.system.files import sha256
 TWICE = "This sentence stands in every archive, as a licence or a header does."
 
 
-def sentence(what: str, number: int = 0) -> str:
-    return f"{TWICE} Here the text number {number} of {what} goes on, and nothing else says so."
+def sentence(subject: str, number: int = 0) -> str:
+    return f"{TWICE} Here the text number {number} of {subject} goes on, and nothing else says so."
 
 
 def wheel(files: dict[str, bytes]) -> bytes:
@@ -57,11 +57,11 @@ def deb(files: dict[str, bytes]) -> bytes:
         "debian-binary": b"2.0\n",
         "control.tar.xz": control + b"\0" * (len(control) % 2 == 0),
     }
-    written = b"!<arch>\n"
+    archive = b"!<arch>\n"
     for name, data in {**members, "data.tar.xz": tar_xz(files)}.items():
-        written += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode()
-        written += data + b"\n" * (len(data) % 2)
-    return written
+        archive += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode()
+        archive += data + b"\n" * (len(data) % 2)
+    return archive
 
 
 def described(key: str, text: str) -> bytes:
@@ -148,10 +148,10 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder, tmp_path):
     splits = documents(tmp_path / "out")
     texts = splits["train"] + splits["val"]
     assert sum(TWICE in text for text in texts) == 1
-    for what in ("s3 & more", "v1", "A java", "a.rst", "c.c", "a module"):
-        assert any(f"of {what} goes on" in text for text in texts), what
+    for subject in ("s3 & more", "v1", "A java", "a.rst", "c.c", "a module"):
+        assert any(f"of {subject} goes on" in text for text in texts), subject
     assert "The lines of one comment in the other form\nbelong to one another." in texts
-    for left in (
+    for dropped in (
         "old version",
         "short",
         "in quotes",
@@ -160,7 +160,7 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder, tmp_path):
         "no source code",
         "<p>",
     ):
-        assert not any(left in text for text in texts), left
+        assert not any(dropped in text for text in texts), dropped
     assert meta["source"]["documents"] == len(texts) == 1 + 201 + 1 + 1 + 3
     facts = meta["source"]["packages"]
     counts = {**dict.fromkeys(PACKAGES, 1), "botocore": 201, "linux-source-6.1": 3}
@@ -179,8 +179,8 @@ def test_no_long_sentence_is_twice_whatever_stands_before_it():
     known = Sentences()
     long = "A sentence of more than forty characters, which is long."
     assert known.new(f"Short. {long}") == f"Short. {long}"
-    other = "Another one of them, which stands before the first of all."
-    assert known.new(f"Else. {long}\n{other} So.") == f"Else. {other} So."
+    first_sentence = "Another one of them, which stands before the first of all."
+    assert known.new(f"Else. {long}\n{first_sentence} So.") == f"Else. {first_sentence} So."
     assert (
         known.new(long.replace(" ", "\n "))
         == known.new(f"{long} And so on.")
@@ -195,7 +195,7 @@ def test_no_long_sentence_is_twice_whatever_stands_before_it():
 def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder, tmp_path):
     prepare_packages(tmp_path / "all", data_dir=folder)
     prepare_packages(tmp_path / "botocore", packages=["botocore"], data_dir=folder)
-    every, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
+    all_documents, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
     texts = {
         split: [text.replace(TWICE, "").strip() for text in alone[split]]
         for split in ("train", "val")
@@ -204,7 +204,7 @@ def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(f
     assert 0.2 < len(texts["val"]) * VAL_FILE_INTERVAL / 201 < 4
     for split in ("train", "val"):
         assert [
-            text for text in every[split] if "of a service" in text or "of s3" in text
+            text for text in all_documents[split] if "of a service" in text or "of s3" in text
         ] == texts[split]
     numbers = [
         text.split("number ")[1].split(" ")[0] for text in texts["train"] if "of a service" in text
@@ -220,11 +220,11 @@ def test_what_is_downloaded_is_read_and_goes_and_the_same_archives_give_the_same
         return [sys.executable, "-c", program, str(folder / package.archive), package.archive]
 
     monkeypatch.setattr(packages.PackageArchive, "command", copying)
-    out, other = tmp_path / "made" / "out", tmp_path / "other"
-    assert prepare_packages(out, progress=True) == prepare_packages(other, data_dir=folder)
+    out, other_folder = tmp_path / "made" / "out", tmp_path / "other"
+    assert prepare_packages(out, progress=True) == prepare_packages(other_folder, data_dir=folder)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     for name in ("train.bin", "val.bin", "meta.json"):
-        assert (out / name).read_bytes() == (other / name).read_bytes()
+        assert (out / name).read_bytes() == (other_folder / name).read_bytes()
 
 
 def test_an_interrupted_download_leaves_nothing(folder, tmp_path, monkeypatch):
@@ -240,13 +240,15 @@ def test_an_interrupted_download_leaves_nothing(folder, tmp_path, monkeypatch):
 
 LINUX = r"can't get linux-source-6.1_6.1.176-1_all.deb: it is not in '.*'; "
 LINUX += r"get it with: apt-get download linux-source-6"
-OTHER = "get botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64}, not [0-9a-f]{64};"
+WRONG_DIGEST = (
+    "get botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64}, not [0-9a-f]{64};"
+)
 
 
 @pytest.mark.parametrize(
     ("name", "packages", "message"),
     [
-        ("botocore", None, OTHER),
+        ("botocore", None, WRONG_DIGEST),
         (
             "linux-source-6.1",
             None,

@@ -46,22 +46,22 @@ PAIRS = {
 def test_a_corpus_of_another_text_stays(pair, two, refused):
     first, second = (["prepare", *words.split()] for words in PAIRS[pair])
     assert main(first) == 0
-    before = contents(two)
+    old_contents = contents(two)
     message = refused(*second)
     assert "holds another text ('book" in message
     assert "give another --out, or --replace to replace it" in message
-    assert contents(two) == before
+    assert contents(two) == old_contents
     assert main([*second, "--replace"]) == 0
-    assert contents(two) != before
+    assert contents(two) != old_contents
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--tokenizer char", "--limit-tokens 1000"], ids=["same", "tokenizer", "limit"]
+    "options", ["", "--tokenizer char", "--limit-tokens 1000"], ids=["same", "tokenizer", "limit"]
 )
-def test_the_same_text_is_prepared_again(more, two):
+def test_the_same_text_is_prepared_again(options, two):
     command = ["prepare", *PAIRS["text"][0].split()]
     assert main(command) == 0
-    assert main([*command, *more.split()]) == 0
+    assert main([*command, *options.split()]) == 0
     assert main(command) == 0
 
 
@@ -69,9 +69,9 @@ def test_the_standard_librarys_folder_is_kept(two, refused):
     splits = {"train": ["a" * 99], "val": ["b" * 99]}
     source = {"kind": "stdlib", "sha256": "of another Python"}
     write_corpus(Path("data/stdlib"), splits, ByteTokenizer(), source, progress=False)
-    before = contents(two)
+    old_contents = contents(two)
     refused("prepare", "text", "--input", "a/book.txt", "--out", "data/stdlib")
-    assert contents(two) == before
+    assert contents(two) == old_contents
 
 
 def test_a_file_called_stdlib_does_not_become_the_default_corpus(two, refused):

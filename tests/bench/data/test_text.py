@@ -165,13 +165,13 @@ def fake_library(root: Path) -> Path:
 def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path):
     with refusal("no standard library sources"):
         stdlib_documents(tmp_path)
-    written = [
+    files = [
         "first\n",
         "last\n",
         "a class\n\na coroutine\n",
         "JSON, with an \\d escape.\n\nF.\n\nMore.\n",
     ]
-    assert stdlib_documents(fake_library(tmp_path)) == written
+    assert stdlib_documents(fake_library(tmp_path)) == files
     assert "nowhere" not in sys.modules
 
 

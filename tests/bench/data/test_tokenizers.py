@@ -131,20 +131,22 @@ def test_parts_are_cut_where_a_long_word_is(text):
 
 
 def test_a_signal_is_heard_while_pairs_are_learned():
-    begun, ends = threading.Event(), threading.Event()
+    has_begun, ends = threading.Event(), threading.Event()
     readers = []
 
     def documents():
         readers.append(threading.current_thread())
-        begun.set()
+        has_begun.set()
         ends.wait(60)
         yield TEXT
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    sender = threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGTERM)))
+    old_handler = signal.signal(signal.SIGTERM, interrupt)
+    sender = threading.Thread(
+        target=lambda: (has_begun.wait(), os.kill(os.getpid(), signal.SIGTERM))
+    )
     sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -155,7 +157,7 @@ def test_a_signal_is_heard_while_pairs_are_learned():
     finally:
         ends.set()
         sender.join()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 @pytest.mark.parametrize(

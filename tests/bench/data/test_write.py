@@ -62,12 +62,12 @@ def test_what_ends_it_leaves_what_was_there(tmp_path, there_before):
     out = tmp_path / "out"
     if there_before:
         write(out)
-    before = contents(tmp_path)
+    old_contents = contents(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(out, Failing(KeyboardInterrupt()))
     with pytest.raises(DiskError, match=r"--out '.*out' can't be written: No space left on device"):
         write(out, Failing(OSError(28, "No space left on device")))
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == old_contents
 
 
 def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
@@ -105,8 +105,8 @@ def test_batches_depend_on_their_keys_and_targets_follow_inputs():
     draw = [batch(tokens, 8, 16, seed=1, step=5, micro_step=2, rank=3)[0] for _ in range(2)]
     assert torch.equal(draw[0], draw[1])
     for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}, {"rank": 4}):
-        where = {"seed": 1, "step": 5, "micro_step": 2, "rank": 3, **change}
-        assert not torch.equal(draw[0], batch(tokens, 8, 16, **where)[0])
+        place = {"seed": 1, "step": 5, "micro_step": 2, "rank": 3, **change}
+        assert not torch.equal(draw[0], batch(tokens, 8, 16, **place)[0])
     x, y = batch(tokens, 32, 16, seed=0, step=0)
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (32, 16)

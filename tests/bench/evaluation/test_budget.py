@@ -42,8 +42,8 @@ def test_no_mixture_is_better(patterns, spare, share):
         for number, pairs in enumerate(patterns)
     }
     least = sum(min(size for _, _, size in pattern) for pattern in choices.values())
-    most = sum(max(size for _, _, size in pattern) for pattern in choices.values())
-    budget = least + int(share * (most - least)) + spare
+    largest = sum(max(size for _, _, size in pattern) for pattern in choices.values())
+    budget = least + int(share * (largest - least)) + spare
     mixture, best = best_mixture(choices, budget), least_loss(choices, budget)
     if best is None:
         assert mixture is None
@@ -70,10 +70,10 @@ def test_a_large_model_takes_a_moment():
             loss = abs(source.gauss(0, 1e-3))
             formats.append((f"format {number}", loss, size + 2**14 * number))
         choices[f"blocks.{block}.{kind}"] = formats
-    begun = time.perf_counter()
+    start = time.perf_counter()
     mixture = best_mixture(choices, 2 * 80 * sum(kinds.values()))
     assert 0 < list(mixture.values()).count("none") < len(mixture)
-    assert time.perf_counter() - begun < 30
+    assert time.perf_counter() - start < 30
 
 
 @pytest.mark.parametrize("parameters", [3, 100, 134_515_008])

@@ -34,7 +34,7 @@ FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")
 @pytest.fixture
 def classify(tiny, labelled_dir):
     """The settings of a classifier that takes a second."""
-    return lambda **more: tiny(**{"task": "classify", "data__dir": labelled_dir, **more})
+    return lambda **overrides: tiny(**{"task": "classify", "data__dir": labelled_dir, **overrides})
 
 
 @pytest.mark.extra("sklearn")
@@ -66,10 +66,10 @@ def test_figures_are_scikit_learns(seed):
     known = true.sum(1) > 0
     expected = judge.precision_score(true[known], top[known], average="samples", zero_division=0)
     assert r_precision(logits, true_labels) == pytest.approx(expected, abs=1e-12)
-    logits_of_none, none = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
-    assert r_precision(logits_of_none, none) is None
+    logits_of_none, no_labels = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
+    assert r_precision(logits_of_none, no_labels) is None
     assert (
-        f1_scores(logits_of_none, none)[0]
+        f1_scores(logits_of_none, no_labels)[0]
         == f1_scores(-torch.ones(2, 3), torch.zeros(2, 3))[1]
         == 0.0
     )
@@ -155,7 +155,7 @@ def test_tokens_are_counted_without_padding(classify, tmp_path):
         for micro in range(2)
     ]
     assert summary["tokens"] == sum(
-        int((train.ends - train.starts)[which].sum()) for which in draws
+        int((train.ends - train.starts)[documents].sum()) for documents in draws
     )
 
 
@@ -193,8 +193,8 @@ def test_evaluate_measures_its_weights(classified, capsys, tmp_path):
     assert rows[2].val_loss != rows[0].val_loss
     assert main(["evaluate", str(classified), "--out", str(tmp_path / "rows.json")]) == 0
     assert "R-precision" in capsys.readouterr().out
-    written = json.loads((tmp_path / "rows.json").read_text())
-    assert written[0]["r_precision"] == summary["r_precision"]
+    exported = json.loads((tmp_path / "rows.json").read_text())
+    assert exported[0]["r_precision"] == summary["r_precision"]
 
 
 def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
@@ -231,12 +231,12 @@ def test_a_classifier_starts_from_a_language_model(classify, tiny, labelled_dir,
 
 def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp_path):
     shutil.copytree(classified, tmp_path / "r")
-    other, renamed = (
+    other_labels, renamed = (
         Path(shutil.copytree(labelled_dir, tmp_path / name)) for name in ("flipped", "renamed")
     )
-    for path in other.glob("*.labels.bin"):
+    for path in other_labels.glob("*.labels.bin"):
         signed((1 - np.fromfile(path, np.uint8)).tobytes())(path)
-    settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other}
+    settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other_labels}
     with refusal("the corpus is not the one that the run was begun on"):
         run(classify(**settings), tmp_path / "r", resume=True)
     put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(
@@ -244,7 +244,7 @@ def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp
     )
     with refusal("was trained on other labels than those of"):
         evaluate_run(classified, overrides=["--data.dir", str(renamed)])
-    (row,) = evaluate_run(classified, overrides=["--data.dir", str(other)])[:1]
+    (row,) = evaluate_run(classified, overrides=["--data.dir", str(other_labels)])[:1]
     assert row.val_loss > 0.7
 
 
@@ -300,6 +300,7 @@ def test_compare_takes_the_task(labelled_dir, tmp_path):
 
 def test_it_is_compiled_to_the_same_loss(classify):
     plain, compiled = (
-        train(trainer_of(classify(rule="fp32", runtime__compile=on)), 3) for on in (False, True)
+        train(trainer_of(classify(rule="fp32", runtime__compile=compiles)), 3)
+        for compiles in (False, True)
     )
     assert plain == pytest.approx(compiled, rel=1e-4)

@@ -43,7 +43,7 @@ def test_rounding_a_run_is_rounding_what_starts_from_it(tiny, trained, tmp_path)
     start = {"model__init_from": trained["float"], "runtime__threads": 1, "train__max_steps": 1}
     configs = [tiny(**start), *(tiny(**start, model__format=fmt) for fmt in ("E4M3", "E2M1"))]
     firsts = [
-        run(config, tmp_path / str(at))["first_val_loss"] for at, config in enumerate(configs)
+        run(config, tmp_path / str(index))["first_val_loss"] for index, config in enumerate(configs)
     ]
     assert [floats.val_loss, *(row.val_loss for row in rows)] == firsts
     assert [row.format for row in rows] == ["E4M3", "E2M1"]
@@ -149,8 +149,8 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
     )
 
 
-def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:
-    assert main(["evaluate", str(run_dir), "--out", str(out), *more]) == 0
+def report_of(run_dir: Path, out: Path, *arguments: str) -> dict[str, Any]:
+    assert main(["evaluate", str(run_dir), "--out", str(out), *arguments]) == 0
     return json.loads((out / "evaluation.json").read_text())
 
 
@@ -160,8 +160,8 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained, tmp_path):
         run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor"
     )
     rows = evaluation["rows"]
-    every = [(name, scale) for name in ALL for scale in ("channel", "tensor")]
-    assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *every]
+    all_rows = [(name, scale) for name in ALL for scale in ("channel", "tensor")]
+    assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *all_rows]
     recorded = summary_of(run_dir)["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
     assert all(

@@ -153,9 +153,9 @@ def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step_and_one_
     if kind in ("nan", "off_manifold"):
         return  # one is enough: there is no mild NaN
     ((metric, failing),) = figures.items()
-    at = step if isinstance(failing, dict) else step - 1
+    first_step = step if isinstance(failing, dict) else step - 1
     once = HEALTHY[metric].copy()
-    once[at] = failing[at]
+    once[first_step] = failing[first_step]
     assert failures_of(make(f"{kind} once", series=HEALTHY | {metric: once})) == []
 
 
@@ -360,12 +360,12 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
     assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)
 
 
-def master(scale="", more=""):
+def master(scale="", settings=""):
     """E4M3 weights and activations, the latter at a scale if one is given."""
     activation = f"{{format: E4M3, scale: {scale}}}" if scale else "E4M3"
     return {
         "rule": "master",
-        "model__formats": f"{{'*': {{weight: E4M3, activation: {activation}{more}}}}}",
+        "model__formats": f"{{'*': {{weight: E4M3, activation: {activation}{settings}}}}}",
     }
 
 
@@ -393,7 +393,7 @@ SETTINGS = {
         **WIDE,
     },
     "lr of nothing": {"rule": "fp32", "optimizer__lr": 1e-7},
-    "no straight-through": master(more=", ste: none"),
+    "no straight-through": master(settings=", ste: none"),
     "scale 2^20 too small": master(ACTIVATION_SCALE * 2**-20),
     "scale as it should be": {
         **master(ACTIVATION_SCALE),
@@ -408,13 +408,13 @@ def runs(tiny, tmp_path_factory):
     """Return a function from a name to the folder of its run, done once."""
     folder = tmp_path_factory.mktemp("provoked")
 
-    def of(name):
+    def finding_of(name):
         path = folder / name
         if not path.exists():
             run(tiny(**{"train__max_steps": 30} | SETTINGS[name]), path)
         return path
 
-    return of
+    return finding_of
 
 
 @pytest.mark.parametrize("name", ["float", "one byte", "scale as it should be"])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from bench_runs import refusal
-from damages import both, cut, put, renamed
+from damages import cut, in_turn, put, renamed
 from safetensors.torch import load_file, save_file
 
 import fp8manifold as fm
@@ -73,7 +73,7 @@ def test_an_outline_is_the_model_s(models, kind):
 )
 def test_weights_are_rounded_for_a_while(models, kind, formats):
     model, tokens = load_causal(str(models[kind])).eval(), torch.arange(20)[None]
-    before, logits = (
+    first_weights, logits = (
         {name: value.clone() for name, value in model.state_dict().items()},
         model(tokens).logits,
     )
@@ -84,7 +84,9 @@ def test_weights_are_rounded_for_a_while(models, kind, formats):
         assert size < whole
     assert not torch.equal(away, logits)
     assert torch.equal(model(tokens).logits, logits)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(first_weights[name], value) for name, value in model.state_dict().items()
+    )
     if kind == "llama":
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -136,7 +138,7 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
     assert main([*words, "--out", own_copy]) == 0
     capsys.readouterr()
     words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", own_copy, "--windows", "3"]
-    more = [
+    options = [
         "--formats",
         "E4M3,e5m2",
         "--scales",
@@ -148,7 +150,16 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
     ]
     assert (
         main(
-            [*words, *more, "--sensitivity", "blocks", "--budget", "2", "--model.block_size", "32"]
+            [
+                *words,
+                *options,
+                "--sensitivity",
+                "blocks",
+                "--budget",
+                "2",
+                "--model.block_size",
+                "32",
+            ]
         )
         == 0
     )
@@ -157,10 +168,10 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
         json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json")
     )
     rows = content["rows"]
-    every = [(fmt, scale) for fmt in ("E4M3", "E5M2") for scale in ("tensor", "block")]
+    all_rows = [(fmt, scale) for fmt in ("E4M3", "E5M2") for scale in ("tensor", "block")]
     assert [(row["format"], row["scale"]) for row in rows] == [
         ("none", ""),
-        *every,
+        *all_rows,
         ("mixture", "tensor"),
     ]
     assert [row["quantized_parameters"] for row in rows[:5]] == [0, *[24576] * 4]
@@ -257,15 +268,15 @@ def test_what_changes_nothing_in_a_gguf_is_named(tmp_path, capsys):
         "x": {"rope_freqs.weight": np.ones(8, np.float32)},
         "head": {"output.weight": head},
     }
-    for name, more in tensors.items():
-        causal_models.write_gguf(tmp_path / f"{name}.gguf", gguf, more)
-    plain, model, other = (load_causal(str(tmp_path / f"{name}.gguf")).eval() for name in tensors)
+    for name, tensors_of_file in tensors.items():
+        causal_models.write_gguf(tmp_path / f"{name}.gguf", gguf, tensors_of_file)
+    plain, model, biased = (load_causal(str(tmp_path / f"{name}.gguf")).eval() for name in tensors)
     assert (
         capsys.readouterr().err
         == "x.gguf: rope_freqs.weight left out: their values change nothing\n"
     )
     assert torch.equal(model(torch.arange(20)[None]).logits, plain(torch.arange(20)[None]).logits)
-    assert torch.equal(other.lm_head.weight, torch.from_numpy(head))
+    assert torch.equal(biased.lm_head.weight, torch.from_numpy(head))
 
 
 @pytest.mark.parametrize(
@@ -281,8 +292,8 @@ def test_codes_are_not_read_as_weights(dtype, called, quantization, tmp_path):
         load_causal(str(tmp_path), quantization=quantization)
 
 
-def written(kind: str = "llama", **more: Any) -> Callable[[Path], Path]:
-    return lambda folder: causal_models.write(folder, kind, **more)
+def model_writer(kind: str = "llama", **options: Any) -> Callable[[Path], Path]:
+    return lambda folder: causal_models.write(folder, kind, **options)
 
 
 ENCODER = [
@@ -290,38 +301,38 @@ ENCODER = [
     ("architectures", ["T5ForConditionalGeneration"]),
     ("is_encoder_decoder", True),
 ]
-T5 = both(*(put(*entry) for entry in ENCODER))
+T5 = in_turn(*(put(*entry) for entry in ENCODER))
 #: what is said of a model, how it is made, and what is done then to which of its files
 UNFIT = [
     (
         "is quantised already (fp8)",
-        written(),
+        model_writer(),
         "config.json",
         put("quantization_config", {"quant_method": "fp8"}),
     ),
     (
         "is T5ForConditionalGeneration, no causal language model",
-        written(),
+        model_writer(),
         "config.json",
-        both(*(put(*entry) for entry in ENCODER)),
+        in_turn(*(put(*entry) for entry in ENCODER)),
     ),
-    ("reads the tokens that follow", written("bert"), "", both()),
+    ("reads the tokens that follow", model_writer("bert"), "", in_turn()),
     (
         "is BertForMaskedLM, no causal",
-        written("bert"),
+        model_writer("bert"),
         "config.json",
         put("architectures", ["BertForMaskedLM"]),
     ),
     (
         "tokenizer",
-        written(),
+        model_writer(),
         "tokenizer.json",
         lambda path: [p.unlink() for p in path.parent.glob("tokenizer*")],
     ),
-    ("has 16 token embeddings, ", written(vocab_size=16), "", both()),
-    ("can't be read", written(), "model.safetensors", cut(100)),
-    ("missing weight 'model.layers.2.", written(), "config.json", put("num_hidden_layers", 3)),
-    ("can't be read", written(), "model.safetensors", renamed("pytorch_model.bin")),
+    ("has 16 token embeddings, ", model_writer(vocab_size=16), "", in_turn()),
+    ("can't be read", model_writer(), "model.safetensors", cut(100)),
+    ("missing weight 'model.layers.2.", model_writer(), "config.json", put("num_hidden_layers", 3)),
+    ("can't be read", model_writer(), "model.safetensors", renamed("pytorch_model.bin")),
     (
         "can't be read",
         lambda folder: folder / "x.gguf",
@@ -334,7 +345,7 @@ UNFIT = [
         "",
         lambda path: path.write_bytes(b"hello"),
     ),
-    ("has no config.json and 0 .gguf files", lambda folder: folder, "", both()),
+    ("has no config.json and 0 .gguf files", lambda folder: folder, "", in_turn()),
 ]
 
 
@@ -407,10 +418,10 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path):
     model_outline, model = outline(str(folder)), load_causal(str(folder))
     assert list(model_outline.shared) == ["lm_head"]
     assert model_outline.parameters == sum(parameter.numel() for parameter in model.parameters())
-    other = causal_models.write(tmp_path / "none")
-    put("tie_word_embeddings", False)(other / "config.json")
+    other_model = causal_models.write(tmp_path / "none")
+    put("tie_word_embeddings", False)(other_model / "config.json")
     with refusal(r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
-        load_causal(str(other))
+        load_causal(str(other_model))
 
 
 def test_memory_that_is_not_there_is_said_before_a_weight_is_read(models, monkeypatch):
@@ -473,7 +484,7 @@ def test_a_language_model_is_read_by_others(tmp_path):
             tmp_path / name / "model.safetensors"
         ).stat().st_size < 221e6  # of 538 MB in float32
         with quiet_transformers(name) as transformers, torch.no_grad():
-            other = transformers.AutoModelForCausalLM.from_pretrained(
+            reloaded = transformers.AutoModelForCausalLM.from_pretrained(
                 tmp_path / name, dtype=torch.float32
             )
-            assert torch.equal(other(tokens).logits, model(tokens).logits), name
+            assert torch.equal(reloaded(tokens).logits, model(tokens).logits), name

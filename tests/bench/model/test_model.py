@@ -64,11 +64,11 @@ def test_initial_values_follow_gpt2_and_the_seed_and_the_global_generator_stays(
             std, rel=0.02
         )
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
-    before = torch.get_rng_state()
-    one, same, other = (build_model(SMALL, seed) for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), before)
+    old_state = torch.get_rng_state()
+    one, same, other_seed = (build_model(SMALL, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), old_state)
     assert torch.equal(one.lm_head.weight, same.lm_head.weight)
-    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    assert not torch.equal(one.lm_head.weight, other_seed.lm_head.weight)
 
 
 def test_tying_shares_one_parameter_and_dropout_acts_in_training_only():
@@ -99,16 +99,16 @@ def wrapped(
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_wrapped_model_comes_back_as_it_was(tmp_path, storage, tie):
-    saved, other = wrapped(storage, 0, tie=tie), wrapped(storage, 1, tie=tie)
-    assert not torch.equal(saved(TOKENS), other(TOKENS))
+    saved, other_model = wrapped(storage, 0, tie=tie), wrapped(storage, 1, tie=tie)
+    assert not torch.equal(saved(TOKENS), other_model(TOKENS))
     save_weights(saved, tmp_path / "new" / "model.safetensors")
-    fill(other, load_file(tmp_path / "new" / "model.safetensors"), {}, "weights")
-    assert torch.equal(saved(TOKENS), other(TOKENS))
+    fill(other_model, load_file(tmp_path / "new" / "model.safetensors"), {}, "weights")
+    assert torch.equal(saved(TOKENS), other_model(TOKENS))
     for name, layer in quantized_layers(saved).items():
-        twin = quantized_layers(other)[name]
+        twin = quantized_layers(other_model)[name]
         assert torch.equal(layer.weight_codes(), twin.weight_codes()), name
         assert torch.equal(layer.weight_scale(), twin.weight_scale()), name
-    assert (other.lm_head.weight is other.token_embedding.weight) is tie
+    assert (other_model.lm_head.weight is other_model.token_embedding.weight) is tie
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
 
 
@@ -133,11 +133,13 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
 def test_weights_of_another_model_are_refused(tmp_path, folder, words):
     save_weights(wrapped(**{"storage": "fp8", "seed": 0, **folder}), tmp_path / "w")
     model = wrapped("fp8", 1)
-    before = {name: layer.weight_codes().clone() for name, layer in quantized_layers(model).items()}
+    old_codes = {
+        name: layer.weight_codes().clone() for name, layer in quantized_layers(model).items()
+    }
     with refusal(words):
         fill(model, load_file(tmp_path / "w"), {}, "weights")
     for name, layer in quantized_layers(model).items():
-        assert torch.equal(layer.weight_codes(), before[name])
+        assert torch.equal(layer.weight_codes(), old_codes[name])
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +189,9 @@ def test_a_fine_tuning_says_what_it_leaves_in_float(mixtral, text_file, working_
         line for line in capsys.readouterr().err.splitlines() if line.startswith("left in float: ")
     )
     summary = json.loads(Path("runs/f/summary.json").read_text())
-    left = summary["parameters"] - summary["quantized_parameters"]
+    float_count = summary["parameters"] - summary["quantized_parameters"]
     assert line.startswith(
-        f"left in float: {left / summary['parameters']:.0%} of the weights, {left:,} of "
+        f"left in float: {float_count / summary['parameters']:.0%} of the weights, {float_count:,} of "
     )
     assert (
         "most in model.layers.0.mlp.experts (18,432), model.layers.1.mlp.experts (18,432)" in line
@@ -227,7 +229,7 @@ def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused):
         )
 
 
-def written(folder: Path, kind: str, dtype: torch.dtype) -> Path:
+def write_model(folder: Path, kind: str, dtype: torch.dtype) -> Path:
     causal_models.write(folder, kind, tied=kind != "gpt2")
     transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
     return folder
@@ -246,7 +248,7 @@ def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(
     kind, dtype, text_file, tmp_path, monkeypatch
 ):
     """The results equal those of a model that holds float weights and codes."""
-    model = written(tmp_path / kind, kind, dtype)
+    model = write_model(tmp_path / kind, kind, dtype)
     words = [
         "evaluate",
         "--model",
@@ -289,7 +291,7 @@ def test_no_float_of_a_linear_weight_is_there_and_every_figure_is(
     "options", [["--sensitivity"], ["--embeddings"], ["--model.formats.embeddings", "E4M3"]]
 )
 def test_what_is_measured_beside_floats_holds_them(options, text_file, tmp_path, monkeypatch):
-    model = written(tmp_path / "llama", "llama", torch.bfloat16)
+    model = write_model(tmp_path / "llama", "llama", torch.bfloat16)
     monkeypatch.setattr(report, "load_narrow", lambda _: pytest.fail("read without its floats"))
     words = [
         "evaluate",
@@ -306,7 +308,7 @@ def test_what_is_measured_beside_floats_holds_them(options, text_file, tmp_path,
 
 def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path):
     assert load_narrow(str(causal_models.write(tmp_path / "floats"))) is None
-    narrow = load_narrow(str(written(tmp_path / "llama", "llama", torch.bfloat16)))
+    narrow = load_narrow(str(write_model(tmp_path / "llama", "llama", torch.bfloat16)))
     assert narrow.config.dtype is torch.float32
     layer = torch.nn.Linear(2, 2).bfloat16()
     layer.register_buffer("cache", torch.ones(2, dtype=torch.bfloat16), persistent=False)

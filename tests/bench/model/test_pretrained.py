@@ -136,9 +136,9 @@ def test_a_model_of_another_kind_or_with_a_head_of_its_own_is_refused(tmp_path):
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    other = gpt2_checkpoints.write(tmp_path / "other", model_type="llama", **sizes)
+    llama = gpt2_checkpoints.write(tmp_path / "other", model_type="llama", **sizes)
     with refusal(r"model_type 'llama'; only gpt2 can be loaded"):
-        checkpoint_shape(str(other))
+        checkpoint_shape(str(llama))
     headed = gpt2_checkpoints.write(tmp_path / "headed", tie_word_embeddings=False)
     with refusal(r"lm_head of its own; give false"):
         resolved(["--model.init_from", str(headed), "--model.tie_weights=true"])
@@ -192,10 +192,10 @@ def test_what_a_hub_does_not_have_is_named_and_one_out_of_reach_is_given_up(
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
     monkeypatch.setattr(hub_module, "PATIENCE", 1.0)
-    begun = time.monotonic()
+    start = time.monotonic()
     with refusal(r"the hub is out of reach.*local copy"):
         checkpoint_shape("gpt2")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "gpt3"])
@@ -243,8 +243,8 @@ def transformers_model(config: Resolved, vocabulary: int) -> Any:
     )
     published_weights = dict(published.transformer.named_parameters())
     for name, weight in build_model(shape, config.seed).named_parameters():
-        for name_of_ours, other in NAMES.items():
-            name = name.replace(name_of_ours, other)
+        for name_of_ours, name_of_theirs in NAMES.items():
+            name = name.replace(name_of_ours, name_of_theirs)
         fused = published_weights.pop(name)
         fused.data.copy_(weight.T if ".c_" in name and weight.dim() == 2 else weight)
     assert not published_weights
@@ -260,10 +260,10 @@ def transformers_losses(config: Resolved, steps: int) -> list[float]:
     meta = json.loads((folder / "meta.json").read_text())
     tokens, block = np.fromfile(folder / "train.bin", dtype=np.uint16), config.model.block_size
     model = transformers_model(config, meta["vocab_size"])
-    matrices, others = (
+    matrices, vectors = (
         [p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)
     )
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8)
     losses = []
     for step in range(steps):

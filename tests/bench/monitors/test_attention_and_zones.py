@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from watched_models import SCALES, layer_of, normal, observers_of, of, on_grid, one_step, watched
+from watched_models import (
+    SCALES,
+    format_of,
+    layer_of,
+    normal,
+    observers_of,
+    on_grid,
+    one_step,
+    watched,
+)
 
 import fp8manifold as fm
 from nanogpt_bench.model.gpt import GPT, GPTShape
@@ -57,14 +66,14 @@ def test_looking_at_attention_leaves_the_scales():
     model = fm.quantize_model(GPT(GPTShape(1, 2, 8, 4, vocab_size=5)), {"*": spec}, "master")
     tokens = torch.zeros(3, 4, dtype=torch.long)
     model(tokens)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    old_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     _, attention, _ = observers_of(watched(model, lambda one_in: model(tokens + 1)), "attention")
     step = Step(1, model, torch.optim.SGD(model.parameters()))
     attention.after_step(step)
     assert "attention/entropy" in step.record
-    after = dict(model.named_buffers())
-    assert before
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    new_buffers = dict(model.named_buffers())
+    assert old_buffers
+    assert all(torch.equal(old_buffers[name], new_buffers[name]) for name in old_buffers)
 
 
 def zone_by_trial(
@@ -90,30 +99,33 @@ def test_zones_are_found_by_trial(name, output):
         w = on_grid(name, 5, 40, std=3.0) * SCALES[0]
         x = normal(rows, 40, seed=1) * torch.logspace(-4, 0, 40)
         x[:, 3] = 0
-        share = zero_gradient_zone(w, x, of(name), SCALES[0], output=output)
+        share = zero_gradient_zone(w, x, format_of(name), SCALES[0], output=output)
         assert share == pytest.approx(zone_by_trial(w, x, name, SCALES[0], output), abs=1.5 / 200)
         assert 0 < share < 1
 
 
 def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch):
     w, x = on_grid("E4M3", 30, 50, std=0.2), normal(32, 50, seed=1) * torch.logspace(-4, 0, 50)
-    shares = [zero_gradient_zone(w, x[:n], of("E4M3")) for n in (0, 1, 4, 32)]
+    shares = [zero_gradient_zone(w, x[:n], format_of("E4M3")) for n in (0, 1, 4, 32)]
     assert shares[0] == 1
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < shares[1]
     monkeypatch.setattr("nanogpt_bench.monitors.zones.PIECE_ELEMENTS", 120)
-    assert zero_gradient_zone(w, x[:4], of("E4M3")) == shares[2]
+    assert zero_gradient_zone(w, x[:4], format_of("E4M3")) == shares[2]
 
 
 def test_zones_at_the_edges():
     w = on_grid("E4M3", 2, 3)
-    assert zero_gradient_zone(w, torch.zeros(4, 3), of("E4M3")) == 1
-    assert zero_gradient_zone(w, torch.ones(4, 3), of("E4M3"), output=torch.float32) == 0
-    assert zero_gradient_zone(w, torch.ones(1, 3), of("E4M3"), bias=torch.full((2,), 1e6)) == 1
+    assert zero_gradient_zone(w, torch.zeros(4, 3), format_of("E4M3")) == 1
+    assert zero_gradient_zone(w, torch.ones(4, 3), format_of("E4M3"), output=torch.float32) == 0
     assert (
-        zero_gradient_zone(w, torch.ones(1, 3), of("E4M3"), bias=torch.full((2,), torch.inf)) == 1
+        zero_gradient_zone(w, torch.ones(1, 3), format_of("E4M3"), bias=torch.full((2,), 1e6)) == 1
     )
-    assert zero_gradient_zone(torch.empty(0, 3), torch.ones(1, 3), of("E4M3")) == 0
+    assert (
+        zero_gradient_zone(w, torch.ones(1, 3), format_of("E4M3"), bias=torch.full((2,), torch.inf))
+        == 1
+    )
+    assert zero_gradient_zone(torch.empty(0, 3), torch.ones(1, 3), format_of("E4M3")) == 0
 
 
 @pytest.mark.parametrize(("inputs", "share"), [(0.0, 1.0), (1.0, 0.0)])

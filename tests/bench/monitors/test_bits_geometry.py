@@ -13,10 +13,10 @@ from torch import nn
 from watched_models import (
     NAMES,
     SCALES,
+    format_of,
     layer_of,
     normal,
     observers_of,
-    of,
     on_grid,
     one_step,
     watched,
@@ -42,7 +42,7 @@ from nanogpt_bench.monitors.geometry import (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_are_the_counts(name):
-    fmt = of(name)
+    fmt = format_of(name)
     x = normal(1000, seed=5, std=2.0 if name == "E7M0" else fmt.max / 4)
     codes = [reference.encode(v, fmt) for v in fm.round_to_grid(x, fmt).tolist()]
     size, figures = bit_figures(code_histogram(x, fmt), fmt)
@@ -62,17 +62,17 @@ def test_figures_are_the_counts(name):
 
 
 def test_codes_that_are_no_number_are_left_out():
-    counts = code_histogram(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
+    counts = code_histogram(torch.tensor([1.0, math.nan, 2.0]), format_of("E4M3"))
     assert counts[127] == 1
-    size, figures = bit_figures(counts, of("E4M3"))
+    size, figures = bit_figures(counts, format_of("E4M3"))
     assert (size, figures[CODES_USED]) == (2, 2 / 254)
-    size, empty = bit_figures(code_histogram(torch.empty(0), of("E5M2")), of("E5M2"))
+    size, empty = bit_figures(code_histogram(torch.empty(0), format_of("E5M2")), format_of("E5M2"))
     assert (size, set(empty.values())) == (0, {0.0})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_counts_are_those_of_encode(dtype):
-    for fmt in map(of, NAMES):
+    for fmt in map(format_of, NAMES):
         x = normal(3, 60_000, dtype=dtype)  # more than a piece
         x[0, :3] = torch.tensor([math.inf, -math.inf, 1e30])
         codes = fm.encode(x.to(torch.promote_types(dtype, torch.float32)) / (SCALES * 8), fmt)
@@ -102,27 +102,27 @@ def test_spacings_are_the_definition(name, columns):
     w = normal(3, columns, std=0.1)
     scale = fm.storage_scale(w, name)
     stiffness = fm.ulp(w / scale, name) * scale
-    figures = geometry_figures(w, of(name), scale)
+    figures = geometry_figures(w, format_of(name), scale)
     assert figures[STIFFNESS_MEAN] == pytest.approx(stiffness.double().mean().item(), rel=1e-5)
 
 
 def test_the_off_grid_share():
-    for fmt in map(of, NAMES):
+    for fmt in map(format_of, NAMES):
         weight = on_grid(fmt.name, 3, 2000) * SCALES
         assert geometry_figures(weight, fmt, SCALES)[OFF_GRID] == 0
         weight[0, :37] += 0.3 * fm.ulp(weight[0, :37] / SCALES[0], fmt) * SCALES[0]
         weight[1, :5] = math.nan if fmt.name == "E7M0" else 3 * fmt.max * SCALES[1]
         assert geometry_figures(weight, fmt, SCALES)[OFF_GRID] == 42 / 6000
     for fmt, dtype in itertools.product(
-        map(of, ("E4M3", "E5M2", "E1M6")), (torch.float32, torch.bfloat16, torch.float64)
+        map(format_of, ("E4M3", "E5M2", "E1M6")), (torch.float32, torch.bfloat16, torch.float64)
     ):
         x, scale = normal(200, 200).to(dtype), fm.amax_scale(normal(200, 200), fmt)
         assert geometry_figures(fm.fake_quantize(x, fmt, scale), fmt, scale)[OFF_GRID] == 0
 
 
 def test_distances_from_constraints_and_fields_without_weights_or_numbers():
-    assert list(geometry_figures(torch.empty(0), of("E4M3")).values()) == [0, 0]
-    bad = geometry_figures(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
+    assert list(geometry_figures(torch.empty(0), format_of("E4M3")).values()) == [0, 0]
+    bad = geometry_figures(torch.tensor([1.0, math.nan, 2.0]), format_of("E4M3"))
     assert math.isnan(bad[STIFFNESS_MEAN])
     assert bad[OFF_GRID] == pytest.approx(1 / 3)
     q = geoopt.Stiefel().projx(normal(3, 8, 5))

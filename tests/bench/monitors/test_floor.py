@@ -75,10 +75,10 @@ def test_the_record_is_the_mean_over_the_last_quarter_of_the_averaged_gradients_
         },
         rel=1e-5,
     )
-    before, after = (FloorObserver(layers, ["E4M3"], 0.5, 8) for _ in range(2))
-    assert steps_of(before, layers, range(1, 8)) == {}
-    after.load_state(before.state())
-    assert steps_of(after, layers, [8]) == record
+    whole, resumed = (FloorObserver(layers, ["E4M3"], 0.5, 8) for _ in range(2))
+    assert steps_of(whole, layers, range(1, 8)) == {}
+    resumed.load_state(whole.state())
+    assert steps_of(resumed, layers, [8]) == record
 
 
 def test_a_float_run_records_the_floors_of_the_formats_named(tiny):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench_runs import recorded
 from torch import nn
-from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
+from watched_models import SCALES, format_of, normal, observers_of, on_grid, one_step, watched
 
 import fp8manifold as fm
 from nanogpt_bench.loop.train import run
@@ -64,7 +64,7 @@ def test_noise_is_the_variance_of_stochastic_rounding(name):
     many = (target / SCALES).expand(4000, 3, 40)
     errors = (fm.round_to_grid(many, name, "stochastic", seed=1) * SCALES - target).double()
     measured = (target - weight).double().square().sum() / errors.square().mean(0).sum()
-    assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(
+    assert update_to_noise(weight, target, format_of(name), SCALES) == pytest.approx(
         measured.item(), rel=0.05
     )
 
@@ -81,10 +81,10 @@ def test_noise_is_the_variance_of_stochastic_rounding(name):
 )
 def test_noise_at_the_edges(target, ratio):
     one = torch.ones(4)
-    assert update_to_noise(one, one * target, of("E4M3")) == ratio
-    assert update_to_noise(one[:0], one[:0], of("E4M3")) is None
-    assert math.isnan(update_to_noise(one, one * math.nan, of("E4M3")) or 0.0)
-    tiny = update_to_noise(one * 1e-25, one * 1.0625e-25, of("E4M3"), 1e-25)
+    assert update_to_noise(one, one * target, format_of("E4M3")) == ratio
+    assert update_to_noise(one[:0], one[:0], format_of("E4M3")) is None
+    assert math.isnan(update_to_noise(one, one * math.nan, format_of("E4M3")) or 0.0)
+    tiny = update_to_noise(one * 1e-25, one * 1.0625e-25, format_of("E4M3"), 1e-25)
     assert tiny == pytest.approx(0.0625**2 / (0.25 * 0.125**2), rel=1e-4)
 
 
@@ -110,10 +110,10 @@ def test_dead_is_a_hundred_steps_below_the_threshold():
             torch.tensor([0.0, -9e-9, 1e-8 if step != 50 else 0.0, 0.0 if step != 50 else 1.0])
         )
     assert runs.dead == 0.5
-    other = DeadRuns()
-    other.load_state(runs.state())
-    other.update(torch.tensor([math.nan, 0.0, 0.0, 0.0]))
-    assert (runs.dead, other.dead) == (0.5, 0.25)
+    resumed = DeadRuns()
+    resumed.load_state(runs.state())
+    resumed.update(torch.tensor([math.nan, 0.0, 0.0, 0.0]))
+    assert (runs.dead, resumed.dead) == (0.5, 0.25)
     nothing = DeadRuns()
     nothing.update(torch.empty(0))
     assert nothing.dead == 0

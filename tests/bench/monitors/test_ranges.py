@@ -9,7 +9,16 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
-from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, one_step, watched
+from watched_models import (
+    NAMES,
+    SCALES,
+    format_of,
+    layer_of,
+    normal,
+    observers_of,
+    one_step,
+    watched,
+)
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -49,7 +58,7 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shares_are_those_of_exact_rounding(name):
-    fmt = of(name)
+    fmt = format_of(name)
     middle = float(
         (reference.magnitude(fmt.max_code, fmt) + reference.magnitude(fmt.max_code + 1, fmt)) / 2
     )
@@ -66,7 +75,10 @@ def test_shares_are_those_of_exact_rounding(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_shares_of_channels_in_pieces_and_in_every_dtype(dtype):
     x = normal(3, 50_000, std=0.1, dtype=dtype)
-    figures, units = range_figures(x, of("E4M3"), SCALES * 2.0**-6), x.double() / (SCALES * 2.0**-6)
+    figures, units = (
+        range_figures(x, format_of("E4M3"), SCALES * 2.0**-6),
+        x.double() / (SCALES * 2.0**-6),
+    )
     assert figures[OVERFLOW] == (units.abs() > 464).double().mean().item() > 0
     assert figures[AMAX] == x.abs().max().item()
 
@@ -88,7 +100,7 @@ def test_moments(shape, offset):
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
 def test_a_constant_has_no_moments(value):
-    figures = range_figures(torch.full((1000,), value), of("E4M3"))
+    figures = range_figures(torch.full((1000,), value), format_of("E4M3"))
     assert (figures[KURTOSIS], figures[LOG2_SKEWNESS]) == (None, None)
     assert figures[AMAX] == pytest.approx(abs(value))
     assert figures[LOG2_STD] == (0.0 if value else None)
@@ -96,17 +108,17 @@ def test_a_constant_has_no_moments(value):
 
 def test_what_is_not_finite_and_what_is_not_there():
     x = torch.cat([normal(997), torch.tensor([math.nan, math.inf, -math.inf])])
-    figures, finite = range_figures(x, of("E5M2")), range_figures(x[:997], of("E5M2"))
+    figures, finite = range_figures(x, format_of("E5M2")), range_figures(x[:997], format_of("E5M2"))
     assert figures[OVERFLOW] == figures[CLAMPED] == 2 / 1000
     assert [figures[m] for m in (AMAX, KURTOSIS, LOG2_STD)] == [
         finite[m] for m in (AMAX, KURTOSIS, LOG2_STD)
     ]
     for nothing in (torch.full((3,), math.nan), torch.empty(0, 3)):
-        figures = range_figures(nothing, of("E7M0"))
+        figures = range_figures(nothing, format_of("E7M0"))
         assert [figures[m] for m in (OVERFLOW, AMAX, KURTOSIS, LOG2_STD)] == [0.0, 0.0, None, None]
     for seed in range(50):  # the largest value under its own scale is not clamped
         x = normal(20, seed=seed)
-        assert range_figures(x, of("E4M3"), fm.amax_scale(x, "E4M3"))[CLAMPED] == 0
+        assert range_figures(x, format_of("E4M3"), fm.amax_scale(x, "E4M3"))[CLAMPED] == 0
 
 
 def test_thirty_seven_overflowing_weights_of_64_are_37_in_64():

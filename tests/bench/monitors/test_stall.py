@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from watched_models import NAMES, normal, of, on_grid, watched
+from watched_models import NAMES, format_of, normal, on_grid, watched
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -28,12 +28,12 @@ from nanogpt_bench.monitors.stall import (
 
 def test_shares_are_the_counts():
     draw = torch.Generator().manual_seed(1)
-    before, target, after = torch.randint(0, 3, (3, 1000), generator=draw).float()
-    rows = list(zip(before.tolist(), target.tolist(), after.tolist(), strict=True))
-    assert update_lost(before, target, after) == sum(t != b and a == b for b, t, a in rows) / 1000
-    codes = (before // 2).to(torch.uint8), (after // 2).to(torch.uint8)
+    old, target, new = torch.randint(0, 3, (3, 1000), generator=draw).float()
+    rows = list(zip(old.tolist(), target.tolist(), new.tolist(), strict=True))
+    assert update_lost(old, target, new) == sum(t != b and a == b for b, t, a in rows) / 1000
+    codes = (old // 2).to(torch.uint8), (new // 2).to(torch.uint8)
     assert (
-        code_unchanged(*codes, before, after)
+        code_unchanged(*codes, old, new)
         == sum(b != a and b // 2 == a // 2 for b, _, a in rows) / 1000
     )
 
@@ -48,43 +48,43 @@ def test_special_values():
     )
     assert update_lost(torch.zeros(1), -torch.zeros(1), torch.zeros(1)) == 0.0
     assert update_lost(torch.empty(0), torch.empty(0), torch.empty(0)) == 0.0
-    assert update_ulps(one[:0], one[:0], of("E4M3")) == 0.0
+    assert update_ulps(one[:0], one[:0], format_of("E4M3")) == 0.0
     assert residual_saturation(torch.arange(-128, 128).to(torch.int8)) == 2 / 256
     assert residual_saturation(torch.empty(0, dtype=torch.int8)) == 0
-    assert math.isnan(update_ulps(one, nan, of("E4M3")))
-    assert update_ulps(one, one * math.inf, of("E4M3")) == math.inf
+    assert math.isnan(update_ulps(one, nan, format_of("E4M3")))
+    assert update_ulps(one, one * math.inf, format_of("E4M3")) == math.inf
 
 
 def test_sizes_are_in_spacings_at_the_weight_to_the_last_digit():
-    for fmt in map(of, NAMES):
-        before = on_grid(fmt.name, 300) * 0.25
-        target = before + normal(300, seed=1) * 0.3 * fm.ulp(before / 0.25, fmt) * 0.25
-        pairs = zip((before / 0.25).tolist(), (target / 0.25).tolist(), strict=True)
+    for fmt in map(format_of, NAMES):
+        old = on_grid(fmt.name, 300) * 0.25
+        target = old + normal(300, seed=1) * 0.3 * fm.ulp(old / 0.25, fmt) * 0.25
+        pairs = zip((old / 0.25).tolist(), (target / 0.25).tolist(), strict=True)
         ulps = [abs(t - b) / float(reference.ulp(b, fmt)) for b, t in pairs]
-        assert update_ulps(before, target, fmt, 0.25) == pytest.approx(sum(ulps) / 300, rel=1e-5)
+        assert update_ulps(old, target, fmt, 0.25) == pytest.approx(sum(ulps) / 300, rel=1e-5)
     large = torch.full((200_000,), 256.0)
-    assert update_ulps(large, torch.nextafter(large, 2 * large), of("E4M3")) == 2.0**-15 / 32
+    assert update_ulps(large, torch.nextafter(large, 2 * large), format_of("E4M3")) == 2.0**-15 / 32
 
 
 def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_step():
-    for fmt in map(of, NAMES):
+    for fmt in map(format_of, NAMES):
         std = 0.2 * fmt.max if fmt.max < 100 else 1.0
-        before = on_grid(fmt.name, 200_000, seed=3, std=std).clamp(-fmt.max / 4, fmt.max / 4)
-        before = fm.round_to_grid(before, fmt)
-        target = before + normal(200_000, seed=4).clamp(-1, 1) * 0.2 * fm.ulp(before, fmt)
+        old = on_grid(fmt.name, 200_000, seed=3, std=std).clamp(-fmt.max / 4, fmt.max / 4)
+        old = fm.round_to_grid(old, fmt)
+        target = old + normal(200_000, seed=4).clamp(-1, 1) * 0.2 * fm.ulp(old, fmt)
         stochastic = fm.round_to_grid(target, fmt, "stochastic", seed=5)
-        assert (stochastic == before).double().mean() > 0.7  # most stand still
-        assert update_arrived(before, target, stochastic).share == pytest.approx(1.0, abs=0.05)
-        assert update_arrived(before, target, before).share == 0.0
-        assert update_arrived(before, target, target).share == 1.0
+        assert (stochastic == old).double().mean() > 0.7  # most stand still
+        assert update_arrived(old, target, stochastic).share == pytest.approx(1.0, abs=0.05)
+        assert update_arrived(old, target, old).share == 0.0
+        assert update_arrived(old, target, target).share == 1.0
 
 
 def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates():
-    before, target = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
-    figures = update_arrived(before, target, torch.tensor([2.0, 2.0]))
+    old, target = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
+    figures = update_arrived(old, target, torch.tensor([2.0, 2.0]))
     assert (figures.projected, figures.requested, figures.share) == (0.5, 1.25, 0.4)
     assert (figures + Arrival(1.0, 0.25)).share == 1.0
-    assert update_arrived(before, before, before).share is None
+    assert update_arrived(old, old, old).share is None
     assert update_arrived(torch.empty(0), torch.empty(0), torch.empty(0)) == Arrival(0.0, 0.0)
     top = torch.tensor([448.0])
     assert update_arrived(top, top + 64, fm.round_to_grid(top + 64, "E4M3")).share == 0.0
@@ -153,11 +153,11 @@ def test_it_looks_at_its_interval_and_at_the_last_step():
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
     stall, observer = watch(model, interval=3)
-    seen = [
+    looks = [
         step_once(model, optimizer, observer, number, last=number == 7) for number in range(1, 8)
     ]
     assert [
-        number for number, record in enumerate(seen, start=1) if "stall/update_lost" in record
+        number for number, record in enumerate(looks, start=1) if "stall/update_lost" in record
     ] == [3, 6, 7]
     assert stall.arrived is not None
     step = Step(9, model, optimizer)  # in which no weight is asked to move

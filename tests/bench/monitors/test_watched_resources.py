@@ -37,12 +37,12 @@ GRID_FORMATS = (
 )
 def test_watching_everything_changes_nothing(tiny, tmp_path, settings):
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
-    seen = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
+    watched_records = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
     unseen = records_of(
         tiny(**settings, monitor__watch="[]", alerts__enabled=False), tmp_path / "unseen"
     )
     keys = ("train/loss", "val/loss", "grad/norm")
-    assert [[record.get(key) for key in keys] for record in seen] == [
+    assert [[record.get(key) for key in keys] for record in watched_records] == [
         [record.get(key) for key in keys] for record in unseen
     ]
     assert not [
@@ -64,8 +64,8 @@ NAMESPACES |= {"gradients": "grad/l2", "resources": "memory/", "trend": "train/l
 @pytest.mark.parametrize("alone", WATCHED)
 def test_a_monitor_is_watched_alone_or_left_out(tiny, tmp_path, alone):
     settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
-    others = set(WATCHED) - {alone}
-    for watch in ({alone}, others):
+    other_monitors = set(WATCHED) - {alone}
+    for watch in ({alone}, other_monitors):
         last = records_of(
             tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch))
         )[-1]
@@ -108,7 +108,7 @@ def test_all_that_a_watched_run_writes_is_registered(
     monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
     speed = {"eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
-    seen, residual = set(), "{'*': {weight: E4M3, gradient: E5M2}}"
+    names, residual = set(), "{'*': {weight: E4M3, gradient: E5M2}}"
     for name, settings in {
         "residual": {"rule": "muon-residual8", "model__formats": residual, **shadow, **speed},
         "master": {"rule": "master", "model__formats": formats, **shadow, **speed},
@@ -121,10 +121,10 @@ def test_all_that_a_watched_run_writes_is_registered(
             "monitor__floor_formats": "[E4M3]",
         },
     }.items():
-        first, *others = records_of(tiny(**settings), tmp_path / name)
-        seen |= set(first).union(*others) - {"step"}
+        first, *later = records_of(tiny(**settings), tmp_path / name)
+        names |= set(first).union(*later) - {"step"}
         assert first["memory/peak_bytes"] > 1e7
-    metrics = {key: registered(key) for key in seen}
+    metrics = {key: registered(key) for key in names}
     assert [key for key, metric in metrics.items() if metric is None] == []
     assert [metric.name for metric in METRICS if metric not in metrics.values()] == []
 
@@ -171,7 +171,7 @@ def step_number(number, *, last=False):
     return Step(number, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]), last)
 
 
-def taken(turns, names, number, *, last=False):
+def taken_layers(turns, names, number, *, last=False):
     step = step_number(number, last=last)
     names_at_step = "".join(name for name in names if turns.takes(step, name))
     turns.complete_record(step)
@@ -180,32 +180,43 @@ def taken(turns, names, number, *, last=False):
 
 def test_the_first_look_takes_all_layers_and_every_turn_each_layer_once_none_of_them_empty():
     turns = Turns(3, ["abcdefg", "xy"], 10)
-    looks = [taken(turns, "abcdefg", number) for number in range(10, 90, 10)]
+    looks = [taken_layers(turns, "abcdefg", number) for number in range(10, 90, 10)]
     assert looks[0] == "abcdefg"
     assert sorted("".join(looks[1:4])) == sorted("".join(looks[4:7])) == list("abcdefg")
     assert all(2 <= len(look) <= 3 for look in looks[1:])
-    assert taken(turns, "abcdefg", 95) == ""
-    assert taken(turns, "abcdefg", 97, last=True) == taken(turns, "abcdefg", 90)
+    assert taken_layers(turns, "abcdefg", 95) == ""
+    assert taken_layers(turns, "abcdefg", 97, last=True) == taken_layers(turns, "abcdefg", 90)
     turns = Turns(5, ["ab"])
-    assert [taken(turns, "ab", number) for number in range(1, 6)] == ["ab", "a", "b", "a", "b"]
+    assert [taken_layers(turns, "ab", number) for number in range(1, 6)] == [
+        "ab",
+        "a",
+        "b",
+        "a",
+        "b",
+    ]
     turns, step = Turns(2, ["ab"]), step_number(1)
     step.anomaly = Anomaly(1, ("loss",), "loss")
     turns.complete_record(step)
-    assert [taken(turns, "ab", number) for number in (2, 3)] == ["ab", "b"]
+    assert [taken_layers(turns, "ab", number) for number in (2, 3)] == ["ab", "b"]
 
 
 @pytest.mark.parametrize(("count", "first"), [(2, "ab"), (3, "abc"), (1, "abc")])
 def test_a_run_that_goes_on_with_other_turns_begins_with_all_layers(count, first):
     earlier = Turns(2, ["abc"])
-    taken(earlier, "abc", 1)
+    taken_layers(earlier, "abc", 1)
     later = Turns(count, ["abc"])
     later.load_state(earlier.state())
-    assert taken(later, "abc", 2) == first
+    assert taken_layers(later, "abc", 2) == first
 
 
-def watched(tiny, turns, **more):
-    more = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": STEPS, **more}
-    return tiny(monitor__interval=1, monitor__turns=turns, eval__interval=STEPS, **more)
+def watched(tiny, turns, **overrides):
+    overrides = {
+        "rule": "stochastic",
+        "model__formats": GRID_FORMATS,
+        "train__max_steps": STEPS,
+        **overrides,
+    }
+    return tiny(monitor__interval=1, monitor__turns=turns, eval__interval=STEPS, **overrides)
 
 
 @pytest.fixture(scope="module")
@@ -224,19 +235,21 @@ def test_figures_are_those_of_the_step_and_over_all_layers_of_the_latest(
     folder = in_turn if rule == "stochastic" else tmp_path / "turns"
     if rule == "master":
         run(watched(tiny, 3, rule=rule), folder)
-    some = recorded(folder)[1:]
-    assert [record["train/loss"] for record in some] == [record["train/loss"] for record in whole]
+    some_records = recorded(folder)[1:]
+    assert [record["train/loss"] for record in some_records] == [
+        record["train/loss"] for record in whole
+    ]
     metrics = [metric for metric in OF_THE_STEP if metric in whole[0]]
     assert len(metrics) == len(OF_THE_STEP) - (2 if rule == "master" else 0)
     for metric in metrics:
-        check_turns(metric, some, whole)
+        check_turns(metric, some_records, whole)
 
 
-def check_turns(metric, some, whole):
+def check_turns(metric, some_records, whole):
     """Compare every figure with that of the run that always looks at all layers."""
     latest = {}
     sizes = {"qkv": 768, "attn.proj": 256, "fc": 1024, "mlp.proj": 1024, "lm_head": 656}
-    for index, (part, full) in enumerate(zip(some, whole, strict=True)):
+    for index, (part, full) in enumerate(zip(some_records, whole, strict=True)):
         figures = {key: value for key, value in part.items() if key.startswith(f"{metric}/")}
         assert figures == {key: full[key] for key in figures}, metric
         latest |= figures

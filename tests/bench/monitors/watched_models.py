@@ -17,7 +17,7 @@ NAMES = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ", "P3109_8P3F
 SCALES = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
 
 
-def of(name: str) -> fm.FloatFormat:
+def format_of(name: str) -> fm.FloatFormat:
     return fm.FloatFormat.from_string(name)
 
 
@@ -54,15 +54,15 @@ def watched(
     return Watched.from_model(config, model, torch.device("cpu"), look)
 
 
-def observers_of(of: Watched, *names: str) -> list[Observer]:
+def observers_of(watched: Watched, *names: str) -> list[Observer]:
     """Some monitors of what is watched, in the order of a run.
 
     What shows them their tensors comes with them.
     """
-    monitors = [MODULES[name].build(of) for name in names]
+    monitors = [MODULES[name].build(watched) for name in names]
     watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
-    updates = [UpdateObserver(of, watching)] if watching and of.quantized else []
-    return [of.capture, *updates, *monitors, of.turns]
+    updates = [UpdateObserver(watched, watching)] if watching and watched.quantized else []
+    return [watched.capture, *updates, *monitors, watched.turns]
 
 
 def one_step(
@@ -83,7 +83,8 @@ def one_step(
         "after_backward",
         "before_step",
         "after_step",
-        "written",
+        "complete_record",
+        "take_record",
     ):
         if point == "after_forward":
             loss = model(inputs).sum()

@@ -45,7 +45,7 @@ def loss_at(step: int, steps: int, final: float, jitter: float = 0.0) -> float:
     return math.log(256) + (final - math.log(256)) * share + jitter * math.sin(1.7 * step)
 
 
-def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, Any]]:
+def records(rule: str, final: float, steps: int, interval: int) -> list[dict[str, Any]]:
     metric = None
     if rule in STALL:
         metric = "code_unchanged" if rule == "master" else "update_lost"
@@ -59,7 +59,7 @@ def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, A
         }
         record |= {"time/elapsed_s": 0.06 * (step + 1) * (1.4 if rule == "bf16-mixed" else 1.0)}
         record |= {"time/tokens_per_s": 12000.0}
-        if step % every == 0 or step == steps:
+        if step % interval == 0 or step == steps:
             record |= {
                 "val/loss": loss_at(step, steps, final),
                 "val/perplexity": 8.0,
@@ -161,15 +161,17 @@ def write_comparison(folder: Path, seeds: int = 1) -> list[Path]:
     ]
 
 
-def write_metrics(folder: Path, series: Mapping[str, Callable[[int], Any]], every: int = 1) -> None:
+def write_metrics(
+    folder: Path, series: Mapping[str, Callable[[int], Any]], interval: int = 1
+) -> None:
     """Add series to the metrics of a run on disk.
 
-    Example: write_metrics(folder, {key: value of step}, every=1).
+    Example: write_metrics(folder, {key: value of step}, interval=1).
     """
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for record in lines:
-        if record["step"] % every == 0:
+        if record["step"] % interval == 0:
             record |= {key: value(record["step"]) for key, value in series.items()}
     path.write_text("".join(json.dumps(record) + "\n" for record in lines), encoding="utf-8")
 

@@ -65,8 +65,8 @@ def page(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("report")
     runs = write_comparison(folder / "runs")
-    write_metrics(runs[3], {"grad/cosine": lambda step: 0.97 - 0.0004 * step}, every=20)
-    write_metrics(runs[3], {"quant/kurtosis/residual": lambda step: 3.0 + step / 10}, every=20)
+    write_metrics(runs[3], {"grad/cosine": lambda step: 0.97 - 0.0004 * step}, interval=20)
+    write_metrics(runs[3], {"quant/kurtosis/residual": lambda step: 3.0 + step / 10}, interval=20)
     write_alerts(runs[3], ("kurtosis", 80), ("early_divergence", 120))
     for lr in (2e-3, 4e-3):
         write_run(
@@ -127,9 +127,9 @@ def test_the_charts_follow_a_change_of_theme(opened):
 
 def test_a_row_is_hidden_everywhere_by_one_press(opened):
     shown = "document.querySelectorAll('#chart-val-step .mark-line path').length"
-    before = opened.evaluate(shown)
+    old_rows = opened.evaluate(shown)
     opened.evaluate("document.querySelector('button.key[data-row=\"E4M3 nearest\"]').click()")
-    opened.wait(f"{shown} < {before}")
+    opened.wait(f"{shown} < {old_rows}")
     pressed = "[...document.querySelectorAll('button.key[data-row=\"E4M3 nearest\"]')].map((k) => k.ariaPressed)"
     assert set(opened.evaluate(pressed)) == {"false"}
 
@@ -146,7 +146,7 @@ LABELS = """[...document.querySelectorAll('#chart-val-step .role-axis-label text
 
 
 def test_a_drag_magnifies_and_two_presses_go_back(opened):
-    before = opened.evaluate(LABELS)
+    old_labels = opened.evaluate(LABELS)
     opened.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
     box = opened.evaluate(
         "document.querySelector('#chart-val-step svg').getBoundingClientRect().toJSON()"
@@ -154,12 +154,12 @@ def test_a_drag_magnifies_and_two_presses_go_back(opened):
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     for kind, shift in (("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 80)):
         opened.mouse(kind, x + shift, y + shift)
-    opened.wait(f"{LABELS} !== {json.dumps(before)}")
+    opened.wait(f"{LABELS} !== {json.dumps(old_labels)}")
     assert opened.evaluate("document.querySelector('.box').hidden")
     for clicks in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
             opened.mouse(kind, x, y, clicks)
-    opened.wait(f"{LABELS} === {json.dumps(before)}")
+    opened.wait(f"{LABELS} === {json.dumps(old_labels)}")
     assert opened.messages == []
 
 

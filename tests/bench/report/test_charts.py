@@ -34,10 +34,10 @@ def test_every_figure_is_an_svg_that_shows_something(tmp_path):
     charts = [
         chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts
     ]
-    written = write_figures(charts, chosen, tmp_path / "figures")
-    assert {path.name for path in written} == {"loss_curves.svg", "stall.svg"}
-    assert set((tmp_path / "figures").iterdir()) == set(written)
-    for path in written:
+    files = write_figures(charts, chosen, tmp_path / "figures")
+    assert {path.name for path in files} == {"loss_curves.svg", "stall.svg"}
+    assert set((tmp_path / "figures").iterdir()) == set(files)
+    for path in files:
         assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
 
 
@@ -173,7 +173,7 @@ def test_the_chart_marks_the_first_step_of_each_class(tmp_path):
     folder = write_run(
         tmp_path / "b", rule="fp32", status="failed", failure=failure, final_val_loss=None
     )
-    write_metrics(folder, {"quant/kurtosis/residual": lambda step: 3 + step}, every=10)
+    write_metrics(folder, {"quant/kurtosis/residual": lambda step: 3 + step}, interval=10)
     write_metrics(folder, {"train/loss": lambda step: None if step == 200 else 5.0 - step / 100})
     write_alerts(folder, ("kurtosis", 50), ("kurtosis", 60))
     results, chosen = prepared([write_run(tmp_path / "a"), folder])

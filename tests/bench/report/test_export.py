@@ -86,18 +86,18 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
 
 @pytest.mark.usefixtures("_no_figures")
 def test_what_several_files_hold_counts_once(tmp_path, unfinished):
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    assert main(["results", "export", str(unfinished), "--out", str(before)]) == 0
+    old_file, new_file = tmp_path / "before.json", tmp_path / "after.json"
+    assert main(["results", "export", str(unfinished), "--out", str(old_file)]) == 0
     write_run(tmp_path / "again", rule="nearest", fmt="E4M3", final=2.4, seed=4)
     (tmp_path / "again" / "summary.json").rename(unfinished / "nearest-4" / "summary.json")
     summary = summary_of(unfinished / "nearest-4") | {"name": "nearest-4"}
     (unfinished / "nearest-4" / "summary.json").write_text(json.dumps(summary))
-    assert main(["results", "export", str(unfinished), "--out", str(after)]) == 0
+    assert main(["results", "export", str(unfinished), "--out", str(new_file)]) == 0
     for files in (
-        [before, after],
-        [after, before],
-        [before, unfinished],
-        [after, after, unfinished],
+        [old_file, new_file],
+        [new_file, old_file],
+        [old_file, unfinished],
+        [new_file, new_file, unfinished],
     ):
         out = tmp_path / "page"
         assert main(["report", *map(str, files), "--out", str(out), "--reference", "fp32"]) == 0

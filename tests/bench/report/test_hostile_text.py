@@ -113,7 +113,7 @@ def hostile_run(folder, text):
         "grad/cosine": lambda step: 0.9,
         "quant/kurtosis/residual": lambda step: 3 + step / 10,
     }
-    write_metrics(folder, {**series, text: lambda step: text}, every=20)
+    write_metrics(folder, {**series, text: lambda step: text}, interval=20)
     alert = {
         "step": 80,
         "level": text,
@@ -131,7 +131,7 @@ def write_json(path, content):
 
 
 #: what the page says while a pointer goes over every chart
-TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
+TOOLTIPS = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
   const box = place.getBoundingClientRect();
   return [...Array(400).keys()].map((i) => {
     const at = { clientX: box.x + box.width * (i % 20) / 20, clientY: box.y + box.height * Math.floor(i / 20) / 20 };
@@ -176,8 +176,8 @@ def test_the_page_has_no_element_of_theirs(page):
     assert "img" not in tags
     attributes = [
         (name, value or "")
-        for _, of in elements
-        for name, value in of.items()
+        for _, owner in elements
+        for name, value in owner.items()
         if name != "data-row"
     ]
     assert not [
@@ -221,9 +221,9 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     assert len([line for line in lines if not line.startswith("|  ")]) == len(runs) + 2
     print(to_text(results))
     bar = Bar(Console(width=200))
-    for at, text in enumerate(TEXTS):
+    for index, text in enumerate(TEXTS):
         bar.entries.append(Entry(text))
-        bar.show(JobEvent(at, "failed", {"error": {"message": text}}))
+        bar.show(JobEvent(index, "failed", {"error": {"message": text}}))
     assert main(["verify", *map(str, runs)]) == 1
     assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2
     assert main(["report", "\x1b[2J", "--out", "x"]) == 2
@@ -249,7 +249,7 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
             "[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')"
         )
         assert "<script>" in drawn
-        alarms = browser.evaluate(TOLD)
+        alarms = browser.evaluate(TOOLTIPS)
         assert "%{x}" in alarms
         assert "<script>" in alarms
         browser.evaluate(

@@ -119,11 +119,11 @@ def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path):
         write_metrics(
             folder,
             {key: lambda step, i=i: 1 / (step + i + 1) for key in [*keys, *watched]},
-            every=100,
+            interval=100,
         )
-    begun = time.process_time()
+    start = time.process_time()
     built = report([tmp_path / "runs"], out=tmp_path / "out")
-    assert time.process_time() - begun < 30
+    assert time.process_time() - start < 30
     assert built.stat().st_size < 8e6
 
 

@@ -240,8 +240,10 @@ def described(
 )
 def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(tmp_path, differences, named):
     folder = tmp_path / str(differences)
-    other = described(write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences)
-    _, result = measured([described(write_run(folder / "a")), other])
+    second = described(
+        write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences
+    )
+    _, result = measured([described(write_run(folder / "a")), second])
     assert (result.verdict.outcome, result.verdict.text) == (
         Judgement.INCOMPARABLE,
         f"not comparable: {named}",
@@ -250,9 +252,9 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(tmp_path, d
 
 
 def test_the_draw_of_validations_batches_that_earlier_releases_state_is_todays(tmp_path):
-    before = described(write_run(tmp_path / "a"), eval={"seed": 1337})
+    earlier = described(write_run(tmp_path / "a"), eval={"seed": 1337})
     today = described(write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=1.1))
-    _, result = measured([before, today])
+    _, result = measured([earlier, today])
     assert result.verdict.outcome is not Judgement.INCOMPARABLE
 
 

@@ -35,8 +35,8 @@ def test_a_failure_leaves_the_old_file_and_odd_texts_and_names_are_written(
 
 
 def test_a_name_that_is_taken_by_a_link_is_not_written_through(tmp_path, secret, monkeypatch):
-    with replacing(tmp_path / "a") as file, replacing(tmp_path / "a") as other:
-        assert file.name != other.name
+    with replacing(tmp_path / "a") as file, replacing(tmp_path / "a") as second_file:
+        assert file.name != second_file.name
     monkeypatch.setattr(
         "secrets.token_hex", lambda count: "0" * 2 * count
     )  # one that could be foreseen after all
@@ -91,9 +91,9 @@ def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(tmp_path, secret, ref
         (run / name).touch()
         if name != "metrics.jsonl":
             secret.with_name(name).write_bytes(content)
-    before = {path.name: path.read_bytes() for path in secret.parent.iterdir()}
+    old_contents = {path.name: path.read_bytes() for path in secret.parent.iterdir()}
     assert "is a symbolic link" in refused(*words, "--train.max_steps=4", "--resume")
-    assert {path.name: path.read_bytes() for path in secret.parent.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in secret.parent.iterdir()} == old_contents
 
 
 @pytest.mark.usefixtures("_corpus")

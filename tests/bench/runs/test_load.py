@@ -164,9 +164,10 @@ def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
     assert held_bytes < peak < 0.5 * size
 
 
-def line(step: int, **more: float) -> str:
+def line(step: int, **figures: float) -> str:
     return (
-        json.dumps({"step": step, "train/loss": 3.0, "time/elapsed_s": float(step), **more}) + "\n"
+        json.dumps({"step": step, "train/loss": 3.0, "time/elapsed_s": float(step), **figures})
+        + "\n"
     )
 
 
@@ -235,7 +236,7 @@ def test_the_estimate_is_a_line_from_the_first_minute_on_and_one_bar_on_a_termin
     lines = text.getvalue().splitlines()
     assert lines[0] == "[   20 s] 0 of 2 runs ended, about 33 min left"
     assert [line[:9] for line in lines] == [
-        f"[{at:5} s]" for at in (20, 80, 140, 200, 260, 300, 300)
+        f"[{seconds:5} s]" for seconds in (20, 80, 140, 200, 260, 300, 300)
     ]
     assert lines[-2:] == ["[  300 s] a: done  val 2.000", "[  300 s] b: failed  one line"]
 

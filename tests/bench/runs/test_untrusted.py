@@ -79,7 +79,7 @@ DAMAGED = {
         "meta.json: put('splits.train.sha256', GONE)": "is damaged & sha256",
         "meta.json: put('splits.train.tokens', 'many')": "is damaged",
         "meta.json: put('vocab_size', 3)": "a vocabulary of 3, its char tokenizer has",
-        "meta.json: both(put('vocab_size', 3), put('characters', 'abc'))": "holds token & the "
+        "meta.json: in_turn(put('vocab_size', 3), put('characters', 'abc'))": "holds token & the "
         "vocabulary has 3",
         "meta.json: put('tokenizer', 'byte')": "a vocabulary of & its byte tokenizer has 257",
         "meta.json: put('tokenizer', 'gpt5')": "meta.json': unknown tokenizer 'gpt5'",
@@ -144,17 +144,17 @@ DAMAGED = {
     "verify": {
         "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, where step "
         "3 is expected",
-        "metrics.jsonl: more('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, "
+        "metrics.jsonl: append('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, "
         "where",
-        "metrics.jsonl: more('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is not a "
+        "metrics.jsonl: append('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is not a "
         "record with a step",
-        "metrics.jsonl: more('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is not a record "
+        "metrics.jsonl: append('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is not a record "
         "with a step",
         "metrics.jsonl: cut()": "problem: metrics.jsonl: the last line is cut off",
         "summary.json: put('steps', 7)": "problem: summary.json does not have the sha256 that",
-        "alerts.jsonl: more('{\"step\": 9}\\n')": "problem: & ends with step 9, metrics.jsonl with "
+        "alerts.jsonl: append('{\"step\": 9}\\n')": "problem: & ends with step 9, metrics.jsonl with "
         "step 6",
-        'alerts.jsonl: more(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, "
+        'alerts.jsonl: append(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, "
         "after step 5",
         "metrics.jsonl: gone()": "problem: metrics.jsonl is missing",
         "config.yaml: text('a: [1')": "problem: & config.yaml' is not YAML",
@@ -183,7 +183,7 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def every(corpus_dir, labelled_dir, tiny, tmp_path_factory):
+def sources(corpus_dir, labelled_dir, tiny, tmp_path_factory):
     """Every reader with an undamaged file."""
     folder = tmp_path_factory.mktemp("whole")
     run(tiny(model__format="E4M3", monitor__interval=3), folder / "a")
@@ -213,11 +213,11 @@ def messages_of(
     """Return the lines about a damaged copy; nothing is written, changed or run."""
     folder = Path(shutil.copytree(whole, tmp_path / "it"))
     damage(folder / file)
-    before = contents(tmp_path)
-    size = sum(len(data or b"") for data in before.values())
+    old_contents = contents(tmp_path)
+    size = sum(len(data or b"") for data in old_contents.values())
     outcome = watched(lambda: reader.messages(folder))
     assert (outcome.raised, outcome.executions) == ("", [])
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == old_contents
     assert outcome.grown <= 2 * size + 64 * MIB
     grown.append(outcome.grown)
     assert all(line.isprintable() and len(line) < 1000 for line in outcome.returned), (
@@ -229,11 +229,11 @@ def messages_of(
 @pytest.mark.parametrize(
     ("name", "damage"), [(name, damage) for name, damages in DAMAGED.items() for damage in damages]
 )
-def test_a_damage_is_named(name, damage, every, working_folder, attacks):
+def test_a_damage_is_named(name, damage, sources, working_folder, attacks):
     words = DAMAGED[name][damage].split(" & ")
     file, _, expression = damage.partition(": ")
     change = eval(expression, NAMES)
-    messages = messages_of(*every[name], file, change, working_folder, attacks)
+    messages = messages_of(*sources[name], file, change, working_folder, attacks)
     assert any(all(word in line for word in words) for line in messages), messages
     assert len(messages) == 1 or name == "verify"
     # A configuration and a sweep name a setting.
@@ -244,8 +244,8 @@ def test_a_damage_is_named(name, damage, every, working_folder, attacks):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "file", "garbage"), PLACES)
-def test_garbage_is_refused_by_every_reader(name, file, garbage, every, working_folder, attacks):
-    messages = messages_of(*every[name], file, GARBAGE[garbage], working_folder, attacks)
+def test_garbage_is_refused_by_every_reader(name, file, garbage, sources, working_folder, attacks):
+    messages = messages_of(*sources[name], file, GARBAGE[garbage], working_folder, attacks)
     assert any(
         Path(file).name in line or str(working_folder / "it") in line for line in messages
     ), messages

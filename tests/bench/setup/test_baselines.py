@@ -41,7 +41,7 @@ def uncompiled():
         yield
 
 
-def from_file(name: str, corpus_dir: Path, *more: str, width: int = 64) -> Config:
+def from_file(name: str, corpus_dir: Path, *arguments: str, width: int = 64) -> Config:
     rule = BASELINES[name][0]
     if rule not in available_rules():
         pytest.skip(f"{RULES[rule].needs} is not installed")
@@ -58,7 +58,7 @@ def from_file(name: str, corpus_dir: Path, *more: str, width: int = 64) -> Confi
         "optimizer.warmup_steps": 2,
         "eval.interval": 12,
     }
-    return load_config(find_config(name), [*flags(settings), *more])
+    return load_config(find_config(name), [*flags(settings), *arguments])
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -97,7 +97,7 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
 ):
     trainer = trainer_of(from_file("torchao_adamw8bit.yaml", corpus_dir))
     rates = [group["lr"] for group in trainer.optimizer.param_groups]
-    seen = []
+    errors = []
     for number in (1, 2):
         step = one_step(trainer, number)
         assert all(
@@ -105,8 +105,8 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
             for group, lr in zip(trainer.optimizer.param_groups, rates, strict=True)
         )
         assert [float(lr) for lr in rates] == pytest.approx([step.record["lr"]] * 2)
-        seen.append(step.record["lr"])
-    assert 0 < seen[0] < seen[1] < 2e-3
+        errors.append(step.record["lr"])
+    assert 0 < errors[0] < errors[1] < 2e-3
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])

@@ -39,9 +39,9 @@ def sweep(folder: Path, **content: Any) -> Path:
 )  # fmt: skip
 def test_a_sweep_of_too_many_runs(tmp_path, refused, content, words, count):
     """It takes at most two seconds of a core."""
-    path, begun = sweep(tmp_path, **content), time.process_time()
+    path, start = sweep(tmp_path, **content), time.process_time()
     message = refused("sweep", path, *words, "--out", tmp_path / "out", "--data.dir=missing")
-    assert time.process_time() - begun < 2
+    assert time.process_time() - start < 2
     assert f"asks for {count} runs; at most {MOST_RUNS:,} are planned" in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
@@ -61,10 +61,10 @@ def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
 
 
 def test_values_that_are_there_twice_are_found_among_many():
-    begun = time.process_time()
+    start = time.process_time()
     with refusal(r"\{'a': \[1\]\} is given twice"):
         read_axis("model.formats", [{"a": [number]} for number in range(9000)] + [{"a": [1]}])
-    assert time.process_time() - begun < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(

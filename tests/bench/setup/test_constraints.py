@@ -52,11 +52,11 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny, case):
     trainer = trainer_of(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
     weights = constrained_weights(trainer.model)
     assert [name.rpartition("attn.")[2] for name in weights] == ["qkv.weight", "proj.weight"]
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    old_weights = {name: weight.detach().clone() for name, weight in weights.items()}
     train(trainer, 12)
     for name, weight in weights.items():
         assert off(weight) < 1e-5, name
-        assert float((weight.detach() - before[name]).norm()) > 1e-3, name
+        assert float((weight.detach() - old_weights[name]).norm()) > 1e-3, name
     layer = trainer.model.get_submodule("blocks.0.attn.qkv")
     if (
         trainer.config.model.storage == "master"
@@ -77,10 +77,10 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny, settings):
     }
     trainer = trainer_of(tiny(**settings, **still))
     weights = constrained_weights(trainer.model)
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    old_weights = {name: weight.detach().clone() for name, weight in weights.items()}
     train(trainer, 1)
     for name, weight in weights.items():
-        moved = (weight.detach() - before[name]).as_subclass(torch.Tensor)
+        moved = (weight.detach() - old_weights[name]).as_subclass(torch.Tensor)
         vectors = min(weight.shape) if settings is STIEFEL else len(weight)
         assert float(moved.norm()) == pytest.approx(1e-3 * vectors**0.5, rel=0.02), name
 

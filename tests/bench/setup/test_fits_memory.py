@@ -69,11 +69,11 @@ def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
     setting, command, folder, refused
 ):
     key, value = setting.split()
-    before = sorted(folder.iterdir())
+    old_files = sorted(folder.iterdir())
     message = refused(*command.split(), "--model.n_head", "1", f"--{key}", value)
     assert f"{key} {value}" in message
     assert "GiB are free" in message
-    assert sorted(folder.iterdir()) == before
+    assert sorted(folder.iterdir()) == old_files
 
 
 def test_nor_is_a_model_trained_further(folder, refused):
@@ -86,20 +86,20 @@ def test_nor_is_a_model_trained_further(folder, refused):
         "--model.block_size",
         "16",
     ]
-    before = sorted(folder.iterdir())
+    old_files = sorted(folder.iterdir())
     for *words, setting in ([*finetune, f"--{setting}"] for setting in TOO_MUCH[2:]):
         message = refused(*words, *setting.split())
         assert setting.removeprefix("--") in message
         assert "GiB are free" in message
-    assert sorted(folder.iterdir()) == before
+    assert sorted(folder.iterdir()) == old_files
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "most"), [("runtime.threads", 10**6, 1024), ("model.n_layer", 10**9, 4096)]
+    ("key", "value", "limit"), [("runtime.threads", 10**6, 1024), ("model.n_layer", 10**9, 4096)]
 )
-def test_layers_and_threads_have_a_limit(key, value, most, corpus_dir, refused):
+def test_layers_and_threads_have_a_limit(key, value, limit, corpus_dir, refused):
     message = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, f"--{key}", value)
-    assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {most}" in message
+    assert f"{key}: {value} is out of range; give a whole number >= 1 and <= {limit}" in message
 
 
 def test_what_is_counted_is_what_a_model_has(tiny):
@@ -297,13 +297,13 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refu
     axis = SWEEP.replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
     for name, text in {"setting": setting, "axis": axis, "tuned": setting + TUNED}.items():
         Path(f"{name}.yaml").write_text(text)
-    before = sorted(folder.iterdir())
+    old_files = sorted(folder.iterdir())
     for words in ON_CUDA:
         message = refused(*(places.get(word, word) for word in words.split()))
         assert (
             "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in message
         ), words
-        assert sorted(folder.iterdir()) == before
+        assert sorted(folder.iterdir()) == old_files
 
 
 def test_an_empty_device_is_not_the_default(refused):

@@ -34,9 +34,9 @@ def stepped(trainer, steps=1):
     """The weights of all layers before the last of some steps and after it."""
     for number in range(1, steps):
         one_step(trainer, number)
-    before = weights(trainer)
+    old_weights = weights(trainer)
     one_step(trainer, steps)
-    return before, weights(trainer)
+    return old_weights, weights(trainer)
 
 
 def weights(trainer):
@@ -48,19 +48,19 @@ def weights(trainer):
 def test_the_noise_has_the_variance_of_stochastic_rounding(kind, noisy):
     """Over a layer, by the spacings of the arm: noise over its deviation is normal."""
     quiet, loud = noisy(None), noisy(kind)
-    before, target = stepped(quiet)
-    _, after = stepped(loud)
+    old_weights, target = stepped(quiet)
+    _, new_weights = stepped(loud)
     ratios = []
     for name, layer in quantized_layers(quiet.model).items():
-        spacing = layer.manifold.stiffness(before[name])
+        spacing = layer.manifold.stiffness(old_weights[name])
         if kind == "mean":
             spacing = spacing.mean()
         if kind == "permuted":
             spacing = spacing.flatten()[places_of(loud, name)].view_as(spacing)
-        step = (target[name] - before[name]).abs()
+        step = (target[name] - old_weights[name]).abs()
         deviation = (step * (spacing - step)).clamp(min=0).sqrt()
         short = (step < spacing) & (deviation > 0)
-        ratios.append(((after[name] - target[name]) / deviation)[short])
+        ratios.append(((new_weights[name] - target[name]) / deviation)[short])
     ratio = torch.cat(ratios)
     assert len(ratio) > 10_000
     assert abs(ratio.mean().item()) < 0.03
@@ -75,9 +75,9 @@ def places_of(trainer, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_and_a_step_decide_the_noise(kind, noisy):
-    first, again, other = (stepped(noisy(kind, seed=s), 2)[1] for s in (1, 1, 2))
+    first, again, other_seed = (stepped(noisy(kind, seed=s), 2)[1] for s in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not any(torch.equal(first[name], other[name]) for name in first)
+    assert not any(torch.equal(first[name], other_seed[name]) for name in first)
     _, one = stepped(noisy(kind, seed=1), 1)
     assert not any(torch.equal(first[name], one[name]) for name in first)
 
@@ -92,7 +92,7 @@ def test_a_permutation_keeps_the_spacings_of_a_layer_and_moves_them(noisy):
 
 def test_the_ends_of_the_range_hold(noisy):
     trainer = noisy("ulp", optimizer__lr=1e6, optimizer__grad_clip=0.0)
-    _, after = stepped(trainer)
+    _, new_weights = stepped(trainer)
     for name, layer in quantized_layers(trainer.model).items():
         end = layer.manifold.scale * fm.FloatFormat.from_string("E4M3").max
-        assert bool((after[name].abs() <= end).all())
+        assert bool((new_weights[name].abs() <= end).all())

@@ -36,11 +36,11 @@ def test_matrices_alone_decay_tied_weights_count_once_and_options_reach_the_opti
     assert (
         len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
     )  # none without parameters
-    decayed, others = parameter_groups(model, 0.1)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    decayed, undecayed = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
     assert all(parameter.dim() >= 2 for parameter in decayed["params"])
-    assert all(parameter.dim() == 1 for parameter in others["params"])
-    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert all(parameter.dim() == 1 for parameter in undecayed["params"])
+    assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
     options = ["--optimizer.lr=0.5", "--optimizer.beta1=0.8", "--optimizer.beta2=0.7"]
     optimizer = build_optimizer(model, resolved(options))
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -148,7 +148,7 @@ QUANTISED = [name for name in available_rules() if RULES[name].storage in ROUNDE
 SIMULATED = [name for name in QUANTISED if RULES[name].products is None]
 #: what a weight and its optimizer state hold in one-byte storage, scales and block
 #: scales left out
-HELD = {
+BYTES_HELD = {
     **dict.fromkeys(("nearest", "stochastic", "momentum", "stiffness", "riemannian"), 9.0),
     **dict.fromkeys(("stiffness-lion", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0),
     **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
@@ -176,7 +176,7 @@ def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fm
         assert torch.equal(layer.weight_codes(), twins[name].weight_codes()), name
 
 
-@pytest.mark.parametrize("rule", HELD)
+@pytest.mark.parametrize("rule", BYTES_HELD)
 def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
     trainer = trainer_of(
         tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128)
@@ -187,7 +187,7 @@ def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
         weight.numel() for weight in weights
     )
     # One float32 scale a row of 128 or 512, block scales of the averages, counters.
-    assert HELD[rule] < bytes_of_weight < HELD[rule] + 0.15
+    assert BYTES_HELD[rule] < bytes_of_weight < BYTES_HELD[rule] + 0.15
 
 
 def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp_path):
@@ -244,21 +244,25 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
         for name, grid in ((f"{rule}-float", {}), (rule, {"model__storage": "grid"}))
     )
     with torch.no_grad():
-        for weight, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
-            weight.copy_(other)
+        for weight, rounded_weight in zip(
+            twin.model.parameters(), rounded.model.parameters(), strict=True
+        ):
+            weight.copy_(rounded_weight)
     assert train(twin, 1) == train(rounded, 1)
     layers, moved = quantized_layers(rounded.model), 0
-    others = {name: layer.weight for name, layer in quantized_layers(twin.model).items()}
+    twin_weights = {name: layer.weight for name, layer in quantized_layers(twin.model).items()}
     for name, layer in layers.items():
-        ulps = layer.manifold.to_chart(layer.weight) - layer.manifold.to_chart(others[name])
+        ulps = layer.manifold.to_chart(layer.weight) - layer.manifold.to_chart(twin_weights[name])
         assert ulps.abs().max() < 1 + 1e-4
-        moved += int((others[name] != layer.weight).sum())
+        moved += int((twin_weights[name] != layer.weight).sum())
     assert moved  # the twin is off the grid
     quantized = {
         id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())
     }
-    for weight, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
-        assert id(weight) in quantized or torch.equal(weight, other)
+    for weight, rounded_weight in zip(
+        twin.model.parameters(), rounded.model.parameters(), strict=True
+    ):
+        assert id(weight) in quantized or torch.equal(weight, rounded_weight)
 
 
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
@@ -276,15 +280,15 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
         }
 
     fp8, decoded = ("fp8", "bfloat16"), ("decoded", "bfloat16")
-    every = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
-    assert products_of({}) == {**every, "lm_head": decoded}
+    all_formats = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
+    assert products_of({}) == {**all_formats, "lm_head": decoded}
     options = {
         "attn.qkv": {"weight": "E4M3", "products": "decoded"},
         "lm_head": {"weight": "E5M2", "products": "fp8"},
     }
     options["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
     assert products_of(options) == {
-        **every,
+        **all_formats,
         "attn.qkv": decoded,
         "mlp.fc": ("fp8", "fp8"),
         "lm_head": fp8,
@@ -352,43 +356,43 @@ OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
-    more = {"model__tied": "leave"} if tied else {}
-    trainer = trainer_of(resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **more)))
+    overrides = {"model__tied": "leave"} if tied else {}
+    trainer = trainer_of(resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **overrides)))
     formats = {
         name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)
     }
     assert {type(weight) for weight in formats.values()} == {fm.FP8Parameter}
     assert [weight.format.name for weight in formats.values()] == ["E3M4"] * 2
-    before = {name: weight.codes.clone() for name, weight in formats.items()}
+    old_codes = {name: weight.codes.clone() for name, weight in formats.items()}
     assert (trainer.model.lm_head.weight is trainer.model.token_embedding.weight) is tied
     train(trainer, 1)
     for name, weight in formats.items():
-        assert not torch.equal(weight.codes, before[name]), name
+        assert not torch.equal(weight.codes, old_codes[name]), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys):
-    more = {"model__tie_weights": True, "model__tied": "leave"} if tied else {}
+    overrides = {"model__tie_weights": True, "model__tied": "leave"} if tied else {}
     config = tiny(
-        rule="stochastic-8bit", train__max_steps=4, checkpoint__every=2, **OPTIONS, **more
+        rule="stochastic-8bit", train__max_steps=4, checkpoint__every=2, **OPTIONS, **overrides
     )
     run(config, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     step_file(tmp_path / "half", 4).unlink()
     run(config, tmp_path / "half", resume=True)
-    one, other = (load(choose(tmp_path / name)).tensors for name in ("whole", "half"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-    floats = tiny(rule="stochastic-8bit", model__format="E4M3", **more)
+    whole, half = (load(choose(tmp_path / name)).tensors for name in ("whole", "half"))
+    assert whole.keys() == half.keys()
+    assert all(torch.equal(value, half[name]) for name, value in whole.items())
+    floats = tiny(rule="stochastic-8bit", model__format="E4M3", **overrides)
     run(floats, tmp_path / "floats")
     sizes = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
     assert sizes[0] < sizes[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
-    for command, *more in (
+    for command, *overrides in (
         ["evaluate"],
         ["sample", "--tokens", "3"],
         ["evaluate", "--formats", "E5M2"],
     ):
-        assert main([command, str(tmp_path / "whole"), *more]) == 0, capsys.readouterr().err
+        assert main([command, str(tmp_path / "whole"), *overrides]) == 0, capsys.readouterr().err
 
 
 FLOATS = "model.embeddings: 'E3M4' needs model.storage fp8, not "

@@ -43,13 +43,13 @@ def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch):
     expected = model.loss(TOKENS, TOKENS)
     assert torch.equal(loss(TOKENS, TOKENS), expected)
     assert len(runs) == 1
-    seen = []
-    handle = model.lm_head.register_forward_hook(lambda *parts: seen.append(parts[-1].shape))
+    shapes = []
+    handle = model.lm_head.register_forward_hook(lambda *parts: shapes.append(parts[-1].shape))
     assert torch.equal(loss(TOKENS, TOKENS), expected)
-    assert (len(runs), len(seen)) == (1, 1)
+    assert (len(runs), len(shapes)) == (1, 1)
     handle.remove()
     loss(TOKENS, TOKENS)
-    assert (len(runs), len(seen)) == (2, 1)
+    assert (len(runs), len(shapes)) == (2, 1)
 
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch):
@@ -74,7 +74,9 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch):
 )
 def test_compiled_runs_have_the_same_losses(tiny, settings):
     torch._dynamo.reset()
-    plain, compiled = (trainer_of(tiny(**settings, runtime__compile=on)) for on in (False, True))
+    plain, compiled = (
+        trainer_of(tiny(**settings, runtime__compile=compiles)) for compiles in (False, True)
+    )
     assert train(compiled, 4) == pytest.approx(train(plain, 4), abs=2e-2)
     assert compiled.validate() == pytest.approx(plain.validate(), abs=2e-2)
 
@@ -84,8 +86,8 @@ def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
     compiling_with("aot_eager", monkeypatch)
     settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
     records = [
-        records_of(tiny(**settings, runtime__compile=on), tmp_path / str(on))
-        for on in (False, True)
+        records_of(tiny(**settings, runtime__compile=compiles), tmp_path / str(compiles))
+        for compiles in (False, True)
     ]
     plain, watched = records
     assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
@@ -95,9 +97,9 @@ def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
         "quant/amax/activation/blocks.0.mlp.fc",
         "quant/amax/gradient",
     ):
-        seen = [[record.get(name) for record in run_records] for run_records in records]
-        assert any(value is not None for value in seen[0]), name
-        assert seen[1] == pytest.approx(seen[0], abs=1e-4), name
+        figures = [[record.get(name) for record in run_records] for run_records in records]
+        assert any(value is not None for value in figures[0]), name
+        assert figures[1] == pytest.approx(figures[0], abs=1e-4), name
 
 
 PRODUCTS = {
@@ -132,20 +134,23 @@ EXACT = [(name, torch.bfloat16) for name in PRODUCTS] + [
 
 @pytest.mark.parametrize(("name", "dtype"), EXACT)
 def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, dtype):
-    of = operands(dtype, whole=dtype == torch.bfloat16)
+    operand_of = operands(dtype, whole=dtype == torch.bfloat16)
     products, by_float32 = (
-        results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32())
+        results(PRODUCTS[name], operand_of, context)
+        for context in (nullcontext(), ProductsByFloat32())
     )
-    for left, right in zip(products, by_float32, strict=True):
-        assert left.dtype == right.dtype == dtype
-        assert torch.equal(left, right)
+    for product, expected in zip(products, by_float32, strict=True):
+        assert product.dtype == expected.dtype == dtype
+        assert torch.equal(product, expected)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name):
-    of = operands(torch.bfloat16, whole=False)
-    exact = results(PRODUCTS[name], (of[0].double(), of[1].double()), nullcontext())
-    for value, true in zip(results(PRODUCTS[name], of, ProductsByFloat32()), exact, strict=True):
+    operand_of = operands(torch.bfloat16, whole=False)
+    exact = results(PRODUCTS[name], (operand_of[0].double(), operand_of[1].double()), nullcontext())
+    for value, true in zip(
+        results(PRODUCTS[name], operand_of, ProductsByFloat32()), exact, strict=True
+    ):
         near = true.bfloat16()
         ulp = torch.nextafter(near.abs(), torch.tensor(torch.inf).bfloat16()) - near.abs()
         assert bool(((value - near).abs() <= ulp).all())
@@ -173,11 +178,11 @@ def test_it_is_chosen_where_torch_s_own_are_slow(
 
 @pytest.mark.parametrize("rule", ["bf16-mixed", "bf16-pure"])
 def test_a_training_ends_where_it_does_with_torch_s_own(tiny, monkeypatch, rule):
-    losses, taken = {}, []
+    losses, products_called = {}, []
     dispatch = ProductsByFloat32.__torch_dispatch__
 
     def counted(self, func, *args, **kwargs):
-        taken.append(func)
+        products_called.append(func)
         return dispatch(self, func, *args, **kwargs)
 
     monkeypatch.setattr(ProductsByFloat32, "__torch_dispatch__", counted)
@@ -186,10 +191,10 @@ def test_a_training_ends_where_it_does_with_torch_s_own(tiny, monkeypatch, rule)
         monkeypatch.setattr(
             torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability
         )
-        taken.clear()
+        products_called.clear()
         trainer = trainer_of(config)
         train(trainer, 20)
         losses[capability] = trainer.validate()
-        assert bool(taken) == (capability == "AVX2")
+        assert bool(products_called) == (capability == "AVX2")
     assert losses["AVX2"] < 3.0  # from 3.6
     assert losses["AVX2"] == pytest.approx(losses["AVX512"], abs=0.02)

@@ -54,18 +54,16 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
 def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded(
     storage, is_between
 ):
-    model, other = (
-        quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2)
-    )
+    model, peer = (quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2))
     (name, layer), *_ = quantized_layers(model).items()
     with torch.no_grad():
         layer.weight.mul_(1.01)
     with nullcontext() if is_between else pytest.warns(UserWarning, match="are off the grid"):
         state = model.state_dict()
-    other.load_state_dict(state)
-    weight = quantized_layers(other)[name].weight
+    peer.load_state_dict(state)
+    weight = quantized_layers(peer)[name].weight
     assert torch.equal(weight, layer.weight) is is_between, storage
-    assert weight.manifold is quantized_layers(other)[name].manifold
+    assert weight.manifold is quantized_layers(peer)[name].manifold
 
 
 @pytest.mark.parametrize(
@@ -164,8 +162,8 @@ EXAMPLES = {
 }
 
 
-def small(name: str, corpus_dir: Path, *more: str) -> Config:
-    return load_config(find_config(name), [*flags(SMALL | {"data.dir": corpus_dir}), *more])
+def small(name: str, corpus_dir: Path, *arguments: str) -> Config:
+    return load_config(find_config(name), [*flags(SMALL | {"data.dir": corpus_dir}), *arguments])
 
 
 def formats_of(model, operand):
@@ -238,14 +236,14 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_trains_and_repeats(option, accumulation, corpus_dir):
     formats = json.dumps({"attn": OPTIONS[option], "mlp": OPTIONS[option]})
-    more = ("--model.formats", formats, f"--train.accumulation={accumulation}")
+    arguments = ("--model.formats", formats, f"--train.accumulation={accumulation}")
     losses = []
     for _ in range(2):
-        trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
-        before = trainer.validate()
+        trainer = trainer_of(small("bf16_baseline", corpus_dir, *arguments))
+        old_loss = trainer.validate()
         train(trainer, 12)
         losses.append(trainer.validate())
-        assert losses[-1] < before - 0.1
+        assert losses[-1] < old_loss - 0.1
     assert losses[0] == losses[1]
 
 
@@ -254,13 +252,13 @@ def test_gradients_are_quantised_whatever_the_storage(storage, corpus_dir):
     formats = json.dumps(
         {"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}}
     )
-    more = (
+    arguments = (
         "--model.formats",
         formats,
         f"--model.storage={storage}",
         "--optimizer.name=stiffness_adamw",
     )
-    trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
+    trainer = trainer_of(small("bf16_baseline", corpus_dir, *arguments))
     train(trainer, 1)
     assert trainer.model.lm_head.weight_gradient_scaler.value != 1
     assert math.isfinite(trainer.validate())

@@ -49,7 +49,7 @@ def train_here(patch):
     patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
 
 
-def small(corpus_dir, more):
+def small(corpus_dir, lines):
     """Settings of a model that trains in a moment, and more."""
     settings = {"data.dir": str(corpus_dir), "runtime.threads": 1}
     settings |= {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16}
@@ -59,7 +59,7 @@ def small(corpus_dir, more):
         "eval.interval": 1000,
         "eval.batches": 2,
     }
-    return settings | more
+    return settings | lines
 
 
 def read_json(path):

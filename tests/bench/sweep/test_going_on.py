@@ -68,7 +68,7 @@ def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
     ]
     assert main(command) == 0
     trained()
-    before, gone = runs_of(Path("out")), "sgd-lr=0.2-seed=2"
+    old_runs, gone = runs_of(Path("out")), "sgd-lr=0.2-seed=2"
     shutil.rmtree(Path("out") / gone)
     with monkeypatch.context() as patch:
         patch.setattr(pool_module, "SERVE", lambda job: os._exit(1))
@@ -76,7 +76,7 @@ def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
         assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
     assert main(command) == 0
     assert trained() == [gone]
-    assert runs_of(Path("out")) == before
+    assert runs_of(Path("out")) == old_runs
     assert {
         row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())
     } == {"2"}
@@ -86,12 +86,12 @@ def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
 def test_other_settings_under_the_same_names_are_refused(write, capsys):
     axes = {"optimizer.lr": [0.1]}
     assert main(["sweep", str(write(axes=axes)), "--out", "out"]) == 0
-    before = (Path("out") / "sweep.json").read_bytes()
+    old_manifest = (Path("out") / "sweep.json").read_bytes()
     assert main(["sweep", str(write(axes=axes)), "--out", "out", "--train.max_steps", "5"]) == 2
     assert "train.max_steps 4, now 5" in capsys.readouterr().err.splitlines()[-1]
     assert main(["sweep", str(write(axes={"seed": [1]}, search="random")), "--out", "out"]) == 2
     assert "mode 'grid'" in capsys.readouterr().err.splitlines()[-1]
-    assert (Path("out") / "sweep.json").read_bytes() == before
+    assert (Path("out") / "sweep.json").read_bytes() == old_manifest
     Path("other").mkdir()
     (Path("other") / "mine.txt").write_text("x")
     assert main(["sweep", str(write(axes=axes)), "--out", "other"]) == 2
@@ -113,7 +113,7 @@ def test_a_corpus_prepared_anew_is_refused(write, working_folder, corpus_dir, ca
         for seeds in ([1], [1, 2])
     ]
     assert main(lines[0]) == 0
-    before = (working_folder / "out" / "sweep.json").read_bytes()
+    old_manifest = (working_folder / "out" / "sweep.json").read_bytes()
     shutil.rmtree(text)
     assert (
         main(["prepare", "text", "--input", __file__, "--tokenizer", "byte", "--out", str(text)])
@@ -121,7 +121,7 @@ def test_a_corpus_prepared_anew_is_refused(write, working_folder, corpus_dir, ca
     )
     assert main(lines[1]) == 2
     assert "'sgd-seed=1' in 'out' was trained on (its sha256 differs)" in capsys.readouterr().err
-    assert (working_folder / "out" / "sweep.json").read_bytes() == before
+    assert (working_folder / "out" / "sweep.json").read_bytes() == old_manifest
 
 
 def train_and_replace(job):
@@ -140,8 +140,8 @@ def test_a_corpus_replaced_while_a_sweep_runs_ends_it(
 ):
     text, original = working_folder / "text", working_folder / "kept"
     prepare_text(text_file, text, "char")
-    other = working_folder / "other.txt"
-    other.write_text(text_file.read_text().replace("dogs", "gods"))
+    other_text = working_folder / "other.txt"
+    other_text.write_text(text_file.read_text().replace("dogs", "gods"))
     line = ["sweep", str(write(axes={"seed": [1, 2, 3]}, settings={"rule": "sgd"}))]
     line += ["--out", "out", "--workers", "1", f"--{key}", str(text)]
     with pytest.MonkeyPatch.context() as patch:
@@ -166,13 +166,13 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     line = ["sweep", str(write(settings=settings, axes=axes)), "--out", "out", "--workers", "2"]
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     short, endless = (f"sgd-max_steps={steps}-lr=0.1-seed=42" for steps in (3, 100_000))
-    begun = Path("out") / endless / "metrics.jsonl"
+    records = Path("out") / endless / "metrics.jsonl"
     try:
         wait_until(
             lambda: (
                 (Path("out") / short / "summary.json").exists()
-                and begun.exists()
-                and begun.read_bytes().count(b"\n") > 3
+                and records.exists()
+                and records.read_bytes().count(b"\n") > 3
             )
         )
         os.killpg(group, signal.SIGINT)

@@ -95,9 +95,9 @@ def test_a_folder_that_a_node_does_not_see_is_named(cluster, corpus_dir, tmp_pat
     )
 
 
-def sweep_file(folder, corpus_dir, steps, **more):
+def sweep_file(folder, corpus_dir, steps, **settings):
     content = {
-        "settings": small(corpus_dir, {"train.max_steps": steps, **more}),
+        "settings": small(corpus_dir, {"train.max_steps": steps, **settings}),
         "axes": {"rule": ["fp32", "sgd"], "seed": [1]},
     }
     (folder / "runs.yaml").write_text(json.dumps(content))
@@ -113,8 +113,8 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
     words = [str(path), "--workers", "1", "--executor"]
     env = os.environ | {"MARKER": str(tmp_path)}
     on_ray = command(*words, "ray", "--out", str(tmp_path / "ray"))
-    done = subprocess.run(on_ray, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(on_ray, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     assert main(["sweep", *words, "local", "--out", str(tmp_path / "local")]) == 0
     for run in ("fp32-seed=1", "sgd-seed=1"):
         assert loss_of(tmp_path / "ray" / run) == loss_of(tmp_path / "local" / run)
@@ -145,13 +145,13 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
 ):
     path = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     words = [str(path), "--workers", "1", "--out", str(tmp_path / "out")]
-    begun = subprocess.Popen(
+    process = subprocess.Popen(
         command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)}
     )
     wait_until(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*.safetensors")))
-    begun.send_signal(with_what)
-    begun.wait(120)
-    assert begun.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)
+    process.send_signal(with_what)
+    process.wait(120)
+    assert process.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)
     wait_until(lambda: not marked(tmp_path, b"worker"), 30)
     wait_until(lambda: not marked(tmp_path), 150)  # two agents of Ray's own notice later
     assert main(["sweep", *words]) == 0
@@ -169,11 +169,11 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path):
         "RAY_gcs_rpc_server_connect_timeout_s": "1",
         "RAY_NUM_REDIS_GET_RETRIES": "1",
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert done.returncode == 1
+    assert process.returncode == 1
     assert (
         "BenchError: --address '127.0.0.1:1': no Ray cluster answers"
-        in done.stderr.splitlines()[-1]
+        in process.stderr.splitlines()[-1]
     )

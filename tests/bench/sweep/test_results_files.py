@@ -140,8 +140,8 @@ def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(
                 entry["kind"] = "missing"
     for name, entries in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(entries))
-    read = [read_export(tmp_path / f"{name}.json") for name in files]
-    for files in (read, read[::-1]):
+    exports = [read_export(tmp_path / f"{name}.json") for name in files]
+    for files in (exports, exports[::-1]):
         rows = merged_rows([], files)
         assert [(row.rule, row.missing, len(row.runs)) for row in rows if row.missing] == [
             ("stochastic", (4,), 1)
@@ -150,7 +150,7 @@ def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(
 
 def test_a_mean_cosine_is_exported_and_shown(tmp_path):
     run_dir = write_run(tmp_path / "one", rule="nearest", fmt="E4M3")
-    write_metrics(run_dir, {COSINE.name: lambda step: 0.5 - step / 800}, every=200)
+    write_metrics(run_dir, {COSINE.name: lambda step: 0.5 - step / 800}, interval=200)
     (entry,) = [flat_run("nearest", load_run(run_dir))]
     (tmp_path / "one.json").write_text(json.dumps([entry | {"reference": False}]))
     cosine = FIGURES["cosine"](load_run(run_dir))
@@ -166,12 +166,16 @@ def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monke
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "study")
     train_here(monkeypatch)
     file, out = study[0], tmp_path / "out"
-    before = json.loads(file.read_text())
-    trials = [loss for entry in before if entry["kind"] == "search" for loss in entry["trial.loss"]]
+    old_entries = json.loads(file.read_text())
+    trials = [
+        loss for entry in old_entries if entry["kind"] == "search" for loss in entry["trial.loss"]
+    ]
     assert import_module("resume").put_back(file.with_suffix(".yaml"), file, out) == len(trials)
     assert main(["sweep", str(file.with_suffix(".yaml")), "--out", str(out), "--workers", "1"]) == 0
     assert f"4 runs, {len(trials)} done before" in capsys.readouterr().err
     assert main(["results", "export", str(out), "--out", str(tmp_path / "again.json")]) == 0
-    after = json.loads((tmp_path / "again.json").read_text())
+    new_entries = json.loads((tmp_path / "again.json").read_text())
     for key in ("kind", "label", "final_val_loss", "best.optimizer.lr", "trial.loss"):
-        assert [entry.get(key) for entry in after] == [entry.get(key) for entry in before]
+        assert [entry.get(key) for entry in new_entries] == [
+            entry.get(key) for entry in old_entries
+        ]

@@ -46,16 +46,16 @@ def test_random_points_lie_between_the_bounds_and_more_samples_leave_them():
         Axis("rule", ("a", "b")),
         Axis("seed", (1, 2)),
     )
-    few, many = (list(random_points(axes, samples, seed=3)) for samples in (5, 40))
-    assert many[:10] == few
-    assert list(random_points(axes, 5, seed=4)) != few
-    lrs = [point["optimizer.lr"] for point in many]
+    few_points, many_points = (list(random_points(axes, samples, seed=3)) for samples in (5, 40))
+    assert many_points[:10] == few_points
+    assert list(random_points(axes, 5, seed=4)) != few_points
+    lrs = [point["optimizer.lr"] for point in many_points]
     assert all(1e-4 <= lr <= 1e-1 for lr in lrs)
     assert 10 < sum(lr < 3e-3 for lr in lrs) < 70  # about half lies below the geometric mean
-    assert {type(point["train.batch_size"]) for point in many} == {int}
-    assert {point["rule"] for point in many} == {"a", "b"}
-    assert [point["seed"] for point in many] == [1, 2] * 40
-    assert many[0] | {"seed": 2} == many[1]  # a point is trained at every seed
+    assert {type(point["train.batch_size"]) for point in many_points} == {int}
+    assert {point["rule"] for point in many_points} == {"a", "b"}
+    assert [point["seed"] for point in many_points] == [1, 2] * 40
+    assert many_points[0] | {"seed": 2} == many_points[1]  # a point is trained at every seed
 
 
 def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
@@ -95,12 +95,12 @@ def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
 def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_have_it(
     write, monkeypatch
 ):
-    read, built = [], []
+    reads, built = [], []
     check, init = fm.check_formats, GPT.__init__
     monkeypatch.setattr(
         fm,
         "check_formats",
-        lambda *arguments, **more: read.append(arguments) or check(*arguments, **more),
+        lambda *arguments, **options: reads.append(arguments) or check(*arguments, **options),
     )
     monkeypatch.setattr(
         GPT, "__init__", lambda self, shape: built.append(shape) or init(self, shape)
@@ -115,20 +115,20 @@ def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_
     )
     check_inputs(planned)
     assert len(planned) == 2 * 3 * 12
-    assert len(read) == 2  # once for each format, whatever its seed
+    assert len(reads) == 2  # once for each format, whatever its seed
     assert not built
 
 
-@pytest.mark.parametrize("where", ["settings", "axes"])
-def test_a_rule_without_a_second_rate_does_without(write, where):
+@pytest.mark.parametrize("section", ["settings", "axes"])
+def test_a_rule_without_a_second_rate_does_without(write, section):
     words = {
         "settings": {},
         "axes": {"rule": ["fp32", "muon", "stochastic"], "model.format": ["E4M3"]},
     }
-    words[where] |= {"optimizer.float_lr": [1e-3, 3e-3] if where == "axes" else 1e-3}
+    words[section] |= {"optimizer.float_lr": [1e-3, 3e-3] if section == "axes" else 1e-3}
     planned = plan_sweep(read_sweep(write(**words)))
     rates = [(run.rule, run.settings.get("optimizer.float_lr")) for run in planned]
-    muons = [("muon", 1e-3), *([("muon", 3e-3)] if where == "axes" else [])]
+    muons = [("muon", 1e-3), *([("muon", 3e-3)] if section == "axes" else [])]
     assert rates == [("fp32", None), *muons, ("stochastic", None)]
     alone = read_sweep(
         write(settings={"rule": "fp32", "optimizer.float_lr": 1e-3}, axes={"seed": [1]})
@@ -240,11 +240,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "more", "options", "message"), WRONG)
+@pytest.mark.parametrize(("axes", "base", "options", "message"), WRONG)
 def test_a_wrong_file_is_one_line_and_leaves_nothing(
-    write, axes, more, options, message, refused, tmp_path
+    write, axes, base, options, message, refused, tmp_path
 ):
-    path = write(**({} if axes is None else {"axes": axes}), **more)
+    path = write(**({} if axes is None else {"axes": axes}), **base)
     line = refused("sweep", path, "--out", "out", *options.split())
     assert [part for part in message.split(" & ") if part not in line] == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
@@ -269,14 +269,14 @@ def test_cores_are_divided_among_workers(workers, runs, threads, divided, monkey
 
 def test_workers_have_no_more_threads_than_this_process(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
-    before = torch.get_num_threads()
+    old_threads = torch.get_num_threads()
     try:
         for workers_of_file in (1, 2):
             torch.set_num_threads(workers_of_file)  # as OMP_NUM_THREADS does
             for workers, threads in ((1, workers_of_file), (2, workers_of_file), (4, 1)):
                 assert divide(workers, 1000, None, torch_threads()) == (workers, threads)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_threads)
 
 
 @pytest.mark.usefixtures("_stub_workers")
@@ -435,8 +435,8 @@ def test_one_folder_spelt_in_two_ways_is_one_text(write, corpus_dir, working_fol
     same = {"axes": {"data.dir": ["text", "./text", "text/"]}, "settings": {"rule": "sgd"}}
     (run,) = plan_sweep(read_sweep(write(**same)))
     assert run.settings["data.dir"] == "text"
-    for other in (str(working_folder / "text"), str(corpus_dir)):
-        axes = {"data.dir": ["text", other]}
+    for folder in (str(working_folder / "text"), str(corpus_dir)):
+        axes = {"data.dir": ["text", folder]}
         planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "sgd"})))
-        with refusal(f"data.dir: 'text' and {other!r} are one folder"):
+        with refusal(f"data.dir: 'text' and {folder!r} are one folder"):
             check_inputs(planned)

@@ -97,7 +97,7 @@ def test_sensitivity_of_other_operands(write, operand):
 TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
 
 
-def sweep_file(folder, corpus_dir, **more):
+def sweep_file(folder, corpus_dir, **content):
     path = folder / "sizes.yaml"
     own_settings = {
         "eval.interval": 100,
@@ -108,7 +108,7 @@ def sweep_file(folder, corpus_dir, **more):
     settings = small(corpus_dir, own_settings)
     axes = {"rule": ["fp32", "sgd"], "seed": [1, 2]}
     path.write_text(
-        json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more)
+        json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | content)
     )
     return path
 
@@ -151,11 +151,11 @@ def test_every_length_has_the_whole_of_its_schedule(steps, lengths):
     assert rates == pytest.approx([0.05, *(0.1 * factor for factor in cosine)])
 
 
-@pytest.mark.parametrize("by", ["length", "data"])
-def test_each_row_is_measured_against_the_reference_of_its_own(by, lengths, sizes):
-    out, rungs = (lengths, (4, 8)) if by == "length" else (sizes, (200, 800))
+@pytest.mark.parametrize("key", ["length", "data"])
+def test_each_row_is_measured_against_the_reference_of_its_own(key, lengths, sizes):
+    out, rungs = (lengths, (4, 8)) if key == "length" else (sizes, (200, 800))
     labels = {
-        r: f"max_steps={r}" if by == "length" else f"train_tokens={r} max_steps=4" for r in rungs
+        r: f"max_steps={r}" if key == "length" else f"train_tokens={r} max_steps=4" for r in rungs
     }
     rows = {
         row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())

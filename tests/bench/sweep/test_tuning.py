@@ -57,13 +57,13 @@ def stub(job):
 
 
 def on_lists(job):
-    settings, path, done = job["settings"], Path(job["run_dir"]) / "summary.json", stub(job)
+    settings, path, end = job["settings"], Path(job["run_dir"]) / "summary.json", stub(job)
     summary = read_json(path)
     if summary["final_val_loss"] is not None:
         summary["final_val_loss"] += 0.1 * (settings["optimizer.weight_decay"] - 0.3) ** 2
         summary["final_val_loss"] += abs(settings["optimizer.warmup_steps"] - 200) / 1e4
         path.write_text(json.dumps(summary))
-    return done
+    return end
 
 
 TUNE = {"seeds": [1, 2], "steps": 4}
@@ -81,14 +81,14 @@ def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
     while places := next_places(losses, len(optimum), lambda place: max(map(abs, place)) <= reach):
         assert not set(places) & set(losses)
         losses |= {
-            place: sum((at - to) ** 2 for at, to in zip(place, optimum, strict=True))
+            place: sum((value - best) ** 2 for value, best in zip(place, optimum, strict=True))
             for place in places
         }
         rounds += 1
     best = best_place(losses)
-    for key, (at, to) in enumerate(zip(best, optimum, strict=True)):
-        assert abs(at - min(to, reach)) <= 1
-        assert is_inside(losses, key) == (to <= reach)
+    for key, (value, expected) in enumerate(zip(best, optimum, strict=True)):
+        assert abs(value - min(expected, reach)) <= 1
+        assert is_inside(losses, key) == (expected <= reach)
     assert rounds <= 7 * len(optimum) + 4
     assert all(abs(index) <= reach for place in losses for index in place)
 
@@ -116,13 +116,13 @@ def test_listed_values_are_searched_after_the_rates_and_not_beyond_their_list(wr
     for key, values in choices.items():
         assert {trial[key] for trial in tried} <= {*values}
     first_rates = [
-        at
-        for at in tried
-        if (at["optimizer.warmup_steps"], at["optimizer.weight_decay"]) == (100, 0.1)
+        values
+        for values in tried
+        if (values["optimizer.warmup_steps"], values["optimizer.weight_decay"]) == (100, 0.1)
     ]
     assert len(first_rates) >= 3  # the rate is searched before a list is
     assert not any(
-        at["optimizer.warmup_steps"] == 0 for at in tried
+        values["optimizer.warmup_steps"] == 0 for values in tried
     )  # no neighbour of a best place
     confirmed = next(
         entry["settings"] for entry in runs_of(Path("out")).values() if entry["label"] == "fp32"
@@ -384,7 +384,7 @@ def test_a_study_shrinks_by_its_section_smoke_alone(write):
     path = write(
         axes={"rule": ["fp32"], "model.n_layer": [1, 2]}, tune=TUNE, confirm=CONFIRM, smoke=smoke
     )
-    whole, small = (read_sweep(path, smoke=on) for on in (False, True))
+    whole, small = (read_sweep(path, smoke=smoke) for smoke in (False, True))
     assert [axis.values for axis in whole.axes] == [("fp32",), (1, 2)]
     assert [axis.values for axis in small.axes] == [("sgd",), (1, 2)]
     assert (whole.tune.steps, small.tune.steps, small.tune.seeds) == (4, 1, [1, 2])

@@ -93,13 +93,13 @@ def test_a_loss_that_is_not_finite_does_not_enter_the_smoothed_one_and_one_above
             (1, 0.0, 0.0),
             *((number, 0.25, math.inf) for number in (2, 3, 4)),
         ):
-            written = step(number, {"train/loss": loss, "val/loss": loss})
-            trend.complete_record(written)
-            assert written.record["train/excess"] == excess
+            validation = step(number, {"train/loss": loss, "val/loss": loss})
+            trend.complete_record(validation)
+            assert validation.record["train/excess"] == excess
         assert trend.diverging
 
 
-def sabotage(monkeypatch, steps, what):
+def sabotage(monkeypatch, steps, quantity):
     """Put a NaN into the gradient or the loss of chosen steps.
 
     It comes by way of the model's own parameters.
@@ -108,27 +108,30 @@ def sabotage(monkeypatch, steps, what):
 
     def spoiled(trainer, step, observers):
         loss = accumulate(trainer, step, observers)
-        if step.number in steps and what == "gradient":
+        if step.number in steps and quantity == "gradient":
             trainer.model.lm_head.weight.grad[0, 0] = math.nan
-        return math.nan if step.number in steps and what == "loss" else loss
+        return math.nan if step.number in steps and quantity == "loss" else loss
 
     monkeypatch.setattr(Trainer, "_accumulate", spoiled)
 
 
-@pytest.mark.parametrize(("what", "kind"), [("gradient", "grad_has_nan"), ("loss", "loss_is_nan")])
-def test_single_steps_that_are_not_finite_are_skipped(tiny, tmp_path, monkeypatch, what, kind):
-    sabotage(monkeypatch, {2, 3, 5}, what)
-    seen = []
-    summary = run(tiny(rule="fp32"), tmp_path / "r", on_progress=seen.append)
+@pytest.mark.parametrize(
+    ("quantity", "kind"), [("gradient", "grad_has_nan"), ("loss", "loss_is_nan")]
+)
+def test_single_steps_that_are_not_finite_are_skipped(tiny, tmp_path, monkeypatch, quantity, kind):
+    sabotage(monkeypatch, {2, 3, 5}, quantity)
+    messages = []
+    summary = run(tiny(rule="fp32"), tmp_path / "r", on_progress=messages.append)
     assert (summary["status"], summary["steps"]) == ("finished", 6)
     assert math.isfinite(summary["final_val_loss"])
     assert (summary["alerts"], summary["tokens"]) == ({"nan": 1}, 3 * 64)
     (alert,) = recorded(tmp_path / "r", "alerts.jsonl")
     assert (alert["step"], alert["level"], alert["kind"], alert["value"]) == (2, "WARN", "nan", 1.0)
     assert re.fullmatch(
-        f"the {what} was not finite; from step 2 on; first seen in {what}.*", alert["message"]
+        f"the {quantity} was not finite; from step 2 on; first seen in {quantity}.*",
+        alert["message"],
     )
-    assert [[a.kind for a in progress.alerts] for progress in seen] == [
+    assert [[a.kind for a in progress.alerts] for progress in messages] == [
         [],
         [],
         ["nan"],
@@ -172,8 +175,8 @@ def test_a_plateau_stops_the_run(tiny, tmp_path):
     assert (summary["status"], summary["steps"], summary["failure"]) == ("stopped", 5, None)
     assert summary["stop"]["kind"] == "plateau"
     assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
-    more = tiny(**settings | {"train__stop_on": "[]"})
-    assert run(more, tmp_path / "r", resume=True, allow_config_change=True)["steps"] == 12
+    config = tiny(**settings | {"train__stop_on": "[]"})
+    assert run(config, tmp_path / "r", resume=True, allow_config_change=True)["steps"] == 12
 
 
 def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refused(tiny, tmp_path):
@@ -199,8 +202,8 @@ def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refuse
 def test_weights_of_any_strides_have_the_hash_of_their_values():
     """A column of a matrix that was left is no run of bytes."""
     column = torch.arange(12.0).reshape(4, 3)[:, 0]
-    left, copied = (nn.ParameterList([values]) for values in (column, column.clone()))
-    assert _hash_weights(left) == _hash_weights(copied)
+    strided, copied = (nn.ParameterList([values]) for values in (column, column.clone()))
+    assert _hash_weights(strided) == _hash_weights(copied)
 
 
 class Run:
@@ -318,9 +321,11 @@ def test_a_resumed_run_is_judged_at_the_steps_of_an_uninterrupted_one(tiny, tmp_
             for observer, state in zip(observers, states, strict=False):
                 observer.load_state(state)
             for number in range(first, end):
-                taken = step(number, {"train/loss": 3.0 if number < 30 else 9.0, "grad/norm": 1.0})
+                new_step = step(
+                    number, {"train/loss": 3.0 if number < 30 else 9.0, "grad/norm": 1.0}
+                )
                 for observer in observers:
-                    observer.take_record(taken)
+                    observer.take_record(new_step)
             states = [observer.state() for observer in observers]
             observers[0].close()
         return [(alert.step, alert.kind) for alert in alerts]

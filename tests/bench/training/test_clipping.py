@@ -26,7 +26,7 @@ SCALES |= {
 }
 
 
-class Seen(Observer):
+class GradientRecorder(Observer):
     """The gradients that the optimizer is given."""
 
     def before_step(self, step):
@@ -48,7 +48,7 @@ def norm_of(gradients):
     )
 
 
-def settings_of(weight, accumulation, clip, **more):
+def settings_of(weight, accumulation, clip, **overrides):
     gradient = {"gradient": {"weight": {"format": "E4M3", **weight}}} if weight is not None else {}
     settings = {
         "rule": "master",
@@ -59,7 +59,7 @@ def settings_of(weight, accumulation, clip, **more):
     return (
         settings
         | {"model__formats": {"*": {"weight": "E4M3", **gradient}}, "optimizer__grad_clip": clip}
-        | more
+        | overrides
     )
 
 
@@ -129,20 +129,20 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accu
         for name, module in floats.model.named_modules()
         if isinstance(module, fm.QuantizedLinear)
     ]
-    oracle, seen = Oracle(kind, layers, accumulation), Seen()
+    oracle, recorder = Oracle(kind, layers, accumulation), GradientRecorder()
     for number in (1, 2, 3):
         floats.model.load_state_dict(
             fm.unflatten_state_dict(trainer.model.state_dict()), strict=False
         )
         micro = float_micro_gradients(floats, number - 1)
         expected = oracle.total(micro)
-        step = one_step(trainer, number, seen)
+        step = one_step(trainer, number, recorder)
         whole = {name: sum(one[name] for one in micro) for name in micro[0]}
         assert step.record["grad/norm"] == pytest.approx(norm_of(whole), rel=1e-4)
         assert step.record["grad/clipped"] == 1
         assert step.clip_factor == pytest.approx(CLIP / accumulation / norm_of(micro[-1]), rel=1e-3)
-        assert norm_of(seen.gradients) < CLIP * 1.05
-        for name, gradient in seen.gradients.items():
+        assert norm_of(recorder.gradients) < CLIP * 1.05
+        for name, gradient in recorder.gradients.items():
             # float32's own noise may tip a value that lies halfway between two of the
             # format
             assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), (
@@ -158,13 +158,13 @@ def test_what_is_clipped_first_does_not_saturate(tiny, kind):
     The spike passes a scale that does not move with it.
     """
     scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
-    trainer, seen = trainer_of(tiny(**settings_of(scale, 1, 1.0))), Seen()
-    one_step(trainer, 1, seen)
+    trainer, recorder = trainer_of(tiny(**settings_of(scale, 1, 1.0))), GradientRecorder()
+    one_step(trainer, 1, recorder)
     calm = trainer._model_loss
     trainer._model_loss = lambda tokens, targets: calm(tokens, targets) * 1e6
-    step = one_step(trainer, 2, seen)
+    step = one_step(trainer, 2, recorder)
     assert step.record["grad/norm"] > 1e5
-    assert norm_of(seen.gradients) == pytest.approx(1.0, rel=0.05)
+    assert norm_of(recorder.gradients) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("clip", [CLIP, 0.0])
@@ -181,14 +181,16 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(tiny, acc
             )
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
     expected = grads_of(trainer.model)
-    seen = Seen()
-    step = one_step(trainer, 1, seen)
+    recorder = GradientRecorder()
+    step = one_step(trainer, 1, recorder)
     assert (step.record["grad/norm"], step.record["grad/clipped"], step.clip_factor) == (
         norm,
         int(clip > 0),
         1.0,
     )
-    assert all(torch.equal(gradient, expected[name]) for name, gradient in seen.gradients.items())
+    assert all(
+        torch.equal(gradient, expected[name]) for name, gradient in recorder.gradients.items()
+    )
 
 
 @pytest.mark.parametrize("clip", [1e6, 0.0])
@@ -201,25 +203,25 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny,
             layer._defers = False
     for micro_step in (0, 1):
         (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
-    seen = Seen()
-    step = one_step(trainer, 1, seen)
+    recorder = GradientRecorder()
+    step = one_step(trainer, 1, recorder)
     assert step.record["grad/clipped"] == 0
     for name, gradient in grads_of(itself.model).items():
-        assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
+        assert (recorder.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny, bad, accumulation):
     trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
-    before = trainer.model.lm_head.weight.detach().clone()
+    old_weight = trainer.model.lm_head.weight.detach().clone()
     handle = trainer.model.final_norm.weight.register_hook(lambda gradient: gradient + bad)
     assert one_step(trainer).record["grad_has_nan"] == 1
-    assert torch.equal(trainer.model.lm_head.weight, before)
+    assert torch.equal(trainer.model.lm_head.weight, old_weight)
     handle.remove()
     record = one_step(trainer, 2).record
     assert record["grad_has_nan"] == 0 < record["grad/norm"]
-    assert not torch.equal(trainer.model.lm_head.weight, before)
+    assert not torch.equal(trainer.model.lm_head.weight, old_weight)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -228,9 +230,9 @@ def test_the_shadow_is_compared_at_the_same_clipping(tiny, tmp_path, accumulatio
 
     Else the distance would be larger than the gradient itself.
     """
-    more = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
-    more |= {"model__formats": "{'*': {gradient: {weight: E3M4}}}"}
-    *_, last = records_of(tiny(**settings_of({}, accumulation, CLIP, **more)), tmp_path / "r")
+    overrides = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
+    overrides |= {"model__formats": "{'*': {gradient: {weight: E3M4}}}"}
+    *_, last = records_of(tiny(**settings_of({}, accumulation, CLIP, **overrides)), tmp_path / "r")
     assert last["grad/clipped"] == 1
     assert last["grad/cosine_min"] > 0.99
     assert last["grad/quant_snr_db"] > 20
@@ -249,11 +251,11 @@ RULES = {
 }
 
 
-def stepped(rule, **more):
-    return {"optimizer__grad_clip": CLIP, "train__max_steps": STEPS, **RULES[rule], **more}
+def stepped(rule, **overrides):
+    return {"optimizer__grad_clip": CLIP, "train__max_steps": STEPS, **RULES[rule], **overrides}
 
 
-def taken(config):
+def trained(config):
     """The records of some steps, and the weights after them."""
     trainer, records = trainer_of(config), []
     torch.manual_seed(0)  # of dropout
@@ -267,13 +269,15 @@ def taken(config):
 def check_same(plain, within):
     assert plain[0] == within[0]
     assert any(record["grad/clipped"] for record in plain[0])
-    assert all(torch.equal(one, other) for one, other in zip(plain[1], within[1], strict=True))
+    assert all(
+        torch.equal(one, expected) for one, expected in zip(plain[1], within[1], strict=True)
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_exact_is_the_plain_loop(rule, tiny):
     within = tiny(**stepped(rule, train__step_in_backward=True, optimizer__clip_by="exact"))
-    check_same(taken(tiny(**stepped(rule))), taken(within))
+    check_same(trained(tiny(**stepped(rule))), trained(within))
 
 
 def test_previous_clips_by_the_norm_of_the_step_before(tiny):
@@ -281,8 +285,8 @@ def test_previous_clips_by_the_norm_of_the_step_before(tiny):
 
     The records say which steps were clipped.
     """
-    plain, _ = taken(tiny(**stepped("adamw")))
-    within, _ = taken(
+    plain, _ = trained(tiny(**stepped("adamw")))
+    within, _ = trained(
         tiny(**stepped("adamw", train__step_in_backward=True, optimizer__clip_by="previous"))
     )
     assert plain[0] == within[0]
@@ -295,14 +299,14 @@ def test_previous_clips_by_the_norm_of_the_step_before(tiny):
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
 def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip, tiny):
-    more = {"train__accumulation": 3, "optimizer__grad_clip": clip}
-    plain, _ = taken(tiny(**stepped("adamw", **more)))
-    within, _ = taken(tiny(**stepped("adamw", **more, train__step_in_backward=True)))
+    overrides = {"train__accumulation": 3, "optimizer__grad_clip": clip}
+    plain, _ = trained(tiny(**stepped("adamw", **overrides)))
+    within, _ = trained(tiny(**stepped("adamw", **overrides, train__step_in_backward=True)))
     assert [record["grad/clipped"] for record in plain] == [
         record["grad/clipped"] for record in within
     ]
-    for one, other in zip(plain, within, strict=True):
-        assert other["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
+    for one, within_value in zip(plain, within, strict=True):
+        assert within_value["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
 
 
 def test_gradients_of_weights_with_a_format_are_refused(tiny):
@@ -350,7 +354,7 @@ def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file, tmp
     within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
     check_same(
         *(
-            taken(load_config(find_config("finetune.yaml"), [*flags(settings), *more]))
-            for more in ([], within)
+            trained(load_config(find_config("finetune.yaml"), [*flags(settings), *arguments]))
+            for arguments in ([], within)
         )
     )

@@ -54,12 +54,12 @@ def pools(tmp_path_factory):
 
 
 def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
-    more = {
+    overrides = {
         "monitor__watch": "[resources, trend]",
         "train__precision": "float32",
         "train__batch_size": 6,
     }
-    return tiny(**KINDS[kind], **more, train__parallel=mode)
+    return tiny(**KINDS[kind], **overrides, train__parallel=mode)
 
 
 def own_ranks() -> Ranks:
@@ -112,17 +112,17 @@ def check(contents: Contents, whole: Contents, kind: str) -> None:
             )
 
 
-def gone_on(config: Config, folder: str, begun: int) -> list[float]:
+def gone_on(config: Config, folder: str, first_step: int) -> list[float]:
     """Take a checkpoint up in every rank, go on, and write another one.
 
     Return the losses on the way.
     """
     ranks = own_ranks()
     trainer = trainer_of(config, ranks)
-    restore(read_checkpoint(step_file(Path(folder), begun)), trainer, [])
+    restore(read_checkpoint(step_file(Path(folder), first_step)), trainer, [])
     losses = trainer.validation_losses()
-    step_on_equal_gradients(trainer, range(begun, begun + 3))
-    contents = capture(begun + 3, trainer, [], {})
+    step_on_equal_gradients(trainer, range(first_step, first_step + 3))
+    contents = capture(first_step + 3, trainer, [], {})
     assert (contents is None) == (not ranks.first)
     if contents is not None:
         commit_checkpoint(Path(folder), contents, keep_last=9)
@@ -130,31 +130,35 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("begun", [0, 2])
+@pytest.mark.parametrize("first_step", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
-    tiny, pools, tmp_path, kind, begun
+    tiny, pools, tmp_path, kind, first_step
 ):
     """One process begins, two go on, three, one.
 
     They end as the one that went all the way alone.
     """
     alone = trainer_of(settings(tiny, kind, None))
-    step_on_equal_gradients(alone, range(begun))
-    commit_checkpoint(tmp_path, capture(begun, alone, [], {}), keep_last=9)
+    step_on_equal_gradients(alone, range(first_step))
+    commit_checkpoint(tmp_path, capture(first_step, alone, [], {}), keep_last=9)
     for size in (2, 3):
         expected = alone.validation_losses()
-        outcomes = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), begun)
+        outcomes = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), first_step)
         for losses in outcomes:
             assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
-        step_on_equal_gradients(alone, range(begun, begun + 3))
-        begun += 3
-        check(read_checkpoint(step_file(tmp_path, begun)), capture(begun, alone, [], {}), kind)
+        step_on_equal_gradients(alone, range(first_step, first_step + 3))
+        first_step += 3
+        check(
+            read_checkpoint(step_file(tmp_path, first_step)),
+            capture(first_step, alone, [], {}),
+            kind,
+        )
     again = trainer_of(settings(tiny, kind, None))
-    restore(read_checkpoint(step_file(tmp_path, begun)), again, [])
+    restore(read_checkpoint(step_file(tmp_path, first_step)), again, [])
     for trainer in (again, alone):
-        step_on_equal_gradients(trainer, range(begun, begun + 2))
-    check(capture(begun, again, [], {}), capture(begun, alone, [], {}), kind)
+        step_on_equal_gradients(trainer, range(first_step, first_step + 2))
+    check(capture(first_step, again, [], {}), capture(first_step, alone, [], {}), kind)
 
 
 def trained(config: Config, size: int) -> list[tuple[float, float]]:
@@ -175,7 +179,7 @@ def test_processes_train_on_the_batch_of_one(tiny, pools, kind):
     torch.testing.assert_close(torch.tensor(first), records, rtol=2e-3, atol=0)
 
 
-def failing(what: str) -> list[Any]:
+def failing(part: str) -> list[Any]:
     ranks = own_ranks()
     answers = [
         ranks.broadcast(f"from {ranks.rank}"),
@@ -189,8 +193,8 @@ def failing(what: str) -> list[Any]:
     }
     try:
         with ranks.together(CheckpointNotWritten):
-            if ranks.rank == 1 and errors[what]:
-                raise errors[what]
+            if ranks.rank == 1 and errors[part]:
+                raise errors[part]
     except (OSError, BenchError) as error:
         answers.append((type(error).__name__, getattr(error, "errno", None), str(error)))
     return answers
@@ -201,8 +205,8 @@ NOT_WRITTEN, NO = ([(name, None, "no")] for name in ("CheckpointNotWritten", "Be
 
 
 @pytest.mark.parametrize(
-    ("what", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))]
+    ("part", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))]
 )
-def test_what_fails_in_one_fails_in_all(pools, what, ends):
-    for outcome, end in zip(pools[2].run(failing, what), ends, strict=True):
+def test_what_fails_in_one_fails_in_all(pools, part, ends):
+    for outcome, end in zip(pools[2].run(failing, part), ends, strict=True):
         assert outcome == ["from 0", [0.0, 1.0], 0.5, *end]

@@ -32,18 +32,18 @@ def exit_code_of(child: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
-    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    old_handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
     with stop_requests() as stop:
         assert not stop.asked
         signal.raise_signal(number)
         assert (stop.asked, stop.name) == (True, number.name)
-    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == old_handlers
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
-    done, read_end = os.pipe()
+    write_end, read_end = os.pipe()
 
     def child():
         try:
@@ -56,7 +56,7 @@ def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
 
     assert exit_code_of(child) == 128 + second
     os.close(read_end)
-    with os.fdopen(done, "rb") as pipe:
+    with os.fdopen(write_end, "rb") as pipe:
         assert pipe.read() == b"x"
 
 
@@ -95,14 +95,14 @@ def test_a_signal_ends_a_command_with_its_number(number, monkeypatch, text_file)
     monkeypatch.setattr(
         "nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number)
     )
-    before = signal.getsignal(signal.SIGTERM)
+    old_handler = signal.getsignal(signal.SIGTERM)
     interrupts = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's background jobs ignore it
     try:
         assert main(["prepare", "text", "--input", str(text_file)]) == 128 + number
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
         signal.signal(signal.SIGINT, interrupts)
 
 

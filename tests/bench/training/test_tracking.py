@@ -23,7 +23,7 @@ from nanogpt_bench.loop.train import run
 def recorder(monkeypatch):
     """Takes the place of TensorBoard."""
     tracker = Mock(facts={"name": "tensorboard", "id": "abc"})
-    monkeypatch.setattr(build, "TensorBoardTracker", lambda run_dir, after: tracker)
+    monkeypatch.setattr(build, "TensorBoardTracker", lambda run_dir, resumed_step: tracker)
     return tracker
 
 
@@ -74,10 +74,12 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
         if name in ("histograms", "log")
     ]
     drawn = [
-        (at, step, values) for at, (name, step, values) in enumerate(calls) if name == "histograms"
+        (index, step, values)
+        for index, (name, step, values) in enumerate(calls)
+        if name == "histograms"
     ]
     assert [step for _, step, _ in drawn] == [2, 2, 4, 4, 5, 5]
-    assert all(calls[at + 1][1] == step for at, step, _ in drawn)
+    assert all(calls[index + 1][1] == step for index, step, _ in drawn)
     histograms = drawn[-2][2] | drawn[-1][2]
     names = {name.partition("/")[2] for name in histograms}
     assert {"lm_head.weight", "blocks.0.attn.qkv.weight", "token_embedding.weight"} <= names
@@ -219,14 +221,14 @@ def records_of(file: Path) -> list[Any]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    data, at, block, parts, records = file.read_bytes(), 7, 32768, b"", []
-    while at + 7 <= len(data):
-        if block - at % block < 7:  # no header fits into what is left of a block
-            at += block - at % block
+    data, offset, block, parts, records = file.read_bytes(), 7, 32768, b"", []
+    while offset + 7 <= len(data):
+        if block - offset % block < 7:  # no header fits into what is left of a block
+            offset += block - offset % block
             continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        parts += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # whole, or the last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)

@@ -56,8 +56,15 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny, tmp_p
     records = recorded(tmp_path / "r")
     assert [record["step"] for record in records] == list(range(8))
     assert [record["step"] for record in records if "val/loss" in record] == [0, 3, 6, 7]
-    every = {"train/loss", "lr", "grad/norm", "grad/clipped", "time/elapsed_s", "time/tokens_per_s"}
-    assert all(every <= record.keys() for record in records[1:])
+    metrics = {
+        "train/loss",
+        "lr",
+        "grad/norm",
+        "grad/clipped",
+        "time/elapsed_s",
+        "time/tokens_per_s",
+    }
+    assert all(metrics <= record.keys() for record in records[1:])
     assert [record["tokens"] for record in records] == [64 * step for step in range(8)]
     assert summary["first_val_loss"] == records[0]["val/loss"]
     assert summary["final_val_loss"] == records[-1]["val/loss"]
@@ -123,9 +130,9 @@ def test_the_points_of_a_step_come_in_their_order(tiny):
 
 def test_validation_changes_nothing_and_repeats(tiny):
     trainer = trainer_of(tiny(rule="fp32", model__dropout=0.5))
-    before = trainer.model.lm_head.weight.clone()
+    old_weight = trainer.model.lm_head.weight.clone()
     assert trainer.validate() == trainer.validate()
-    assert torch.equal(trainer.model.lm_head.weight, before)
+    assert torch.equal(trainer.model.lm_head.weight, old_weight)
     assert trainer.model.training
 
 
@@ -161,7 +168,7 @@ def test_a_schedule_has_its_factors(settings, start, expected):
 
 
 #: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps
-LEFT = {
+LEFT_OUT = {
     "linear": [1, 0.75, 0.5, 0.25, 0],
     "cosine": [1, 0.8536, 0.5, 0.1464, 0],
     "step": [1, 1, 0, 0, 0],
@@ -173,7 +180,7 @@ def test_k_follows_its_course_by_name(tiny, course):
     options = {"optimizer__stiffness_schedule": course, "train__max_steps": 8}
     config = resolve(tiny(rule="stiffness-anneal", model__format="E4M3", **options))
     assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(
-        LEFT[course], abs=1e-4
+        LEFT_OUT[course], abs=1e-4
     )
     train(trainer_of(config), 1)  # and the optimizer takes it
 
@@ -183,17 +190,18 @@ def test_the_last_steps_are_written_back_in_another_way(tiny, rule, tmp_path):
     """Residuals come to be at the fourth of six steps."""
     options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
     config, plain = (
-        tiny(rule=rule, model__format="E4M3", train__max_steps=6, **more) for more in (options, {})
+        tiny(rule=rule, model__format="E4M3", train__max_steps=6, **overrides)
+        for overrides in (options, {})
     )
-    trainer, seen = trainer_of(config), []
+    trainer, observed = trainer_of(config), []
     for number in range(1, 7):
         one_step(trainer, number)
-        seen.append(any("residual" in state for state in trainer.optimizer.state.values()))
-    assert seen == [False] * 3 + [True] * 3
-    whole, other = (
+        observed.append(any("residual" in state for state in trainer.optimizer.state.values()))
+    assert observed == [False] * 3 + [True] * 3
+    whole, other_run = (
         run(config, tmp_path / name) for name, config in (("whole", config), ("other", plain))
     )
-    assert whole["bytes_per_quantized_parameter"] > other["bytes_per_quantized_parameter"]
+    assert whole["bytes_per_quantized_parameter"] > other_run["bytes_per_quantized_parameter"]
 
 
 def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):

@@ -35,8 +35,8 @@ def config_of(tiny, rule, **overrides):
 @pytest.mark.parametrize(
     "rule",
     [
-        pytest.param(rule, marks=[] if at in SAMPLE else pytest.mark.slow)
-        for at, rule in enumerate(QUANTIZED)
+        pytest.param(rule, marks=[] if index in SAMPLE else pytest.mark.slow)
+        for index, rule in enumerate(QUANTIZED)
     ],
 )
 def test_a_rule_repeats_however_often_one_looks(tiny, tmp_path, rule):
@@ -46,7 +46,10 @@ def test_a_rule_repeats_however_often_one_looks(tiny, tmp_path, rule):
     ]
     assert (
         len(
-            {run(config, tmp_path / f"{at}")["final_val_loss"] for at, config in enumerate(configs)}
+            {
+                run(config, tmp_path / f"{index}")["final_val_loss"]
+                for index, config in enumerate(configs)
+            }
         )
         == 1
     )
@@ -80,10 +83,10 @@ def test_a_rule_runs_and_reports(tiny, tmp_path, rule):
     if metric is None:  # nothing is rounded
         assert summary["stall"] is None
         return
-    seen = [record for record in records if metric in record]
-    assert [record["step"] for record in seen] == list(range(2, 41, 2))
+    measured = [record for record in records if metric in record]
+    assert [record["step"] for record in measured] == list(range(2, 41, 2))
     assert 0 <= summary["stall"] <= 1
-    assert f"{metric}/blocks.0.attn.qkv" in seen[0]
+    assert f"{metric}/blocks.0.attn.qkv" in measured[0]
 
 
 @pytest.mark.parametrize("storage", ROUNDED)
@@ -92,7 +95,9 @@ def test_weights_move_and_stay_on_their_grid(tiny, rule, storage):
     if storage == "grid" and RULES[rule].products:
         return  # codes that are multiplied as they are have no simulation
     trainer = trainer_of(config_of(tiny, rule, model__storage=storage))
-    before = {name: layer.weight_codes() for name, layer in quantized_layers(trainer.model).items()}
+    old_codes = {
+        name: layer.weight_codes() for name, layer in quantized_layers(trainer.model).items()
+    }
     train(trainer, 5)
     for name, layer in quantized_layers(trainer.model).items():
         weight = layer.quantized_weight().detach()
@@ -103,7 +108,7 @@ def test_weights_move_and_stay_on_their_grid(tiny, rule, storage):
         )
         decoded = fm.decode(layer.weight_codes(), "E4M3") * layer.weight_scale()
         assert torch.equal(weight, decoded), name
-        assert not torch.equal(layer.weight_codes(), before[name]), name
+        assert not torch.equal(layer.weight_codes(), old_codes[name]), name
 
 
 @pytest.mark.parametrize(("rule", "storage"), [("stochastic", "grid"), ("master", "master")])

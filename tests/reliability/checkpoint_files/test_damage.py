@@ -37,7 +37,7 @@ def with_ending(path, last):
     return path.with_name(path.name + last)
 
 
-def seen(path):
+def is_named(path):
     for look in (verify, read_checkpoint):
         try:
             look(path)
@@ -65,7 +65,7 @@ def test_every_single_bit_flip_is_detected(run_dir, full, tally):
         data = bytearray(whole[last])
         data[bit // 8] ^= 1 << bit % 8
         with_ending(path, last).write_bytes(data)
-        missed += [] if seen(path) else [(last, bit)]
+        missed += [] if is_named(path) else [(last, bit)]
         with_ending(path, last).write_bytes(whole[last])
     assert missed == []
     verify(path)
@@ -79,11 +79,11 @@ def test_truncation_at_every_length_is_detected(run_dir, tally):
         data = file.read_bytes()
         for length in range(len(data)):
             os.truncate(file, length)
-            assert seen(path), (last, length)
+            assert is_named(path), (last, length)
             file.write_bytes(data)
             number += 1
         file.write_bytes(data + b"\0")
-        assert seen(path), last
+        assert is_named(path), last
         file.write_bytes(data)
     verify(path)
     tally("truncated files of a checkpoint", number, "every length of both files, all detected")
@@ -107,7 +107,7 @@ DAMAGES = {
     ),
     "folder": lambda path: in_place_of(path, Path.mkdir),
     "pipe": lambda path: in_place_of(path, os.mkfifo),
-    "link": lambda path: in_place_of(path, lambda at: at.symlink_to("/dev/zero")),
+    "link": lambda path: in_place_of(path, lambda path: path.symlink_to("/dev/zero")),
     "link to the same": lambda path: at_the_end_of_a_link(path, path.parent.parent / "same"),
 }
 
@@ -117,7 +117,7 @@ DAMAGES = {
 def test_a_file_that_is_not_the_one_is_detected(run_dir, last, damage):
     path = step_file(run_dir, 2)
     DAMAGES[damage](with_ending(path, last))
-    assert seen(path)
+    assert is_named(path)
     if path.exists():
         assert_passed_over(run_dir)
     else:
@@ -132,7 +132,7 @@ def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_it
     with_ending(second, ".sha256").write_text(
         with_ending(first, ".sha256").read_text().replace("step-1", "step-2")
     )
-    assert seen(second)
+    assert is_named(second)
     assert_passed_over(run_dir)
     assert "holds step 1, not the step of its name" in newest(run_dir)[1][0]
     commit_checkpoint(run_dir, small(2), keep_last=2)

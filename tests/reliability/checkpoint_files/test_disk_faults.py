@@ -50,9 +50,9 @@ class FullDisk(Disk):
     def write(self, file, data):
         if self.room == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = os.write(file, data[: self.room])
-        self.room -= written
-        return written
+        count = os.write(file, data[: self.room])
+        self.room -= count
+        return count
 
 
 class Watched:
@@ -91,12 +91,12 @@ def spread(length, number):
 
 @contextmanager
 def file_size_limit(size):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    old_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old_limit[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
 
 
 def assert_refused(run_dir, words, disk=None):
@@ -104,12 +104,12 @@ def assert_refused(run_dir, words, disk=None):
 
     What was there before is there byte for byte, and nothing else.
     """
-    before = bytes_in(run_dir)
+    old_bytes = bytes_in(run_dir)
     with pytest.raises(CheckpointNotWritten, match=words) as caught:
         commit_on(disk or Disk(), run_dir, 3)
     assert "checkpoint of step 3 can't be written to" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert bytes_in(run_dir) == before
+    assert bytes_in(run_dir) == old_bytes
     assert newest(run_dir) == (step_file(run_dir, 2), [])
 
 
@@ -158,7 +158,7 @@ def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
     operations = []
     shutil.copytree(run_dir, tmp_path / "measured")
     commit_on(Watched(lambda n, name, path: operations.append(name)), tmp_path / "measured", 3)
-    before = step_file(run_dir, 2).read_bytes()
+    old_checkpoint = step_file(run_dir, 2).read_bytes()
     for failing, name in enumerate(operations):
         with_fault = tmp_path / f"{failing}"
         shutil.copytree(run_dir, with_fault)
@@ -173,7 +173,7 @@ def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
         except CheckpointNotWritten as error:
             message = str(error)
         assert not message or (
-            os.strerror(code) in message and step_file(with_fault, 2).read_bytes() == before
+            os.strerror(code) in message and step_file(with_fault, 2).read_bytes() == old_checkpoint
         ), name
         newest_path, skipped = newest(with_fault)
         assert (newest_path is not None, skipped) == (True, []), (failing, name)
@@ -184,12 +184,16 @@ def test_any_operation_may_fail(run_dir, tmp_path, code, tally):
     )
 
 
-@pytest.mark.parametrize(("before", "step"), [((), 1), ((1, 2), 1), ((1, 2), 2), ((1, 2), 3)])
-def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, before, step):
+@pytest.mark.parametrize(
+    ("committed_steps", "step"), [((), 1), ((1, 2), 1), ((1, 2), 2), ((1, 2), 3)]
+)
+def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(
+    tmp_path, committed_steps, step
+):
     """The folder as it is before each operation is what a kill at that moment leaves."""
     run_dir, shots = tmp_path / "run", tmp_path / "shots"
     run_dir.mkdir()
-    for number in before:
+    for number in committed_steps:
         commit_checkpoint(run_dir, small(number), keep_last=5)
     whole = bytes_in(run_dir)
     commit_on(
@@ -202,16 +206,16 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint_and_no_litter(tmp_path, be
         clean(shot)
         steps_on_disk = steps(shot)
         assert names_in(shot) == names(*steps_on_disk), shot.name
-        assert set(steps_on_disk) <= {*before, step}
+        assert set(steps_on_disk) <= {*committed_steps, step}
         for number in steps_on_disk:
             verify(step_file(shot, number))
-        if before:
+        if committed_steps:
             older = "checkpoints/step-2.safetensors"
             assert step == 2 or bytes_in(shot)[older] == whole[older]
             assert newest(shot)[0] in (step_file(shot, 2), step_file(shot, 1 if step == 2 else 3))
         commit_checkpoint(shot, small(9), keep_last=1)
         assert names_in(shot) == names(9)
-    assert len(list(shots.iterdir())) > 8 - 2 * (not before)
+    assert len(list(shots.iterdir())) > 8 - 2 * (not committed_steps)
 
 
 def test_file_and_digest_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir):
@@ -219,12 +223,12 @@ def test_file_and_digest_are_on_the_disk_before_the_checkpoint_has_its_name(run_
     commit_on(Watched(lambda n, name, path: log.append(name)), run_dir, 3)
     order = [
         name
-        for before, name in zip(["", *log], log, strict=False)
-        if (before, name) != ("write", "write")
+        for previous, name in zip(["", *log], log, strict=False)
+        if (previous, name) != ("write", "write")
     ]
-    written = ["open", "write", "fsync"]
+    calls = ["open", "write", "fsync"]
     removed = ["unlink"] * 4  # the two before, with their digests
-    assert order == [*written, *written, "rename", "open", "fsync", *removed]
+    assert order == [*calls, *calls, "rename", "open", "fsync", *removed]
 
 
 def test_what_was_not_taken_is_not_believed_and_short_writes_are_gone_on_with(run_dir):
@@ -236,12 +240,12 @@ def test_what_was_not_taken_is_not_believed_and_short_writes_are_gone_on_with(ru
 
 def test_too_little_room_is_said_before_anything_is_written(run_dir, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
-    before = bytes_in(run_dir)
+    old_bytes = bytes_in(run_dir)
     with pytest.raises(
         CheckpointNotWritten, match=r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room"
     ):
         commit_checkpoint(run_dir, small(3), keep_last=1)
-    assert bytes_in(run_dir) == before
+    assert bytes_in(run_dir) == old_bytes
     with pytest.raises(
         BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"
     ):
@@ -275,13 +279,13 @@ def small_file_system(tmp_path):
 def test_a_file_system_that_is_really_full(small_file_system):
     for step in (1, 2):
         commit_on(Disk(), small_file_system, step, keep_last=5)
-    before = bytes_in(small_file_system)
+    old_bytes = bytes_in(small_file_system)
     with pytest.raises(CheckpointNotWritten, match="No space left on device"):
         commit_on(Disk(), small_file_system, 3, size=8000)
-    assert bytes_in(small_file_system) == before
+    assert bytes_in(small_file_system) == old_bytes
     with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .* 0\.0 MB are free"):
         commit_checkpoint(small_file_system, small(3), keep_last=1)
-    assert bytes_in(small_file_system) == before
+    assert bytes_in(small_file_system) == old_bytes
 
 
 def test_a_file_system_that_becomes_read_only(small_file_system):
