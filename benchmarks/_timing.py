@@ -113,13 +113,13 @@ def live_bytes(*roots: object) -> int:
     """
     storages: dict[int, int] = {}
     # Objects stay referenced, so that no other gets the id of one that was freed.
-    seen: dict[int, object] = {}
+    visited: dict[int, object] = {}
     queue = list(roots)
     while queue:
         item = queue.pop()
-        if id(item) in seen:
+        if id(item) in visited:
             continue
-        seen[id(item)] = item
+        visited[id(item)] = item
         if isinstance(item, Tensor) and not inner_tensors(item):
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

@@ -142,8 +142,8 @@ def chosen(names: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
     """Return the parts of some names, or all that are not measured yet, or failed."""
     if names:
         return tuple(part for part in PARTS if part.name in names)
-    done = [name for name, part in measured.items() if "error" not in part["figures"]]
-    return tuple(part for part in PARTS if part.name not in (*done, *NAMED_ONLY))
+    measured_parts = [name for name, part in measured.items() if "error" not in part["figures"]]
+    return tuple(part for part in PARTS if part.name not in (*measured_parts, *NAMED_ONLY))
 
 
 def failures(result: dict[str, Any]) -> list[str]:

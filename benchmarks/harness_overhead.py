@@ -88,7 +88,7 @@ class Figure:
     reference_ms: float
 
 
-def config_of(corpus: Path, steps: int, *more: str) -> Config:
+def config_of(corpus: Path, steps: int, *overrides: str) -> Config:
     """Return the configuration of a run of ``steps`` timed steps.
 
     It validates only before and after them.
@@ -101,7 +101,7 @@ def config_of(corpus: Path, steps: int, *more: str) -> Config:
         "--eval.batches=1",
         "--runtime.threads=1",
     )
-    return resolve(load_config(find_config("nanogpt_cpu.yaml"), [*settings, *more]))
+    return resolve(load_config(find_config("nanogpt_cpu.yaml"), [*settings, *overrides]))
 
 
 def row_of(corpus: Path, rule: str, fmt: str) -> Config:
@@ -121,10 +121,10 @@ def plain_loop(config: Config, corpus: Corpus) -> Step:
     block = config.model.block_size or 0
     model = initial_model(config, corpus)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     betas = (settings.beta1 or 0.0, settings.beta2 or 0.0)
     optimizer = torch.optim.AdamW(groups, lr=settings.lr or 0.0, betas=betas, fused=True)

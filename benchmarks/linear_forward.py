@@ -81,11 +81,11 @@ class CellPair:
         return str(Size(self.forward.inputs, self.forward.outputs))
 
 
-def step_of(layer: nn.Module, tokens: int, size: Size, backward: bool, like: Tensor) -> Step:
+def step_of(layer: nn.Module, tokens: int, size: Size, backward: bool, example: Tensor) -> Step:
     """Return a function that runs the layer once over a fixed batch."""
     generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, size.inputs, generator=generator).to(like).requires_grad_(backward)
-    gradient = torch.randn(tokens, size.outputs, generator=generator).to(like)
+    x = torch.randn(tokens, size.inputs, generator=generator).to(example).requires_grad_(backward)
+    gradient = torch.randn(tokens, size.outputs, generator=generator).to(example)
 
     def forward() -> object:
         with torch.no_grad():
@@ -103,8 +103,8 @@ def measure(
     options: argparse.Namespace, size: Size, tokens: int, mode: str, backward: bool
 ) -> Cell:
     """Measure one layer, batch and mode."""
-    like = torch.empty(0, dtype=DTYPES[options.dtype], device=options.device)
-    linear = nn.Linear(size.inputs, size.outputs, dtype=like.dtype, device=like.device)
+    example = torch.empty(0, dtype=DTYPES[options.dtype], device=options.device)
+    linear = nn.Linear(size.inputs, size.outputs, dtype=example.dtype, device=example.device)
     quantized = fm.QuantizedLinear(
         copy.deepcopy(linear), fm.LayerSpec(options.format), options.storage
     )
@@ -112,13 +112,13 @@ def measure(
     if mode == "compiled":
         torch._dynamo.reset()
         layers = [torch.compile(layer, dynamic=False, fullgraph=True) for layer in layers]
-    steps = [step_of(layer, tokens, size, backward, like) for layer in layers]
+    steps = [step_of(layer, tokens, size, backward, example) for layer in layers]
     for step in steps:
         step()
-    (trial,) = paired_seconds(*steps, 1, like.device)
+    (trial,) = paired_seconds(*steps, 1, example.device)
     affordable = int(options.seconds / (sum(trial) + 1e-9))
     pairs = max(FEWEST_PAIRS, min(options.pairs, affordable))
-    times = paired_seconds(*steps, pairs, like.device)
+    times = paired_seconds(*steps, pairs, example.device)
     linear_ms = 1e3 * statistics.median(pair.reference for pair in times)
     return Cell(*size, tokens, mode, backward, pairs, linear_ms, *Ratio.of_pairs(times))
 

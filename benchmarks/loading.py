@@ -219,16 +219,16 @@ def check_linux() -> None:
 def run_child(*words: str) -> Any:
     """Run this script in a fresh process, and read the JSON that it prints."""
     command = [sys.executable, __file__, "--child", *words]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{process.stdout}{process.stderr}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 class Row(NamedTuple):

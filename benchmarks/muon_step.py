@@ -120,11 +120,11 @@ def measure_in_fresh_process(label: str, size: str, pairs: int) -> dict[str, flo
     """Measure one contender in a process of its own."""
     command = [sys.executable, __file__, "--worker", label, "--sizes", size, "--pairs", str(pairs)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1]
-        raise SystemExit(f"{label}, {size}: exit code {done.returncode}: {reason}")
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        reason = process.stderr.strip().splitlines()[-1]
+        raise SystemExit(f"{label}, {size}: exit code {process.returncode}: {reason}")
+    figures: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return figures
 
 

@@ -129,7 +129,7 @@ def train(folder: Path, writeback: str, lr: float, seed: int, steps: int) -> Los
     if writeback != "float32":
         options = {"writeback": writeback, "seed": seed}
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=lr, weight_decay=0.0, **options)
-    before = loss_of(model, test_text)
+    first_loss = loss_of(model, test_text)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -139,7 +139,7 @@ def train(folder: Path, writeback: str, lr: float, seed: int, steps: int) -> Los
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
-    return Losses(before, loss_of(model, test_text))
+    return Losses(first_loss, loss_of(model, test_text))
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ def measure_all(args: Namespace, base: Any) -> Iterator[tuple[Measured, Measured
                     yield rows[-1], rows[0]
 
 
-def table_row(row: Measured, exact: Measured) -> tuple[str, ...]:
+def table_row(row: Measured, reference: Measured) -> tuple[str, ...]:
     """Return a row as text, with its difference to float32 weights."""
     difference = ""
-    if row is not exact:
-        pairs = zip(row.final_losses, exact.final_losses, strict=True)
-        difference = interval_text([loss - other for loss, other in pairs])
+    if row is not reference:
+        pairs = zip(row.final_losses, reference.final_losses, strict=True)
+        difference = interval_text([loss - reference_loss for loss, reference_loss in pairs])
     return (
         row.weights,
         f"{row.lr:g}",
@@ -217,7 +217,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     base, _ = small(args.reading)
     measured = list(measure_all(args, base))
-    rows = [table_row(row, exact) for row, exact in measured]
+    rows = [table_row(row, reference) for row, reference in measured]
     columns = ["weights", "lr", "writeback", "before", f"after {args.steps} steps", "minus float32"]
     if args.json:
         print(json.dumps([asdict(row) for row, _ in measured], indent=1))

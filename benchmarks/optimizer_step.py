@@ -118,14 +118,14 @@ def measure_in_fresh_process(name: str, options: argparse.Namespace, cache: Path
         "TORCHINDUCTOR_CACHE_DIR": str(cache / name),
     }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=options.timeout
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {options.timeout} s"}
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return {"failed": f"exit code {done.returncode}: {reason(done.stderr)}"}
+    lines = process.stdout.splitlines()
+    if process.returncode or not lines:
+        return {"failed": f"exit code {process.returncode}: {reason(process.stderr)}"}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
@@ -349,7 +349,7 @@ def main() -> int:
         names = chosen(options.contenders)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
-    rows = [row(name, done, options) for name, done in run(names, options).items()]
+    rows = [row(name, timing, options) for name, timing in run(names, options).items()]
     if options.json:
         print(json.dumps({"title": title(rows, options), "rows": rows}, indent=1))
     else:

@@ -181,9 +181,11 @@ def table(runs: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) -
     return text_table(rows, ("---", "---", "---", "---:", "---", "---:"), markdown)
 
 
-def difference_text(runs: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -> str:
+def difference_text(runs: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]]) -> str:
     """Return the mean difference of runs by seed, with half of its 95% interval."""
-    differences = [runs[seed]["loss"] - exact[seed]["loss"] for seed in runs if seed in exact]
+    differences = [
+        runs[seed]["loss"] - reference[seed]["loss"] for seed in runs if seed in reference
+    ]
     count = len(differences)
     if count == 0:
         return ""
@@ -228,11 +230,11 @@ def main() -> None:
     runs = []
     if args.out.exists():
         runs = [json.loads(line) for line in args.out.read_text().splitlines()]
-    done = {(line["way"], line["seed"], line["steps"]) for line in runs}
+    recorded_keys = {(line["way"], line["seed"], line["steps"]) for line in runs}
     with tempfile.TemporaryDirectory() as folder:
         write_floats(args.model, Path(folder))
         for seed, way in itertools.product(seeds, ways):
-            if (way, seed, args.steps) in done:
+            if (way, seed, args.steps) in recorded_keys:
                 continue
             runs.append(run(way, Path(folder), corpus, seed, args.steps))
             with args.out.open("a", encoding="utf-8") as file:

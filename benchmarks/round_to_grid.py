@@ -123,8 +123,8 @@ def main() -> None:
     print(f"{'':48s} {'ratio to torch.clone':>22s}  {'(min .. max)':>16s}  goal")
     rows: list[tuple[Cell, ...]] = []
     for contender in (*library_functions(x), *peer_functions(x)):
-        like = x[: contender.size].clone()
-        ratio = ratio_of(contender.function, like.clone, options.repeats)
+        values = x[: contender.size].clone()
+        ratio = ratio_of(contender.function, values.clone, options.repeats)
         goal = goal_text(contender.name)
         rows.append((contender.name, ratio, goal))
         ends = f"({ratio.smallest:.2f} .. {ratio.largest:.2f})"

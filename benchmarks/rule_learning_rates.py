@@ -171,16 +171,16 @@ def train(search: Search, rules: Sequence[str], workers: int) -> None:
 
     A grid grows only when its points are known.
     """
-    left = next_trainings(search, rules)
-    if not left:
+    trainings = next_trainings(search, rules)
+    if not trainings:
         return
-    with Pool(min(workers, len(left))) as pool:
-        while left:
-            for rule, power in left:
+    with Pool(min(workers, len(trainings))) as pool:
+        while trainings:
+            for rule, power in trainings:
                 # It may have begun and not ended.
                 shutil.rmtree(search.folder(rule, power), ignore_errors=True)
-            _train_in_pool(search, left, pool)
-            left = next_trainings(search, rules)
+            _train_in_pool(search, trainings, pool)
+            trainings = next_trainings(search, rules)
 
 
 def next_trainings(search: Search, rules: Sequence[str]) -> list[Training]:

@@ -285,11 +285,11 @@ class Rollout(NamedTuple):
     mismatch: dict[str, float]
 
 
-def roll_out(policy: Policy, server: Any, prompts: Tensor, written: int) -> Rollout:
+def roll_out(policy: Policy, server: Any, prompts: Tensor, length: int) -> Rollout:
     """Let the server write so many tokens after each prompt."""
     server.load_state_dict(policy.served(), strict=False)
     sampling = transformers.GenerationConfig(
-        do_sample=True, max_new_tokens=written, top_k=0, pad_token_id=0
+        do_sample=True, max_new_tokens=length, top_k=0, pad_token_id=0
     )
     with torch.no_grad():
         tokens = server.generate(prompts, sampling, attention_mask=torch.ones_like(prompts))
@@ -329,12 +329,12 @@ def measure(
         starts = torch.randint(len(text) - PROMPT, (args.prompts, 1)).repeat_interleave(GROUP, 0)
         prompts = text[starts + torch.arange(PROMPT)]
         rollout = roll_out(policy, server, prompts, args.written)
-        written = rollout.tokens[:, PROMPT:]
-        rewards = (written % 2 == 0).float().mean(1).view(-1, GROUP)
+        answers = rollout.tokens[:, PROMPT:]
+        rewards = (answers % 2 == 0).float().mean(1).view(-1, GROUP)
         figures.append(rollout.mismatch | {"reward": rewards.mean().item()})
         if update < args.updates:
             advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std() + 1e-6)
-            log_probabilities = scores(policy.model, rollout.tokens).gather(2, written[..., None])
+            log_probabilities = scores(policy.model, rollout.tokens).gather(2, answers[..., None])
             log_ratio = log_probabilities - rollout.log_probabilities
             policy.optimizer.zero_grad()
             (-log_ratio.exp() * advantages.view(-1, 1, 1)).mean().backward()
@@ -488,8 +488,8 @@ def main() -> None:
     ]
     rows: list[tuple[str, ...]] = []
     for name, by_update in figures.items():
-        before, after_first, after_last = by_update[0], by_update[1], by_update[-1]
-        numbers = [before["k3"], after_first["k3"]]
+        first, after_first, after_last = by_update[0], by_update[1], by_update[-1]
+        numbers = [first["k3"], after_first["k3"]]
         numbers += [after_last[key] for key in ("k3", "argmax", "ratio", "largest")]
         rows.append((name, *map(short_text, numbers)))
     print(text_table([columns, *rows], ("---", *["---:"] * 6), args.markdown))

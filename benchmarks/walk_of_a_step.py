@@ -59,7 +59,7 @@ def walk(step: Any, package: Path = PACKAGE) -> list[Entered]:
 def lengths(entered: Sequence[Entered]) -> Lengths:
     """Count the files, the functions and the moves of a walk."""
     files = [function.file for function in entered]
-    moves = sum(one != other for one, other in pairwise(files))
+    moves = sum(one != next_file for one, next_file in pairwise(files))
     return Lengths(len(set(files)), len(files), moves)
 
 

@@ -182,10 +182,10 @@ def run_child(*words: str) -> Any:
     command = [sys.executable, __file__, "--child", *words]
     # glibc gives every block of 64 kB and more back at once, so that none counts twice.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{process.stdout}{process.stderr}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 class Row(NamedTuple):

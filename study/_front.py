@@ -95,10 +95,10 @@ def results_page_table(rows: Sequence[ComparedRow] = README_ROWS) -> str:
 
 def _results_by_text(row: ComparedRow, baseline: str) -> list[Result]:
     """Return the results of a row, one for each text."""
-    found = []
+    row_results = []
     for _, results in against_baseline(row.files, baseline):
-        found.append(next(result for result in results if result_label(result) == row.rule))
-    return found
+        row_results.append(next(result for result in results if result_label(result) == row.rule))
+    return row_results
 
 
 def _bytes_cell(results: Sequence[Result]) -> str:

@@ -123,8 +123,8 @@ def _finished_run(row: Row, seed: Hashable) -> Run | None:
     return None
 
 
-def _point(run: Run, reference: Run, at: float, group: str) -> Point | None:
-    figures = _figures_at(run, at)
+def _point(run: Run, reference: Run, share: float, group: str) -> Point | None:
+    figures = _figures_at(run, share)
     reference_loss = reference.at_end("final_val_loss")
     if not figures or reference_loss is None or run.status not in ("finished", "failed"):
         return None
@@ -132,7 +132,7 @@ def _point(run: Run, reference: Run, at: float, group: str) -> Point | None:
     has_loss = final_loss is not None and run.status != "failed"
     gap = final_loss - reference_loss if has_loss else math.inf
     early_loss = _training_loss(figures)
-    early_reference_loss = _training_loss(_figures_at(reference, at))
+    early_reference_loss = _training_loss(_figures_at(reference, share))
     if early_loss is not None and math.isfinite(early_loss):
         figures[LOSS] = early_loss
         if early_reference_loss is not None and math.isfinite(early_reference_loss):
@@ -140,9 +140,9 @@ def _point(run: Run, reference: Run, at: float, group: str) -> Point | None:
     return Point(figures, gap, gap > BEHIND * reference_loss, group)
 
 
-def _figures_at(run: Run, at: float) -> dict[str, float]:
+def _figures_at(run: Run, share: float) -> dict[str, float]:
     """Return the figures last recorded within a share of the run's steps; {} without any."""
-    limit = at * (run.number("steps_planned") or 0)
+    limit = share * (run.number("steps_planned") or 0)
     steps = [step for step in run.looks if step <= limit]
     return dict(run.looks[max(steps)]) if steps else {}
 
@@ -268,16 +268,16 @@ def _auc(values: Sequence[float], is_behind: Sequence[bool]) -> float | None:
     Returns None if all or none are behind.
     """
     behind = [value for value, late in zip(values, is_behind, strict=True) if late]
-    others = [value for value, late in zip(values, is_behind, strict=True) if not late]
-    if not behind or not others:
+    ahead = [value for value, late in zip(values, is_behind, strict=True) if not late]
+    if not behind or not ahead:
         return None
     from scipy.stats import mannwhitneyu
 
     with warnings.catch_warnings():
         # scipy warns of constant values.
         warnings.simplefilter("ignore")
-        statistic = float(mannwhitneyu(behind, others).statistic)
-    return statistic / (len(behind) * len(others))
+        statistic = float(mannwhitneyu(behind, ahead).statistic)
+    return statistic / (len(behind) * len(ahead))
 
 
 def _with_holm(predictors: Sequence[Predictor]) -> list[Predictor]:

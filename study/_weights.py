@@ -33,13 +33,13 @@ def logarithms_table(file: Exported) -> str | None:
     return _table(file, _logarithms_cell)
 
 
-def _kurtosis_cell(row: Row | None, read: ReadMetric) -> str:
-    return number_text(_mean(row, read, KURTOSIS))
+def _kurtosis_cell(row: Row | None, read_metric: ReadMetric) -> str:
+    return number_text(_mean(row, read_metric, KURTOSIS))
 
 
-def _logarithms_cell(row: Row | None, read: ReadMetric) -> str:
-    spread = _mean(row, read, LOG2_STD)
-    skewness = _mean(row, read, LOG2_SKEWNESS)
+def _logarithms_cell(row: Row | None, read_metric: ReadMetric) -> str:
+    spread = _mean(row, read_metric, LOG2_STD)
+    skewness = _mean(row, read_metric, LOG2_SKEWNESS)
     return "-" if spread is None or skewness is None else f"{spread:.2f}, {skewness:+.2f}"
 
 
@@ -86,8 +86,8 @@ def mean_at_end(row: Row, name: str) -> float | None:
     return _mean(row, _read_at_end, name)
 
 
-def _mean(row: Row | None, read: ReadMetric, name: str) -> float | None:
-    return None if row is None else mean_of(read(run, name) for run in row.runs)
+def _mean(row: Row | None, read_metric: ReadMetric, name: str) -> float | None:
+    return None if row is None else mean_of(read_metric(run, name) for run in row.runs)
 
 
 def _read_at_a_tenth(run: Run, name: str) -> float | None:

@@ -150,16 +150,16 @@ def table(layers: Mapping[str, Sequence[Layer]]) -> str:
 
 
 def _line(run: str, layer: Layer) -> tuple[str, ...]:
-    found = binades(layer.units, layer.fmt)
+    levels = binades(layer.units, layer.fmt)
     start = (f"`{run}`", f"`{layer.name}`", f"{layer.snr:.3f}")
-    if found is None:
+    if levels is None:
         return (*start, "-", "-", "-", "-")
     return (
         *start,
-        str(len(found.exponents)),
-        f"{found.slope:.2f}",
-        f"{found.normal_slope:.2f}",
-        f"{found.off_by:.2f}",
+        str(len(levels.exponents)),
+        f"{levels.slope:.2f}",
+        f"{levels.normal_slope:.2f}",
+        f"{levels.off_by:.2f}",
     )
 
 

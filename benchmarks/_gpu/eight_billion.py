@@ -84,7 +84,7 @@ def train_in_a_process(row: Row, tokens: int, session: Session) -> dict[str, Any
         command += ["--shape", row.shape, "--tokens", str(tokens)]
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
@@ -94,9 +94,9 @@ def train_in_a_process(row: Row, tokens: int, session: Session) -> dict[str, Any
         )
     except subprocess.TimeoutExpired:
         return {"error": "no time was left for it"}
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    if process.returncode:
+        return {"error": process.stderr.strip().splitlines()[-1]}
+    return dict(json.loads(process.stdout.splitlines()[-1]))
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:

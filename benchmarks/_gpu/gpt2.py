@@ -48,9 +48,9 @@ def gpt2(session: Session) -> dict[str, Any]:
         return sweep(session, data, Path(folder) / "runs", "--smoke")
 
 
-def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]:
+def sweep(session: Session, data: Path, out: Path, *arguments: str) -> dict[str, Any]:
     """Train until the part's time is up, and read the results so far."""
-    words = ["sweep", SWEEP, "--data.dir", str(data), "--out", str(out), *more]
+    words = ["sweep", SWEEP, "--data.dir", str(data), "--out", str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "nanogpt_bench", *words]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

@@ -91,10 +91,10 @@ def step_figures(
 
     The bytes are those that torch has allocated.
     """
-    before = 0 if session.dry else torch.cuda.memory_allocated()
+    memory_before = 0 if session.dry else torch.cuda.memory_allocated()
     optimizer = make_optimizer(weights(session, shapes_of(session, count), one_byte, dtype))
     optimizer.step()
-    used = 0 if session.dry else torch.cuda.memory_allocated() - before
+    used = 0 if session.dry else torch.cuda.memory_allocated() - memory_before
     return session.times(optimizer.step) | {"bytes": used / count}
 
 

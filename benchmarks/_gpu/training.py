@@ -31,10 +31,10 @@ ONE_BYTE: Final = {f"one byte, {products}": products for products in PRODUCTS}
 if PRODUCTS != ("decoded",):
     ONE_BYTE["one byte, fp8, dW"] = "fp8, dW"
 #: rows of other packages
-OTHERS: Final = {
+PEER_FORMS: Final = {
     f"bfloat16 weights, {name}": peer for name, peer in PEERS.items() if peer.name == "AdamW8bit"
 }
-OTHERS["torchao's float8, tensorwise, fused AdamW"] = Peer(
+PEER_FORMS["torchao's float8, tensorwise, fused AdamW"] = Peer(
     "torchao.float8", "convert_to_float8_training", {}
 )
 
@@ -70,15 +70,15 @@ def prepare(session: Session, model: GPT, kind: str) -> Any:
     if kind in ONE_BYTE:
         one_byte(model, ONE_BYTE[kind], left_out=("lm_head",))
         return fm.optim.StiffnessAdamW(model.parameters(), LR, moments="8bit")
-    package, name, options = OTHERS[kind]
-    other = find_peer(package, name)
-    if other is None:
+    package, name, options = PEER_FORMS[kind]
+    peer = find_peer(package, name)
+    if peer is None:
         return None
     if package == "torchao.float8":
         config = find_peer(package, "Float8LinearConfig")(emulate=session.dry)
-        other(model, config=config, module_filter_fn=lambda _, name: not name.endswith("lm_head"))
+        peer(model, config=config, module_filter_fn=lambda _, name: not name.endswith("lm_head"))
         return fused(session)(model.parameters(), lr=LR)
-    return other(model.bfloat16().parameters(), lr=LR, **options)
+    return peer(model.bfloat16().parameters(), lr=LR, **options)
 
 
 def training_step(
@@ -116,7 +116,7 @@ def training(session: Session, width: int) -> dict[str, Any]:
         ("compiled", REFERENCE),
         *product(("compiled", "graphed"), ONE_BYTE),
         *product(("eager",), (REFERENCE, *ONE_BYTE)),
-        *product(("compiled",), OTHERS),
+        *product(("compiled",), PEER_FORMS),
     ]
     figures: dict[str, Any] = {}
     for way, kind in rows:

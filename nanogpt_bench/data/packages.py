@@ -479,7 +479,7 @@ def _checked_archive(
             return archive
         failure = f"{str(archive)!r} has the sha256 {digest}, not {package.sha256}"
     reason = f"; {failure}" if failure else f": it is not in {str(folder)!r}"
-    other_packages = ",".join(other for other in chosen if other != name)
+    other_packages = ",".join(chosen_name for chosen_name in chosen if chosen_name != name)
     alternative = f"; or leave it out: --packages {other_packages}" if other_packages else ""
     raise BenchError(
         f"prepare packages can't get {package.archive}{reason}; get it with: "

@@ -217,8 +217,8 @@ class Measurement:
             rounded_tables = self._embeddings()
         self.unquantised = self._unquantised(report, rounded_tables)
         differences = []
-        for loss, other in zip(losses, against or self.float_losses, strict=True):
-            differences.append(loss - other)
+        for loss, reference_loss in zip(losses, against or self.float_losses, strict=True):
+            differences.append(loss - reference_loss)
         mean_loss, loss_error = mean_and_error(losses)
         gap, gap_error = mean_and_error(differences) if formats else (None, None)
         return Evaluation(

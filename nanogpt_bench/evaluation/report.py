@@ -465,7 +465,7 @@ def _plan_rows(
 
 
 def _layer_groups(
-    measurement: Measurement, by: LayerGroups, layer_formats: Mapping[str, Any]
+    measurement: Measurement, grouping: LayerGroups, layer_formats: Mapping[str, Any]
 ) -> dict[str, list[str]]:
     """Return the groups of a map of gaps, each with its keys in `model.formats`.
 
@@ -474,7 +474,7 @@ def _layer_groups(
     """
     layers_by_group: dict[str, list[str]] = {}
     for layer in measurement.layers:
-        layers_by_group.setdefault(_group_of(layer, by), []).append(layer)
+        layers_by_group.setdefault(_group_of(layer, grouping), []).append(layer)
     named_layers = _named_layers(measurement.model, layer_formats)
     groups: dict[str, list[str]] = {}
     for group, layers in layers_by_group.items():
@@ -491,11 +491,11 @@ def _layer_groups(
     return groups
 
 
-def _group_of(layer: str, by: LayerGroups) -> str:
+def _group_of(layer: str, grouping: LayerGroups) -> str:
     match = re.fullmatch(_IN_BLOCK, layer)
-    if match is None or by == LayerGroups.LAYERS:
+    if match is None or grouping == LayerGroups.LAYERS:
         return layer
-    return match["block"] if by == LayerGroups.BLOCKS else match["kind"]
+    return match["block"] if grouping == LayerGroups.BLOCKS else match["kind"]
 
 
 def _named_layers(model: nn.Module, layer_formats: Mapping[str, Any]) -> Any:
@@ -624,20 +624,20 @@ def _progress_bar(count: int) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     start = time.monotonic()
     last_line = start
-    done = 0
+    finished = 0
     with Bar(transient=True, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=count)
 
         def tick(line: str) -> None:
-            nonlocal last_line, done
+            nonlocal last_line, finished
             now = time.monotonic()
-            done += 1
-            bar.update(task, completed=done, description=printable(line))
+            finished += 1
+            bar.update(task, completed=finished, description=printable(line))
             if not console.is_terminal and now - last_line >= _PROGRESS_SECONDS:
                 last_line = now
-                remaining = rough_time((now - start) / done * (count - done))
-                estimate = f"; {remaining} left" if done < count else ""
-                say(f"{done} of {count}: {line}{estimate}")
+                remaining = rough_time((now - start) / finished * (count - finished))
+                estimate = f"; {remaining} left" if finished < count else ""
+                say(f"{finished} of {count}: {line}{estimate}")
 
         yield tick
 

@@ -579,8 +579,8 @@ class Diagnosis:
     @property
     def found(self) -> tuple[Finding, ...]:
         """The classes that were found, in the order in which they began."""
-        found = [finding for finding in self.findings if finding.found]
-        return tuple(sorted(found, key=lambda finding: finding.step or 0))
+        failures = [finding for finding in self.findings if finding.found]
+        return tuple(sorted(failures, key=lambda finding: finding.step or 0))
 
 
 def classify(run: Run | Path) -> list[Finding]:

@@ -169,8 +169,8 @@ def report_facts(runs: Sequence[Run]) -> dict[str, str]:
 def _listed(values: Iterable[Any]) -> str:
     different = list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
     text = "; ".join(different[:MOST_VALUES])
-    more = len(different) - MOST_VALUES
-    return f"{text} and {more} more" if more > 0 else text
+    hidden_count = len(different) - MOST_VALUES
+    return f"{text} and {hidden_count} more" if hidden_count > 0 else text
 
 
 def _machine_text(record: Mapping[str, Any]) -> str:

@@ -108,8 +108,8 @@ COMPARED_FACTS: Mapping[str, Fact] = {
 }
 
 
-def differing_facts(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
-    """Return the names of facts in which runs differ from others.
+def differing_facts(runs: Sequence[Run], reference_runs: Sequence[Run]) -> tuple[str, ...]:
+    """Return the names of facts in which runs differ from those of a reference.
 
     A gap of their losses means nothing then. A fact that either run's records lack is
     skipped.
@@ -117,19 +117,19 @@ def differing_facts(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ..
     >>> differing_facts([], [])
     ()
     """
-    pairs = list(itertools.product(runs, others))
+    pairs = list(itertools.product(runs, reference_runs))
     return tuple(name for name in COMPARED_FACTS if any(_differ(name, *pair) for pair in pairs))
 
 
-def _differ(name: str, run: Run, other: Run) -> bool:
+def _differ(name: str, run: Run, reference_run: Run) -> bool:
     fact = COMPARED_FACTS[name]
-    if name == "corpus" and _differ("tokenizer", run, other):
+    if name == "corpus" and _differ("tokenizer", run, reference_run):
         # Two tokenizers make different tokens of one text, so the sources of the text
         # are compared instead.
         fact = _corpus_source
     value = fact(run)
-    other_value = fact(other)
-    return value is not None and other_value is not None and value != other_value
+    reference_value = fact(reference_run)
+    return value is not None and reference_value is not None and value != reference_value
 
 
 def _corpus_source(run: Run) -> Any:

@@ -149,7 +149,9 @@ class _Point:
 def _point_at(line: Line, run: Run, step: int, against: str) -> _Point | None:
     """Return the place of a step on the curve's axis, and the last known value up to it."""
     steps, xs = run.curve(against)
-    reached = [x for at, x in zip(steps, xs, strict=True) if at <= step and x is not None]
+    reached = [
+        x for curve_step, x in zip(steps, xs, strict=True) if curve_step <= step and x is not None
+    ]
     if not reached:
         return None
     points = zip(line.xs, line.ys, strict=True)

@@ -287,9 +287,9 @@ def gap_to(run: Run, reference: Sequence[Run]) -> float | None:
     """
     loss = _final_val_loss(run)
     twins = [
-        other
-        for other in reference
-        if other.status == RunStatus.FINISHED and seed_of(other) == seed_of(run)
+        reference_run
+        for reference_run in reference
+        if reference_run.status == RunStatus.FINISHED and seed_of(reference_run) == seed_of(run)
     ]
     base = mean_of(map(_final_val_loss, twins or reference))
     return None if loss is None or base is None else loss - base

@@ -96,7 +96,7 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
     inked = list(dict.fromkeys(row.label for row in references if row is not None))
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
     by_label: dict[str, Style] = {}
-    taken: set[tuple[int, int]] = set()
+    used_pairs: set[tuple[int, int]] = set()
     for row in rows:
         width = WIDTH if len(row.runs) < 2 else WIDTH_OF_SEVERAL
         if row.label in inked:
@@ -104,8 +104,8 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
             by_label[row.label] = Style(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
             continue
         wanted_dash = formats.index(row.format) if row.format != "none" else 0
-        colour, dash = _free_pair(_rule_colour(row.rule), wanted_dash % len(DASH_ORDER), taken)
-        taken.add((colour, dash))
+        colour, dash = _free_pair(_rule_colour(row.rule), wanted_dash % len(DASH_ORDER), used_pairs)
+        used_pairs.add((colour, dash))
         by_label[row.label] = Style(colour, DASH_ORDER[dash], MARKERS[dash], width)
     return by_label
 
@@ -117,14 +117,14 @@ def _rule_colour(rule: str) -> int:
     return len(COLOURS) - 1
 
 
-def _free_pair(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
+def _free_pair(colour: int, dash: int, used_pairs: set[tuple[int, int]]) -> tuple[int, int]:
     """Return colour and dash if the pair is free, else another dash, else another colour.
 
     The pair itself comes back if all are taken.
     """
     for colour_step, dash_step in itertools.product(range(len(COLOURS)), range(len(DASH_ORDER))):
         pair = ((colour + colour_step) % len(COLOURS), (dash + dash_step) % len(DASH_ORDER))
-        if pair not in taken:
+        if pair not in used_pairs:
             return pair
     return colour, dash
 

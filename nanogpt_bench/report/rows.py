@@ -164,8 +164,8 @@ def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 def _in_brackets(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MOST_NAMES])
-    more = len(names) - MOST_NAMES
-    rest = f" and {more} more" if more > 0 else ""
+    hidden_count = len(names) - MOST_NAMES
+    rest = f" and {hidden_count} more" if hidden_count > 0 else ""
     return f" ({shown}{rest})"
 
 
@@ -251,7 +251,11 @@ def references_by_label(rows: Sequence[Row], reference: Row | None) -> dict[str,
     for row in incomparable:
         references[row.label] = nearest.get(loss_conditions(row.runs), reference)
     # A row that would only be its own reference is none: it can't be compared.
-    needed = {other.label for label, other in references.items() if other.label != label}
+    needed = {
+        row_reference.label
+        for label, row_reference in references.items()
+        if row_reference.label != label
+    }
     for row in incomparable:
         if references[row.label].label not in needed:
             references[row.label] = reference
@@ -279,14 +283,14 @@ def _first_config(row: Row) -> dict[str, Any]:
     return flat(row.runs[0].config) if row.runs else {}
 
 
-def _distance(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, int]:
+def _distance(config: Mapping[str, Any], reference_config: Mapping[str, Any]) -> tuple[int, int]:
     """Return a key that is smaller for settings that are more alike.
 
     Rates may be tuned for each row, so they count least; seeds and the task do not
     count.
     """
-    keys = (config.keys() | other.keys()) - SEED_KEYS - set(keys_where("of_task"))
-    differing = {key for key in keys if config.get(key) != other.get(key)}
+    keys = (config.keys() | reference_config.keys()) - SEED_KEYS - set(keys_where("of_task"))
+    differing = {key for key in keys if config.get(key) != reference_config.get(key)}
     rates = set(keys_where("is_rate"))
     return len(differing - rates), len(differing)
 
@@ -353,7 +357,9 @@ def uncounted_lines(row: Row) -> list[str]:
     """Return a line for each run in `uncounted`: its seed, the run that counts, and why."""
     lines = []
     for run in row.uncounted:
-        counted = next(other for other in row.runs if seed_of(other) == seed_of(run))
+        counted = next(
+            counted_run for counted_run in row.runs if seed_of(counted_run) == seed_of(run)
+        )
         further = _progress_key(counted) > _progress_key(run)
         reason = "went further" if further else "went as far and comes first"
         lines.append(

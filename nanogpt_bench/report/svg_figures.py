@@ -145,9 +145,9 @@ def _legend(styles: Mapping[str, Style], width: int) -> Spec:
     columns = max(1, width // key_width)
     values = []
     for number, row in enumerate(styles):
-        left = number % columns * key_width
+        start = number % columns * key_width
         top = 10 + number // columns * 20
-        values.append({"row": row, "x": left, "end": left + SAMPLE_PIXELS, "y": top})
+        values.append({"row": row, "x": start, "end": start + SAMPLE_PIXELS, "y": top})
     text = {
         "type": "text",
         "align": "left",

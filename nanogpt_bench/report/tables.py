@@ -163,7 +163,7 @@ def to_csv(results: Sequence[Result]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(fields)
     for result in results:
-        writer.writerow([cell(read(result)) for read in fields.values()])
+        writer.writerow([cell(read_field(result)) for read_field in fields.values()])
     return text.getvalue()
 
 

@@ -141,8 +141,8 @@ def _failure_texts(runs: Sequence[Run], *, only: Sequence[str] = (), stall: str 
         name = stall if stall and kind == FailureClass.STALL else class_name(kind)
         share = f" ({counts[kind]} of {len(runs)} seeds)" if counts[kind] < len(runs) else ""
         words.append(name + share)
-    more = len(kinds) - MOST_CLASSES
-    rest = f" and {more} more" if more > 0 else ""
+    hidden_count = len(kinds) - MOST_CLASSES
+    rest = f" and {hidden_count} more" if hidden_count > 0 else ""
     return [", ".join(words) + rest]
 
 

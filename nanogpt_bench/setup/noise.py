@@ -51,16 +51,16 @@ def rounding_deviation(step: Tensor, spacing: Tensor) -> Tensor:
     return spacing * (part * (1 - part)).sqrt()
 
 
-def gaussian(like: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
+def gaussian(tensor: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
     """Return normal numbers that depend only on their key and position.
 
     >>> normal = gaussian(torch.zeros(10_000), seed=1, step=2, stream=3)
     >>> abs(normal.mean().item()) < 0.05, abs(normal.std().item() - 1) < 0.05
     (True, True)
     """
-    bits = fm.random_bits(like.shape, seed=seed, step=step, stream=stream, device=like.device)
+    bits = fm.random_bits(tensor.shape, seed=seed, step=step, stream=stream, device=tensor.device)
     uniform = (bits.double() + 0.5) * 2.0**-_BITS
-    return torch.special.ndtri(uniform).to(like.dtype)
+    return torch.special.ndtri(uniform).to(tensor.dtype)
 
 
 @dataclass

@@ -166,15 +166,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Shared parameters appear once.
     """
     decaying = []
-    others = []
+    undecayed = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if parameter.dim() >= 2:
             decaying.append(parameter)
         else:
-            others.append(parameter)
-    return _groups((weight_decay, decaying), (0.0, others))
+            undecayed.append(parameter)
+    return _groups((weight_decay, decaying), (0.0, undecayed))
 
 
 def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
@@ -272,9 +272,9 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
         rates[id(weight)] = rate_of(weight, settings)
     grouped = {id(weight) for weight in weights} | rates.keys()
     parameters = list(model.parameters())
-    others = [parameter for parameter in parameters if id(parameter) not in grouped]
+    ungrouped = [parameter for parameter in parameters if id(parameter) not in grouped]
     decay = (settings.weight_decay or 0.0) * (settings.float_lr or 0.0)
-    groups = _groups((decay, weights), (0.0, others))
+    groups = _groups((decay, weights), (0.0, ungrouped))
     for rate in dict.fromkeys(rates.values()):
         members = [parameter for parameter in parameters if rates.get(id(parameter)) == rate]
         groups.append({"params": members, "weight_decay": 0.0, "float_lr": rate})

@@ -147,10 +147,10 @@ def _labelled_keys(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) ->
     They are rule, format and seed, and what differs among rows that share these three.
     """
     kind = [row.get(key) for key in UNREPEATED]
-    similar = [other for other in rows if [other.get(key) for key in UNREPEATED] == kind]
+    similar = [sibling for sibling in rows if [sibling.get(key) for key in UNREPEATED] == kind]
     keys = set()
     for key, value in row.items():
-        if key in UNREPEATED or any(other.get(key) != value for other in similar):
+        if key in UNREPEATED or any(sibling.get(key) != value for sibling in similar):
             keys.add(key)
     return keys
 
@@ -416,8 +416,8 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
     """
     by_name: dict[str, PlannedRun] = {}
     for run in planned:
-        other = by_name.setdefault(run.name, run)
-        if other.settings != run.settings:
+        same_named = by_name.setdefault(run.name, run)
+        if same_named.settings != run.settings:
             raise BenchError(
                 f"two points would both be called {run.name!r}; give values that differ in the name"
             )
@@ -436,11 +436,11 @@ def check_inputs(planned: Iterable[PlannedRun]) -> None:
     spelt: dict[Path, str] = {}
     for run in planned:
         folder = str(run.settings.get("data.dir", DEFAULT_DATA_DIR))
-        other = spelt.setdefault(Path(folder).resolve(), folder)
-        if other != folder:
+        first_spelling = spelt.setdefault(Path(folder).resolve(), folder)
+        if first_spelling != folder:
             raise BenchError(
-                f"data.dir: {other!r} and {folder!r} are one folder, and would be two texts in "
-                f"the report; give one of them"
+                f"data.dir: {first_spelling!r} and {folder!r} are one folder, and would be two "
+                f"texts in the report; give one of them"
             )
         corpus = repr([item for item in run.settings.items() if item[0].startswith(of_corpus)])
         if corpus not in checked:

@@ -182,11 +182,11 @@ class Bar:
         # Before the first step nothing is done, and the time is unknown.
         start = self._first_steps or _Start(0.0, self.share())
         share = self.share()
-        done = share - start.share
+        finished_share = share - start.share
         rest = 1.0 - share
-        if done <= 0 or rest <= 0:
+        if finished_share <= 0 or rest <= 0:
             return ""
-        return f", {rough_time((self.elapsed() - start.seconds) * rest / done)} left"
+        return f", {rough_time((self.elapsed() - start.seconds) * rest / finished_share)} left"
 
 
 def text_of(run: PlannedRun) -> str:
@@ -277,8 +277,8 @@ class Session:
         self._threads = division.threads
         pool = Pool(division.workers, division.threads, self._executor)
         with pool, self._bar:
-            done = len(self._record.planned) - len(to_train)
-            earlier = f", {done} done before" if done else ""
+            ended_count = len(self._record.planned) - len(to_train)
+            earlier = f", {ended_count} done before" if ended_count else ""
             self.say(
                 f"{counted(len(to_train), 'run')}{earlier}; {division.workers} at a time, "
                 f"{counted(division.threads, 'thread')} each"

@@ -238,13 +238,13 @@ class Tuning:
         It is there if a rule with float weights is repeated for another format.
         """
         for search in self.searches:
-            for other in search.confirmed:
-                if other.name == confirmed.name:
-                    if other.settings == confirmed.settings:
+            for point in search.confirmed:
+                if point.name == confirmed.name:
+                    if point.settings == confirmed.settings:
                         return True
                     raise BenchError(
-                        f"two rows would be called {other.label!r}; name the row: reference: "
-                        f"{other.label}"
+                        f"two rows would be called {point.label!r}; name the row: reference: "
+                        f"{point.label}"
                     )
         return False
 

@@ -138,7 +138,8 @@ def main() -> None:
         without_power = losses.get((fmt, 0.0))
         if without_power:
             pairs = zip(by_seed, without_power, strict=True)
-            line += f", less p 0: {', '.join(f'{loss - other:+.4f}' for loss, other in pairs)}"
+            differences = [f"{loss - plain_loss:+.4f}" for loss, plain_loss in pairs]
+            line += f", less p 0: {', '.join(differences)}"
         print(line)
 
 

@@ -89,16 +89,16 @@ class LibraryMoment:
 
 
 def gradient_of(
-    kind: str, sizes: Tensor, done: float, beta2: float, t: int, draw: torch.Generator
+    kind: str, sizes: Tensor, share: float, beta2: float, t: int, draw: torch.Generator
 ) -> Tensor:
-    """Return the gradients of step ``t``, before which a share ``done`` of all is done."""
+    """Return the gradients of step ``t``, before which ``share`` of all is done."""
     normal = torch.randn(sizes.shape, generator=draw, dtype=torch.float64) * sizes
     if kind == "constant size":
         return sizes * normal.sign()
     if kind == "one in ten":
         return normal * (torch.rand(sizes.shape, generator=draw) < 0.1) * math.sqrt(10)
     if kind == "a sixteenth":
-        return normal / 4 if done >= 0.75 else normal
+        return normal / 4 if share >= 0.75 else normal
     drift = {"steady": 0.0, "falling": -0.3, "rising": 0.3}[kind]
     return normal * math.exp(drift * (1 - beta2) * t / 2)
 
@@ -109,7 +109,7 @@ def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]
     shape = (options.elements // ROW, ROW)
     sizes = torch.exp2(torch.rand(shape, generator=draw, dtype=torch.float64) * 3)
     steps = round(options.lookbacks / (1 - beta2))
-    every = max(1, steps // 4 // LOOKS)
+    interval = max(1, steps // 4 // LOOKS)
     exact = torch.zeros(shape, dtype=torch.float64)
     by_power = {power: torch.zeros(shape, dtype=torch.float64) for power in POWERS.values()}
     in_8_bits = LibraryMoment(sizes, "8bit", beta2, options.seed)
@@ -121,7 +121,7 @@ def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]
         exact = exact * beta2 + new
         by_power = {power: moment * beta2 + new for power, moment in by_power.items()}
         is_last_quarter = 4 * (t + 1) > 3 * steps
-        if is_last_quarter and (steps - 1 - t) % every == 0:
+        if is_last_quarter and (steps - 1 - t) % interval == 0:
             moment_8_bits = in_8_bits.read() * beta2 + new
             moment_bfloat16 = in_bfloat16.read() * beta2 + new
             figures = [gained_length(exact, moment) for moment in by_power.values()]

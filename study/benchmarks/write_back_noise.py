@@ -114,11 +114,11 @@ def recorded_steps(
 
     def record_update(view: fm.optim.StepView) -> None:
         layer = layer_of[id(view.parameter)]
-        before = view.before.clone()
+        old_weights = view.before.clone()
         earlier_steps = len(updates[layer])
         if earlier_steps in (0, half):
-            starts[layer, earlier_steps] = before
-        updates[layer].append(view.target - before)
+            starts[layer, earlier_steps] = old_weights
+        updates[layer].append(view.target - old_weights)
 
     optimizer: Any = trainer.optimizer
     optimizer.observer = record_update
