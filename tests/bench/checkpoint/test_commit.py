@@ -99,7 +99,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
 def test_a_header_too_long_to_be_read_again_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_format, "HEADER", 200)
     with pytest.raises(ValueError, match=r"the header has [\d,]+ bytes; allowed: 200"):
-        commit(tmp_path, contents(1), keep_last=1)
+        commit_checkpoint(tmp_path, contents(1), keep_last=1)
     assert os.listdir(tmp_path) == []
 
 
