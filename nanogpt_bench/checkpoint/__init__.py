@@ -163,7 +163,7 @@ def commit_checkpoint(run_dir: Path, contents: Contents, *, keep_last: int) -> P
         ...         facts = {"best": step == 1}
         ...         weights = {"w": torch.ones(2)}
         ...         contents = Contents(step, {"model": weights}, facts=facts)
-        ...         path = commit(Path(run_dir), contents, keep_last=1)
+        ...         path = commit_checkpoint(Path(run_dir), contents, keep_last=1)
         ...     steps(Path(run_dir)), path.name
         ([1, 3], 'step-3.safetensors')
 

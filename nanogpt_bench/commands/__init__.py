@@ -56,7 +56,7 @@ def tokenizer(word: str) -> str:
 def parse_names(text: str) -> list[str]:
     """Return the names in a text with commas between them.
 
-    >>> names("E4M3, E7M0")
+    >>> parse_names("E4M3, E7M0")
     ['E4M3', 'E7M0']
     """
     parts = [name.strip() for name in text.split(",")]
