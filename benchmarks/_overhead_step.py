@@ -15,7 +15,7 @@ import torch
 import fp8manifold as fm
 from fp8manifold._base import reading
 from fp8manifold._triton import launch
-from fp8manifold.optim import _backends, _steady
+from fp8manifold.optim import _backends, _plan
 
 Step = Callable[[], object]
 SIZES: Final = (8, 60, 172, 290)
@@ -77,8 +77,8 @@ def pretend_a_card(until: ExitStack) -> None:
     """Let steps take the path that they take on a GPU, to kernels that do nothing."""
     kernel = IdleKernel()
     replacements: list[tuple[Any, str, Any]] = [
-        (_steady, "on_gpu", lambda device: True),
-        (_steady, "is_triton", lambda slot: True),
+        (_plan, "on_gpu", lambda device: True),
+        (_plan, "is_triton", lambda slot: True),
         (_backends, "is_native", lambda slot: False),
         (reading, "is_read_at_once", lambda x: False),
         (launch, "_kernels", lambda: (kernel, kernel, kernel)),

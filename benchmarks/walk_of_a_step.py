@@ -1,14 +1,15 @@
 """Files and functions of the package that steps of two weights enter.
 
-    python benchmarks/walk_of_a_step.py [--optimizer StiffnessAdamW] [--list]
+    python benchmarks/walk_of_a_step.py [--optimizer StiffnessMuon] [--list]
 
 The fewer there are, the shorter a reader's way from ``step()`` to the arithmetic. A
 move between files is counted where a function is entered, for the first time, after one
-of another file.
+of another file. Calls count every time that a function is entered.
 """
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 import fp8manifold as fm
 
 PACKAGE = Path(fm.__file__).parent
+OPTIMIZERS = ("StiffnessAdamW", "StiffnessMuon", "RiemannianAdam")
+"""Optimizers that are walked through by default."""
 STEPS = ("first", "later", "steady")
 """The step that begins a state, one that is planned, and one that reuses that plan."""
 
@@ -32,43 +35,45 @@ class Entered(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The numbers of files, of functions, and of moves between files."""
+    """The numbers of files, of functions, of moves between files, and of calls."""
 
     files: int
     functions: int
     moves: int
+    calls: int
 
 
-def walk(step: Any, package: Path = PACKAGE) -> list[Entered]:
-    """Return the functions of a package that a call enters, in that order."""
-    entered: dict[Entered, None] = {}
+def walk(step: Any, package: Path = PACKAGE) -> Counter[Entered]:
+    """Return the functions of a package that a call enters, in that order, with counts."""
+    entered: Counter[Entered] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         file = Path(frame.f_code.co_filename)
         if event == "call" and file.is_relative_to(package):
-            entered[Entered(str(file.relative_to(package)), frame.f_code.co_qualname)] = None
+            entered[Entered(str(file.relative_to(package)), frame.f_code.co_qualname)] += 1
 
     sys.setprofile(note)
     try:
         step()
     finally:
         sys.setprofile(None)
-    return list(entered)
+    return entered
 
 
-def lengths(entered: Sequence[Entered]) -> Lengths:
-    """Count the files, the functions and the moves of a walk."""
+def lengths(entered: Counter[Entered]) -> Lengths:
+    """Count the files, the functions, the moves and the calls of a walk."""
     files = [function.file for function in entered]
-    moves = sum(one != next_file for one, next_file in pairwise(files))
-    return Lengths(len(set(files)), len(files), moves)
+    moves = sum(one != other for one, other in pairwise(files))
+    return Lengths(len(set(files)), len(files), moves, entered.total())
 
 
-def walks(optimizer: str, names: Sequence[str]) -> Iterator[tuple[str, list[Entered]]]:
+def walks(optimizer: str, names: Sequence[str]) -> Iterator[tuple[str, Counter[Entered]]]:
     """Yield each step of an optimizer over two weights, by its name."""
     weights = [
         fm.FP8Parameter(torch.linspace(-1, 1, 64).view(8, 8) / n, "E4M3", seed=n) for n in (1, 2)
     ]
-    stepper = getattr(fm.optim, optimizer)(weights, lr=0.01)
+    options: dict[str, Any] = {"momentum": 0.9} if optimizer.endswith("SGD") else {}
+    stepper = getattr(fm.optim, optimizer)(weights, lr=0.01, moments="8bit", **options)
     for name in names:
         for weight in weights:
             weight.grad = torch.ones(8, 8)
@@ -81,16 +86,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--optimizer", default="StiffnessAdamW", help="a class of fp8manifold.optim"
+        "--optimizer",
+        action="append",
+        help=f"a class of fp8manifold.optim, once or several times (default: {OPTIMIZERS})",
     )
     parser.add_argument("--list", action="store_true", help="print their names too")
     options = parser.parse_args()
-    for name, entered in walks(options.optimizer, STEPS):
-        files, functions, moves = lengths(entered)
-        print(f"{name} step: {files} files, {functions} functions, {moves} moves")
-        if options.list:
-            for function in entered:
-                print(f"  {function.file}: {function.function}")
+    for optimizer in options.optimizer or OPTIMIZERS:
+        for name, entered in walks(optimizer, STEPS):
+            files, functions, moves, calls = lengths(entered)
+            print(
+                f"{optimizer}, {name} step: {calls} calls of {functions} functions in {files} "
+                f"files, {moves} moves"
+            )
+            if options.list:
+                for function, count in entered.items():
+                    print(f"  {count:3} {function.file}: {function.function}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import _backends, _steady
+from fp8manifold.optim import _backends, _plan
 
 __all__ = ["PRODUCTS", "Session", "bits", "on_card", "one_byte", "seeded"]
 
@@ -116,8 +116,8 @@ def on_card(session: Session) -> Iterator[None]:
         yield
         return
     replacements: list[tuple[Any, str, Any]] = [
-        (_steady, "on_gpu", lambda device: True),
-        (_steady, "is_triton", lambda slot: True),
+        (_plan, "on_gpu", lambda device: True),
+        (_plan, "is_triton", lambda slot: True),
         (_backends, "is_native", lambda slot: False),
         (_backends, "is_triton", lambda slot: True),
     ]

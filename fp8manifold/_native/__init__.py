@@ -71,9 +71,14 @@ def _load() -> _Loaded:
     return _Loaded(None, [message])
 
 
+def most_threads(elements: int) -> int:
+    """Return how many threads are worth starting for so many elements, if torch has them."""
+    return elements // _WORTH_A_THREAD + 1
+
+
 def threads_for(elements: int) -> int:
     """Return how many of torch's threads are worth starting for so many elements."""
-    return min(torch.get_num_threads(), elements // _WORTH_A_THREAD + 1)
+    return min(torch.get_num_threads(), most_threads(elements))
 
 
 def is_available() -> bool:

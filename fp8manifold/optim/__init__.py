@@ -7,7 +7,7 @@ a step       _optimizer.py runs it; a parameter in it is a `Slot` (_slot.py), it
 arithmetic   _step.py, with _directions.py and _writeback.py, in PyTorch. It defines
              the bits that _native_step.py (C) and _triton_step.py (GPU) equal.
              _backends.py chooses
-steady       _steady.py takes a step again as it was planned, _graphed.py records it
+steady       _plan.py takes a step again as it was planned, _graphed.py records it
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
 state        _state.py, _streams.py (random bits), _scales.py, _adopted.py
 in backward  _in_backward/: each parameter steps once its gradient is computed.

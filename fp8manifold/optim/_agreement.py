@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +32,27 @@ from fp8manifold._ranks import Ranks, Replicas, bytes_of, ranks_by_parameter, ra
 from fp8manifold.optim._slot import describe_parameter, steps_taken
 from fp8manifold.tensor import FP8Tensor
 
+_ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
+_hooked: Final[list[bool]] = []
+"""True once the hook that tells processes is registered."""
+
+
+def watch_for_zero() -> None:
+    """Register the hook that ``ZeroRedundancyOptimizer`` needs, if that is imported.
+
+    Its constructor makes the optimizer of a part, so it is imported by then.
+    """
+    if _ZERO in sys.modules and not _hooked:
+        register_optimizer_step_pre_hook(_tell_processes)
+        _hooked.append(True)
+
 
 def _tell_processes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Tell the optimizer of a part under ZeRO its processes.
 
     It may have no parameter to find them by.
     """
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    zero = sys.modules.get(_ZERO)
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return
     part = optimizer.optim
@@ -46,9 +60,6 @@ def _tell_processes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if getattr(part, "elsewhere", 0) is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         part.elsewhere = ranks_of(parameters), parameters[0].device
-
-
-register_optimizer_step_pre_hook(_tell_processes)
 
 
 def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:

@@ -8,7 +8,7 @@ a good step costs one number::
 
 The squares count, not the gradients, because second moments are made of them.
 
-On a GPU that decides on steady steps by itself (`_steady.py`) kernels do the same check.
+On a GPU that decides on steady steps by itself (`_plan.py`) kernels do the same check.
 `warn_of_skips` and `warn_of_pass` name the parameters at fault in either case.
 """
 
@@ -17,9 +17,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fp8manifold._native import library
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot, describe_parameter
@@ -65,11 +67,11 @@ def _sum_is_finite(slots: Sequence[Slot]) -> bool:
     All of them are finite then.
     """
     gradients = [local_of(slot.parameter.grad) for slot in slots]
-    if all(map(_is_native, gradients)):
-        addresses = [gradient.data_ptr() for gradient in gradients]
-        total = sum_of_squares(addresses, [gradient.numel() for gradient in gradients])
-        if total is not None:
-            return math.isfinite(total)
+    kernels = library() if all(map(_is_native, gradients)) else None
+    if kernels is not None:
+        addresses = np.array([gradient.data_ptr() for gradient in gradients], dtype=np.uint64)
+        sizes = np.array([gradient.numel() for gradient in gradients], dtype=np.int64)
+        return math.isfinite(sum_of_squares(addresses, sizes, kernels))
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))

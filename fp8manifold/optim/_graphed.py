@@ -11,7 +11,7 @@ into three graphs, and the host writes these numbers while the first runs::
 
 To record, `train_step` is called once with ``optimizer._recorder`` set. Its ``step()`` ends
 graph 0 and begins graph 1 in place of stepping. To replay, ``optimizer._graph`` is set:
-the optimizer then checks and counts its steady step as ever (`_steady.py`), and launches it
+the optimizer then checks and counts its steady step as ever (`_plan.py`), and launches it
 by the graph. A step that is not steady is taken as ever, between the two graphs.
 
 Graphs read fixed memory. Inputs are copied into it. If weights have moved, the passes are

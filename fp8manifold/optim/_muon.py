@@ -22,15 +22,24 @@ from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import numbers_by_name
+from fp8manifold.optim._native_step import (
+    GRADIENT_COLUMN,
+    TENSOR_COLUMNS,
+    WEIGHT_COLUMN,
+    NativeStep,
+    for_directions,
+)
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._spec import LARGEST
+from fp8manifold.optim._spec import LARGEST, Spec
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Coefficients of a quintic that takes singular values of 0 .. 1 to about 1.
@@ -62,7 +71,7 @@ def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.St
     views = []
     # sharded ones are one batch, maybe empty: all are sent before a factor is computed
     sharded = [slot for slot in slots if slot.share is not None]
-    for batch in [sharded, *_batches([slot for slot in slots if slot.share is None])]:
+    for batch in [sharded, *batches_of([slot for slot in slots if slot.share is None])]:
         averaged = average(batch)
         if batch is sharded:
             factors = _sharded_factors(batch, averaged)
@@ -72,7 +81,7 @@ def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.St
     return views
 
 
-def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+def batches_of(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     """Yield the slots in batches.
 
     Small matrices go together, as calls cost more than their work. Large ones go alone,
@@ -99,27 +108,31 @@ def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
 
     A momentum is a float copy if an error will be injected.
     """
-    stepped_by_torch = {
-        slot for slot in slots if slot.storage == "plain" and slot.spec.moments == "float32"
-    }
     halves = {
         slot: first_half(slot)
         for slot in slots
-        if slot.weight.numel() and slot not in stepped_by_torch
+        if slot.weight.numel() and not _averages_as_torch(slot)
     }
     run_all(list(halves.values()))
     return [_momentum_and_mix(slot, halves.get(slot)) for slot in slots]
 
 
-def first_half(slot: Slot) -> Slot:
+def _averages_as_torch(slot: Slot) -> bool:
+    """Return True for float weights and momenta, whose sums have torch's roundings."""
+    return slot.storage == "plain" and slot.spec.moments == "float32"
+
+
+def first_half(slot: Slot, direction: Tensor | None = None) -> Slot:
     """Return a slot whose step ends with the direction, in place of weights.
 
-    A momentum that will take an error is a float copy of that of the state.
+    A momentum that will take an error is a float copy of that of the state. The direction
+    is written into zeros: those given, or new ones.
     """
     tensors = {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
     if slot.spec.injects and slot.spec.has_moments:
         tensors[_BUFFER] = tensors[_BUFFER].to(slot.dtype, copy=True)
-    direction = torch.zeros(slot.view.dims, dtype=slot.dtype, device=slot.device)
+    if direction is None:
+        direction = torch.zeros(slot.view.dims, dtype=slot.dtype, device=slot.device)
     tensors |= {"weight": direction, "gradient": slot.tensors["gradient"]}
     return slot.replaced(spec=slot.spec.first_half, tensors=tensors, kept_scale=None)
 
@@ -141,19 +154,32 @@ def _momentum_and_mix(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
 
 
 def _average_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
-    """Update the momentum with torch's roundings, and return it and ``u``.
+    """Update the momentum with torch's roundings, and return it and ``u``."""
+    gradient = slot.arrays["gradient"].to(slot.dtype)
+    momentum = slot.arrays[_BUFFER] if slot.spec.has_moments else None
+    return averaged_as_torch(slot.spec, momentum, gradient, slot.number_row)
+
+
+def averaged_as_torch(
+    spec: Spec, momentum: Tensor | None, gradient: Tensor, row: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Update a momentum in place with torch's roundings, and return it and ``u``.
 
     Products in bfloat16 magnify a difference in the last bit, so the sums have to be
     those of ``torch.optim.Muon``.
+
+    Args:
+        spec: of the step.
+        momentum: None for a step without one.
+        gradient: in the dtype of the momentum.
+        row: the numbers of the step.
     """
-    numbers = numbers_by_name(slot.number_row)
-    gradient = slot.arrays["gradient"].to(slot.dtype)
-    gradient = -gradient if slot.spec.maximize else gradient
-    if not slot.spec.has_moments:
+    gradient = -gradient if spec.maximize else gradient
+    if momentum is None:
         return gradient, gradient
-    momentum = slot.arrays[_BUFFER]
+    numbers = numbers_by_name(row)
     momentum.lerp_(gradient, numbers["gain1"])
-    if slot.spec.nesterov:
+    if spec.nesterov:
         return momentum, torch.lerp(gradient, momentum, numbers["beta1"])
     return momentum, momentum
 
@@ -231,7 +257,7 @@ def _factor_of(slot: Slot, mix: Tensor) -> Tensor:
 
 
 def _product_dtype(slot: Slot) -> torch.dtype:
-    dtype: torch.dtype = slot.group["ns_dtype"] or product_dtype(slot.device)
+    dtype: torch.dtype = slot.group["ns_dtype"] or product_dtype(slot.parameter.device)
     return dtype
 
 
@@ -245,11 +271,16 @@ def _ratio(mix: Tensor, factor: Tensor) -> float:
 def second_half(slot: Slot, direction: Tensor) -> Slot:
     """Return a slot whose step follows a direction, in place of the gradient."""
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
+    tensors["gradient"] = _in_rows(slot, direction)
+    return slot.replaced(spec=slot.spec.second_half, tensors=tensors)
+
+
+def _in_rows(slot: Slot, direction: Tensor) -> Tensor:
+    """Return a direction as the second half reads it: contiguous, in the slot's view."""
     # contiguous twice: a conversion to the dtype it has already leaves the factor of a
     # tall matrix transposed
     direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous()
-    tensors["gradient"] = direction.view(slot.view.dims)
-    return slot.replaced(spec=slot.spec.second_half, tensors=tensors)
+    return direction.view(slot.view.dims)
 
 
 def _write(
@@ -326,6 +357,116 @@ def _with_arrays(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor],
         row += count
 
 
+# The same steps in native code, with records that are made once
+
+
+_ALIGNMENT: Final = 16
+"""Floats between two places at which torch would begin a tensor."""
+
+
+class MuonBatch:
+    """The steps of some matrices in native code, whose records serve again.
+
+        momentum  C writes u into new memory      records: of momenta and gradients
+        factor    torch, matrix by matrix
+        weights   C steps along the factors       records: of weights, codes and scales
+
+    No slot has a stiffness exponent or injects an error, and none is sharded or observed.
+    The memory of ``u`` is freed at the end of each step.
+
+    Args:
+        slots: the steps, with all their tensors.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._by_torch = [i for i, slot in enumerate(slots) if _averages_as_torch(slot)]
+        self._by_native = [i for i, slot in enumerate(slots) if not _averages_as_torch(slot)]
+        self._begins = []
+        end = 0
+        for i in self._by_native:
+            self._begins.append(end)
+            end += -(-slots[i].view.numel // _ALIGNMENT) * _ALIGNMENT
+        self._scratch_size = end
+        #: made in the first step, from the slots' tensors
+        self._momentum: NativeStep | None = None
+        self._weights: NativeStep | None = None
+
+    def run(
+        self,
+        slots: Sequence[Slot],
+        keys: NDArray[np.int32],
+        numbers: NDArray[np.float32],
+        gradients: NDArray[np.uint64],
+    ) -> NDArray[np.int32]:
+        """Take the steps, and return reports as `NativeStep.run` does.
+
+        Args:
+            slots: the same as before; only in the first step they have tensors.
+            keys: of the draws.
+            numbers: of the step.
+            gradients: the addresses of the gradients.
+        """
+        mixes = self._mix_with_native(slots, keys, numbers, gradients)
+        for i in self._by_torch:
+            mixes[i] = _mix_with_torch(slots[i], numbers[i])
+        directions = [_in_rows(slot, _factor_of(slot, mixes[i])) for i, slot in enumerate(slots)]
+        if self._weights is None:
+            halves = map(second_half, slots, directions)
+            self._weights = NativeStep(list(halves))
+        addresses = [direction.data_ptr() for direction in directions]
+        self._weights.records["pointers"][:, GRADIENT_COLUMN] = addresses
+        return self._weights.run(keys, numbers)
+
+    def _mix_with_native(
+        self,
+        slots: Sequence[Slot],
+        keys: NDArray[np.int32],
+        numbers: NDArray[np.float32],
+        gradients: NDArray[np.uint64],
+    ) -> dict[int, Tensor]:
+        """Update momenta in native code, and return ``u`` by the positions of slots."""
+        positions = self._by_native
+        if not positions:
+            return {}
+        scratch = torch.zeros(self._scratch_size)
+        mixes = {}
+        for i, begin in zip(positions, self._begins, strict=True):
+            view = slots[i].view
+            mixes[i] = scratch[begin : begin + view.numel].view(view.dims)
+        if self._momentum is None:
+            halves = [first_half(slots[i], mixes[i]) for i in positions]
+            self._momentum = NativeStep(halves)
+        pointers = self._momentum.records["pointers"]
+        begins = np.array(self._begins, dtype=np.uint64) * np.uint64(scratch.itemsize)
+        pointers[:, WEIGHT_COLUMN] = np.uint64(scratch.data_ptr()) + begins
+        pointers[:, GRADIENT_COLUMN] = gradients[positions]
+        self._momentum.run(keys[positions], for_directions(numbers[positions]))
+        return mixes
+
+    def addresses(self) -> list[int]:
+        """Return the addresses in records that stay as they are."""
+        addresses: list[int] = []
+        for step, column in (
+            (self._momentum, WEIGHT_COLUMN),
+            (self._weights, GRADIENT_COLUMN),
+        ):
+            if step is not None:
+                pointers = step.records["pointers"].copy()
+                pointers[:, column] = 0
+                addresses += pointers[:, TENSOR_COLUMNS].flatten().tolist()
+        return addresses
+
+
+def _mix_with_torch(slot: Slot, numbers: NDArray[np.float32]) -> Tensor:
+    """Update a float momentum as torch does, and return ``u``."""
+    dims = slot.view.dims
+    momentum = slot.state[_BUFFER].view(dims) if slot.spec.has_moments else None
+    assert slot.parameter.grad is not None
+    gradient = slot.parameter.grad.contiguous().view(dims)
+    _, mix = averaged_as_torch(slot.spec, momentum, gradient, torch.from_numpy(numbers))
+    return mix
+
+
 def orthogonal_factor(
     matrices: Tensor,
     coefficients: tuple[float, float, float],
@@ -378,6 +519,14 @@ def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) ->
     if adjustment == "spectral_unclamped":
         return lr * math.sqrt(rows / columns)
     return lr * math.sqrt(max(1, rows / columns))
+
+
+def size_of_matrices(shape: Sequence[int], matrix_shape: str) -> tuple[int, int]:
+    """Return rows and columns of each matrix of `as_matrices`."""
+    is_batch = len(shape) == 3 and matrix_shape in ("batch", TRANSPOSED)
+    if len(shape) == 2 or is_batch:
+        return shape[-2], shape[-1]
+    return shape[0], math.prod(shape[1:])
 
 
 def as_matrices(x: Tensor, shape: str) -> Tensor:

@@ -14,7 +14,7 @@ C trusts the pointers. So `addresses_of` checks dtype, size, device and layout o
 tensor before its address is taken.
 
 `run_native` makes records and steps once. `NativeStep` serves again for the same memory
-(`_steady.py`): only keys, numbers and the gradients' addresses are written anew. The
+(`_native_plan.py`): only keys, numbers and the gradients' addresses are written anew. The
 records of a GPU's kernels are the same (`_triton_step.py`).
 
 Gradients and weights of 16 bits are copied to float32, some at a time, and the weight is
@@ -24,14 +24,14 @@ rounded once after the step.
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, get_args
+from typing import Final, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold._native import library, threads_for
+from fp8manifold._native import library, most_threads
 from fp8manifold._numerics.records import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._directions import NUMBERS, POSITIONS
@@ -56,6 +56,8 @@ _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE_SCALE, _SCALE_A_ROW, _SCALE_AN_ELEMENT = range(3)
 
+WEIGHT_COLUMN: Final = 1
+"""Position of the weight's address among the pointers of a record."""
 GRADIENT_COLUMN: Final = 2
 """Position of the gradient's address among the pointers of a record."""
 TENSOR_COLUMNS: Final = slice(1, 10)
@@ -70,6 +72,8 @@ _WEIGHT_DTYPES: Final = {
     "direction": _FLOATS,
 }
 _MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_EPS: Final = POSITIONS["eps"]
+_RATE: Final = POSITIONS["rate"]
 _COPIED_AT_ONCE: Final = 2**20
 """Elements of gradients and weights of 16 bits that have a copy in float32 at a time."""
 
@@ -119,23 +123,30 @@ class NativeStep:
             facts = (matrix.scale_count, slot.view.repeats, *slot.chart_ends)
             jobs.append(Job(pointers, matrix.rows, matrix.length, facts))
         self.records = records_of(jobs)
+        self._most_threads = most_threads(int(self.records["rows"] @ self.records["length"]))
+        kernels = library()
+        assert kernels is not None
+        self._kernels = kernels
 
-    def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
+    def run(self, keys: NDArray[np.int32], numbers: NDArray[np.float32]) -> NDArray[np.int32]:
         """Take the steps.
+
+        Args:
+            keys: of the draws, as `key_rows` returns them.
+            numbers: of the step, as `number_rows` returns them.
 
         Returns:
             Two flags for each: whether a weight is at the end of its range, and whether
             some tile of weights is all 0. Without such a tile every scale has a weight
             that is not 0.
         """
-        kernels, records = library(), self.records
-        assert kernels is not None
+        records = self.records
         self._reports[:] = 0
-        records["keys"] = key_rows(slots)
-        records["hyper"] = number_rows(slots)
-        threads = threads_for(int(records["rows"] @ records["length"]))
-        kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(records), threads)
-        # Some are copies, with which the records can't be used again: `_steady` sees that
+        records["keys"] = keys
+        records["hyper"] = numbers
+        threads = min(torch.get_num_threads(), self._most_threads)
+        self._kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(records), threads)
+        # Some are copies, with which the records can't be used again: a `Plan` sees that
         # their addresses are of no tensor that it knows.
         self._scales = []
         return self._reports
@@ -159,39 +170,69 @@ def records_of(jobs: Sequence[Job]) -> NDArray[np.void]:
     return records
 
 
-def key_rows(slots: Sequence[Slot], *further_words: int) -> NDArray[np.int32]:
-    """Return the keys of each slot's draws, as `JOB` has them.
+class DrawKeys:
+    """The keys of the draws of some slots, which are new in every step.
 
-    A row has three round keys and a phase for the draws of weights, and the same for
-    those of moments. With ``further_words`` it has only the round keys of other draws,
-    whose key words end with these.
+    Seeds, streams and kinds of draws stay as they are when this is made.
     """
-    rows = np.zeros((len(slots), 8), dtype=np.int32)
-    streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-    prefixes = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._seeds = [slot.group["seed"] for slot in slots]
+        self._streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
+        positions: dict[str, list[int]] = {}
+        for i, slot in enumerate(slots):
+            positions.setdefault(slot.draws, []).append(i)
+        self._positions_by_draws = positions
+        self._with_moments = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
+
+    def rows(self, steps: Sequence[int]) -> NDArray[np.int32]:
+        """Return the keys of a step, as `JOB` has them.
+
+        A row has three round keys and a phase for the draws of weights, and the same for
+        those of moments.
+
+        Args:
+            steps: the number of the step of each slot, from 1.
+        """
+        rows = np.zeros((len(steps), 8), dtype=np.int32)
+        prefixes = list(zip(self._seeds, steps, strict=True))
+        for draws, positions in self._positions_by_draws.items():
+            # One key for each (seed, step), made for stream 0. Its words are seed, step, 0;
+            # with dither seed, epoch, 0, a word. The streams take the place of the 0.
+            key_by_prefix = {}
+            keys = []
+            for i in positions:
+                prefix = prefixes[i]
+                if prefix not in key_by_prefix:
+                    key_by_prefix[prefix] = draw_key(draws, *prefix, 0)
+                keys.append(key_by_prefix[prefix])
+            seeds_and_epochs: list[tuple[int, ...]] = [key.words[:2] for key in keys]
+            further_words = keys[0].words[3:]
+            rows[positions, :3] = round_key_rows(
+                seeds_and_epochs, self._streams[positions], *further_words
+            )
+            rows[positions, 3] = [key.phase for key in keys]
+        moments = self._with_moments
+        if moments:
+            rows[moments, 4:7] = round_key_rows(
+                [prefixes[i] for i in moments], self._streams[moments], FOR_MOMENTS
+            )
+        return rows
+
+
+def key_rows(slots: Sequence[Slot], *further_words: int) -> NDArray[np.int32]:
+    """Return the keys of each slot's draws, as `DrawKeys` does, for shards too.
+
+    With ``further_words`` a row has only the round keys of other draws, whose key words
+    end with these.
+    """
     if further_words:
+        rows = np.zeros((len(slots), 8), dtype=np.int32)
+        streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
+        prefixes = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
         rows[:, :3] = round_key_rows(prefixes, streams, *further_words)
         return rows
-    positions_by_draws: dict[str, list[int]] = {}
-    for i, slot in enumerate(slots):
-        positions_by_draws.setdefault(slot.draws, []).append(i)
-    for draws, positions in positions_by_draws.items():
-        # One key for each (seed, step), made for stream 0. Its words are seed, step, 0;
-        # with dither seed, epoch, 0, a word. The streams take the place of the 0.
-        keys = {}
-        for i in positions:
-            if prefixes[i] not in keys:
-                keys[prefixes[i]] = draw_key(draws, *prefixes[i], 0)
-        words = [keys[prefixes[i]].words for i in positions]
-        rows[positions, :3] = round_key_rows(
-            [(seed, step) for seed, step, *_ in words], streams[positions], *words[0][3:]
-        )
-        rows[positions, 3] = [keys[prefixes[i]].phase for i in positions]
-    with_moments = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
-    if with_moments:
-        rows[with_moments, 4:7] = round_key_rows(
-            [prefixes[i] for i in with_moments], streams[with_moments], FOR_MOMENTS
-        )
+    rows = DrawKeys(slots).rows([slot.steps_done + 1 for slot in slots])
     for slot, row in zip(slots, rows, strict=True):
         if slot.offset:
             row[0:4] = _keys_at(slot.offset, slot.rounding_key)
@@ -208,10 +249,7 @@ def _keys_at(offset: int, key: DrawKey) -> tuple[int, int, int, int]:
 
 
 def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """Return the numbers of each slot, in float32.
-
-    For native code a direction is a step by -1 from a weight of 0.
-    """
+    """Return the numbers of each slot, in float32."""
     rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
     positions_by_names: dict[tuple[str, ...], list[int]] = {}
     for i, slot in enumerate(slots):
@@ -219,11 +257,21 @@ def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
     for names, positions in positions_by_names.items():
         columns = [POSITIONS[name] for name in names]
         rows[np.ix_(positions, columns)] = [list(slots[i].numbers.values()) for i in positions]
+    rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
+    single = rows.astype(np.float32)
     directions = [i for i, slot in enumerate(slots) if slot.spec.storage == "direction"]
-    rows[directions, POSITIONS["rate"]] = -1.0
-    eps = POSITIONS["eps"]
-    rows[:, eps] = np.maximum(rows[:, eps], torch.finfo(torch.float32).tiny)
-    return rows.astype(np.float32)
+    single[directions] = for_directions(single[directions])
+    return single
+
+
+def for_directions(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the numbers of steps that end with a direction, of those of whole steps.
+
+    For native code a direction is a step by -1 from a weight of 0.
+    """
+    rows = rows.copy()
+    rows[:, _RATE] = -1.0
+    return rows
 
 
 def run_native(slots: Sequence[Slot]) -> None:
@@ -254,7 +302,8 @@ def _portions(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 def _run_portion(slots: Sequence[Slot]) -> None:
     wide_slots = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in slots]
-    reports = NativeStep(wide_slots).run(wide_slots).tolist()
+    step = NativeStep(wide_slots)
+    reports = step.run(key_rows(wide_slots), number_rows(wide_slots)).tolist()
     for slot, wide_slot, (is_saturated, has_zero_row) in zip(
         slots, wide_slots, reports, strict=True
     ):
@@ -281,20 +330,18 @@ def _rounded(wide: Tensor, slot: Slot) -> Tensor:
     return to_half(wide, slot.weight.dtype, draws.view(wide.shape))
 
 
-def sum_of_squares(addresses: Any, sizes: Any) -> float | None:
-    """Return the sum of squares over float32 memory of the CPU; None without C code.
+def sum_of_squares(
+    addresses: NDArray[np.uint64], sizes: NDArray[np.int64], kernels: ctypes.CDLL
+) -> float:
+    """Return the sum of squares over float32 memory of the CPU.
 
     Args:
         addresses: of the memory.
         sizes: numbers of elements.
+        kernels: the native code.
     """
-    kernels = library()
-    if kernels is None:
-        return None
-    pointers = np.array(addresses, dtype=np.uint64)
-    lengths = np.array(sizes, dtype=np.int64)
     total = kernels.fp8manifold_squares(
-        ctypes.c_void_p(pointers.ctypes.data), ctypes.c_void_p(lengths.ctypes.data), len(sizes)
+        ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(sizes.ctypes.data), len(sizes)
     )
     return float(total)
 

@@ -1,9 +1,9 @@
 """ManifoldOptimizer, the base of the library's optimizers.
 
     step
-      the plan of the last steady step still serves        take it (`_steady.py`)
+      the plan of the last step is not stale                run it (`_plan.py`)
       else make a slot for every parameter with a gradient; if
-        planning changes nothing (a steady step)            plan it, take it
+        preparing it changes nothing (a steady step)        plan it, run the plan
         else _may_step   options, schedules and gradients are checked, in all processes
              _begin      each slot gets state, stream, S_ref when due, spec and numbers
              count_step  the step counts of the states grow
@@ -15,6 +15,7 @@ A slot is one parameter in one step (`_slot.py`). A subclass names a direction, 
 for a slot which parts of its step are fixed (`_fields`) and which numbers it needs
 (`_numbers`). Until `_may_step` has returned True, nothing has changed.
 
+Muon's steady steps and those of the Riemannian optimizers are planned on the CPU only.
 A steady step on a GPU does not wait for the question whether all gradients are finite:
 the kernels answer it, refuse the step or take it, and report. ``_pending_verdicts`` has
 the reports that the host has not read. They are read before the next step, and when
@@ -31,11 +32,12 @@ from fp8manifold._base.reading import PendingValues, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim import _checks, _state
-from fp8manifold.optim._agreement import in_every_process
+from fp8manifold.optim._agreement import in_every_process, watch_for_zero
 from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
 from fp8manifold.optim._passes import BackwardPass
+from fp8manifold.optim._plan import Plan, Verdict, is_steady, make_plan
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
 from fp8manifold.optim._slot import (
     Slot,
@@ -46,7 +48,6 @@ from fp8manifold.optim._slot import (
     stiffness_field,
 )
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._steady import SteadyPlan, is_steady, plan_steady
 from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import PendingVerdict, count_verdict
@@ -119,7 +120,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     # the backward pass of the last verdict that was counted
     _last_pass: BackwardPass | None = None
     # of the last steady step; compared with the present before each use
-    _steady_plan: SteadyPlan | None = None
+    _plan: Plan | None = None
     # called in place of a step while a graph of the passes is recorded
     _recorder: Callable[[], None] | None = None
     # launches and counts a planned step on a GPU from a recorded graph
@@ -139,9 +140,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     stores_all_moments = True
     # the step of one parameter depends on no other
     steps_alone = True
-    # the methods of this class plan and take a step, so a step may be steady, and a GPU
-    # may decide on it; False for a subclass that overrides one of `_PLANNING` (Muon,
-    # the Riemannian optimizers, Fisher's)
+    # steps may be steady; False for a subclass of a user's that overrides one of
+    # `_PLANNING`, and for Fisher's
+    is_planned = True
+    # a GPU may decide on a steady step; it does not on Muon's and Riemannian ones
     defers_verdict = True
     # no subclass outside of the library overrides a method, so a plan may serve again
     keeps_plan = True
@@ -155,13 +157,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         foreign_names: set[str] = set()
         for base in foreign:
             foreign_names.update(name for name in vars(base) if not name.startswith("__"))
-        foreign_names -= {"defers_verdict", "keeps_plan"}
+        foreign_names -= {"defers_verdict", "is_planned", "keeps_plan"}
         overrides = [name for name in foreign_names if any(hasattr(base, name) for base in library)]
         cls.keeps_plan = not overrides
-        plans_itself = any(
-            getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING
-        )
-        cls.defers_verdict = cls.defers_verdict and not plans_itself
+        cls.is_planned = cls.is_planned and foreign_names.isdisjoint(_PLANNING)
 
     @property
     def bounded_share(self) -> float:
@@ -212,27 +211,30 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         _checks.refuse_recording(self)
         if self._pending_verdicts:
             self._count_verdicts()
-        plan = self._steady_plan
+        plan = self._plan
         # a step that fails leaves no plan
-        self._steady_plan = None
-        if plan is None or not plan.serves(self):
+        self._plan = None
+        if plan is None or plan.is_stale(self):
             slots = self._slots()
-            plan = plan_steady(self, slots) if is_steady(self, slots) else None
-        # True: taken, False: skipped, None: a GPU decides, and it is counted later
-        verdict: bool | None
-        if plan is not None:
-            verdict = plan.take(self)
-            self._steady_plan = plan if plan.alive else None
-        else:
+            plan = make_plan(self, slots) if is_steady(self, slots) else None
+        if plan is None:
             # no plan has served, so the slots were made above
-            verdict = self._may_step(slots)
-            if verdict:
-                self._take(count_step(self._begin(slots)))
-        if verdict:
+            verdict = self._step_unplanned(slots)
+        else:
+            verdict = plan.run(self)
+            self._plan = plan if plan.alive else None
+        if verdict is Verdict.TAKEN:
             self.skipped_in_row = 0
-        elif verdict is not None:
+        elif verdict is Verdict.SKIPPED:
             self._count_skipped()
         return loss
+
+    def _step_unplanned(self, slots: list[Slot]) -> Verdict:
+        """Take a step in which state begins, something is due, or PyTorch steps."""
+        if not self._may_step(slots):
+            return Verdict.SKIPPED
+        self._take(count_step(self._begin(slots)))
+        return Verdict.TAKEN
 
     def step_alone(
         self, group: dict[str, Any], parameter: Tensor, backward_pass: BackwardPass
@@ -243,23 +245,35 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         _checks.refuse_recording(self)
         self._count_verdicts(parameter)
-        slots = [self._slot(group, parameter)]
-        plan = plan_steady(self, slots) if is_steady(self, slots) else None
-        # as in `step`
-        verdict: bool | None
-        if plan is not None:
-            verdict = plan.take(self, backward_pass)
+        member = (group, parameter)
+        plans = self._plans_alone
+        plan = plans.pop(id(parameter), None)
+        if plan is None or plan.is_stale(self, member):
+            slots = [self._slot(group, parameter)]
+            plan = make_plan(self, slots) if is_steady(self, slots) else None
+        if plan is None:
+            verdict = self._step_unplanned(slots)
         else:
-            verdict = self._may_step(slots)
-            if verdict:
-                self._take(count_step(self._begin(slots)))
-        if verdict is None:
+            verdict = plan.run(self, backward_pass=backward_pass, member=member)
+            if plan.alive:
+                plans[id(parameter)] = plan
+        if verdict is Verdict.PENDING:
             return
         # verdicts are counted in the order of the steps
         self._count_verdicts()
         self._note_pass(backward_pass)
-        if not verdict:
+        if verdict is Verdict.SKIPPED:
             self._count_skipped_pass(backward_pass, [parameter])
+
+    @property
+    def _plans_alone(self) -> dict[int, Plan]:
+        """The plans of parameters that step in the backward pass, by their identities."""
+        plans: dict[int, Plan] = vars(self).setdefault("_plans_of_parameters", {})
+        return plans
+
+    def _drop_plans(self) -> None:
+        self._plan = None
+        self._plans_alone.clear()
 
     def _count_verdicts(self, parameter: Tensor | None = None) -> None:
         """Count the steps that a GPU has decided on.
@@ -347,6 +361,32 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _gradient_factor(self, slot: Slot) -> float:
         """Return what a gradient is multiplied by before its square must be finite."""
         return 1.0
+
+    def _largest_factor(self, slots: list[Slot]) -> float:
+        """Return the largest `_gradient_factor` of steps that are planned."""
+        return 1.0
+
+    def _are_plannable(self, slots: list[Slot]) -> bool:
+        """Return True if steady steps of native code may be planned.
+
+        Subclasses refuse steps that need more than the records of native code.
+        """
+        return True
+
+    def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
+        """Return what `_numbers` depends on beside group, step and age of a slot.
+
+        A plan computes the numbers of slots with the same facts once.
+        """
+        return (slot.state.get("reference"),)
+
+    def _elsewhere(self, slots: list[Slot]) -> list[int]:
+        """Return the positions of steps that no backend takes, but `_take_elsewhere`."""
+        return []
+
+    def _take_elsewhere(self, slot: Slot) -> None:
+        """Take the step of a parameter that no backend steps."""
+        raise NotImplementedError
 
     def _begin(self, slots: list[Slot]) -> list[Slot]:
         """Give each slot state, spec, view, tensors and numbers.
@@ -513,7 +553,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and check its options and parameters."""
         super().add_param_group(param_group)
-        self._steady_plan = None
+        watch_for_zero()
+        self._drop_plans()
         group = self.param_groups[-1]
         _checks.unshare(self.param_groups)
         try:
@@ -571,8 +612,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or format,
                 or an option out of range. Nothing has changed then.
         """
-        # it holds parts of the old state
-        self._steady_plan = None
+        # they are of the old state
+        self._drop_plans()
         if not isinstance(state_dict, dict):
             # raises, and says what it is
             _state.check_state(self, state_dict)

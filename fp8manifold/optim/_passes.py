@@ -11,7 +11,7 @@ was queued when it ends normally, and drops it uncalled when an exception ends i
     run ends            -> the engine calls the _Ending        -> has_ended
     run fails           -> the engine frees it, uncalled       -> has_failed
 
-`_in_backward` makes the passes. `_steady` and the optimizer ask them.
+`_in_backward` makes the passes. `_plan` and the optimizer ask them.
 """
 
 import weakref

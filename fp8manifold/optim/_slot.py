@@ -327,6 +327,15 @@ class Slot:
         tensors.pop("gradient", None)
         return list(tensors.values())
 
+    def drop_tensors(self) -> None:
+        """Let go of all tensors but the parameter and its state.
+
+        A plan keeps slots from step to step, and no tensors.
+        """
+        for name in _DERIVED:
+            self.__dict__.pop(name, None)
+        self.tensors, self.kept_scale = {}, None
+
     def replaced(self, **fields: Any) -> "Slot":
         """Return a copy with other fields, without the views of the old ones."""
         unchanged = {name: value for name, value in self.__dict__.items() if name not in _DERIVED}

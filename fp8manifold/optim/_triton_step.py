@@ -9,7 +9,7 @@
               how many scales were doubled, is the gradient finite, is a row of zeros left
 
 `run_triton` serves `_backends.py`: it waits for the report, unless the GPU decides. A
-steady step (`_steady.py`) never waits: its report is a `PendingVerdict`, which
+steady step (`_plan.py`) never waits: its report is a `PendingVerdict`, which
 `count_verdict` reads at a later step. If no kernel can be compiled, one warning says
 so, and steps run in PyTorch.
 """
@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold import _triton
@@ -37,6 +38,7 @@ from fp8manifold._triton.kinds import (
 )
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
 from fp8manifold.optim._native_step import (
+    GRADIENT_COLUMN,
     Job,
     addresses_of,
     has_kernel,
@@ -125,6 +127,10 @@ class TritonStep:
         # some are copies, with which a plan can't serve again
         self._scales = []
         return PendingValues(report)
+
+    def set_gradients(self, addresses: NDArray[np.uint64]) -> None:
+        """Take the gradients of the next step from other memory."""
+        self.records["pointers"][:, GRADIENT_COLUMN] = addresses
 
     def words(self) -> Tensor:
         """Return zeros for the kernels' report: a row for all steps, and one for each."""

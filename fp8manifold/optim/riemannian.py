@@ -102,6 +102,8 @@ class Riemannian(ManifoldOptimizer):
     """Base of both optimizers: mixed groups, the bounded chart, and steps elsewhere."""
 
     stores_all_moments = False
+    # kernels do not look at the squares of gradients of codes
+    defers_verdict = False
 
     def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
         super().__init__(params, _with_library_names(options))
@@ -153,6 +155,19 @@ class Riemannian(ManifoldOptimizer):
             if slot.fmt is None:
                 self._take_elsewhere(slot)
         super()._take([slot for slot in slots if slot.fmt is not None])
+
+    def _largest_factor(self, slots: list[Slot]) -> float:
+        return max(map(self._gradient_factor, slots))
+
+    def _are_plannable(self, slots: list[Slot]) -> bool:
+        # without these bounds the largest factor of a gradient follows from the weights
+        return all(slot.metric == "ulp" and math.isfinite(slot.group["clip"]) for slot in slots)
+
+    def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
+        return (*super()._number_facts(slot), slot.state.get("unit"))
+
+    def _elsewhere(self, slots: list[Slot]) -> list[int]:
+        return [i for i, slot in enumerate(slots) if slot.fmt is None]
 
     def _take_elsewhere(self, slot: Slot) -> None:
         """Step a parameter that is not on this library's manifolds.

@@ -91,6 +91,10 @@ class StiffnessOptimizer(ManifoldOptimizer):
         power = "power" if callable(k) else _EXACT_POWERS.get(float(k), "power")
         return {"direction": self.direction, "metric": slot.group["metric"], "stiffness": power}
 
+    def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
+        # without an exponent no step reads S_ref
+        return () if slot.spec.stiffness == "none" else super()._number_facts(slot)
+
     def _shared_numbers(self, slot: Slot) -> dict[str, float]:
         """Return decay, and for a quantised parameter S_ref, its bounds and the exponent."""
         group, state = slot.group, slot.state

@@ -30,7 +30,7 @@ from fp8manifold.optim._muon import (
     SHAPES,
     TRANSPOSED,
     adjusted_rate,
-    as_matrices,
+    size_of_matrices,
     take_muon_steps,
 )
 from fp8manifold.optim._slot import Parameters, Slot
@@ -143,6 +143,8 @@ class StiffnessMuon(StiffnessOptimizer):
     """
 
     direction = "muon"
+    # between its two kernels there is a product, which no kernel can refuse
+    defers_verdict = False
 
     def __init__(
         self,
@@ -267,15 +269,22 @@ class StiffnessMuon(StiffnessOptimizer):
     def _fields(self, slot: Slot) -> dict[str, Any]:
         return super()._fields(slot) | {"direction": slot.group["direction"]}
 
+    def _are_plannable(self, slots: list[Slot]) -> bool:
+        # F stands on both sides of the factor, and an error needs the ratio of norms
+        specs = [slot.spec for slot in slots if is_matrix(slot)]
+        return all(spec.stiffness == "none" and not spec.injects for spec in specs)
+
+    def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
+        # a rate depends on the shape of the matrix
+        return (*super()._number_facts(slot), slot.parameter.shape if is_matrix(slot) else None)
+
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group = slot.group
         lr = lr_of(group)
         shared = self._shared_numbers(slot)
-        if not _is_muons(slot):
+        if not is_matrix(slot):
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
-        # a tensor without memory, for its shape
-        parameter = torch.empty(slot.parameter.shape, device="meta")
-        rows, columns = as_matrices(parameter, group["matrix_shape"]).shape[-2:]
+        rows, columns = size_of_matrices(slot.parameter.shape, group["matrix_shape"])
         if group["matrix_shape"] == TRANSPOSED:
             rows, columns = columns, rows
         rate = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns)
@@ -283,16 +292,14 @@ class StiffnessMuon(StiffnessOptimizer):
         return momentum_numbers(rate, momentum, 1 - momentum) | shared
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
-        """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does.
-
-        No step of this class is steady, as this method of `_PLANNING` is overridden.
-        """
-        views = super()._run([slot for slot in slots if not _is_muons(slot)])
-        muons = [slot for slot in slots if _is_muons(slot)]
+        """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does."""
+        views = super()._run([slot for slot in slots if not is_matrix(slot)])
+        muons = [slot for slot in slots if is_matrix(slot)]
         return views + take_muon_steps(muons, {slot for slot in muons if self._is_observed(slot)})
 
 
-def _is_muons(slot: Slot) -> bool:
+def is_matrix(slot: Slot) -> bool:
+    """Return True for a parameter that Muon's direction steps."""
     return bool(slot.group["direction"] == "muon")
 
 

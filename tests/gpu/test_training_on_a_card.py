@@ -13,7 +13,7 @@ from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _backends, _steady
+from fp8manifold.optim import _backends, _plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 CARD = torch.device("cuda")
@@ -51,7 +51,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
     if "eager" in kind:  # as where there are no kernels
-        monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
+        monkeypatch.setattr(_plan, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     on_cpu, on_card = parameters(torch.device("cpu")), parameters(CARD)
     optimizers = [KINDS[kind](some) for some in (on_cpu, on_card)]

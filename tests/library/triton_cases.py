@@ -39,7 +39,7 @@ from fp8manifold._native import _arrays
 from fp8manifold._triton import launch
 from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _backends, _graphed, _optimizer, _steady, _triton_step
+from fp8manifold.optim import _backends, _graphed, _optimizer, _plan, _triton_step
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import draw_key, round_keys, signed_word
 
@@ -273,7 +273,7 @@ def on_both(parameters, kind=optim.StiffnessAdamW, lr=1e-9, **options):
 def by_turns(monkeypatch, optimizers):
     """Each of both, while steps go the way of its device."""
     for optimizer in optimizers:
-        monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is optimizers[0]: gpu)
+        monkeypatch.setattr(_plan, "on_gpu", lambda device, gpu=optimizer is optimizers[0]: gpu)
         yield optimizer
 
 

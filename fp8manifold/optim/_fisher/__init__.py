@@ -124,6 +124,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
     """
 
     direction = "adam"
+    # a step computes natural gradients, and new metrics when they are due
+    is_planned = False
     damping_option = "floor"
     # what a step has measured, until it begins
     _new_metrics: dict[Tensor, dict[str, Any]]

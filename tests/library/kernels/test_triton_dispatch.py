@@ -25,7 +25,7 @@ from fp8manifold._base.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _finite, _graphed, _steady, _streams, _triton_step
+from fp8manifold.optim import _finite, _graphed, _plan, _streams, _triton_step
 from fp8manifold.optim._state import restore_dtypes
 from fp8manifold.optim._step import blocks_of
 
@@ -306,7 +306,7 @@ def test_parameters_of_every_storage_step_steadily(on_a_card):
 @pytest.mark.parametrize("cause", ["first", "refresh", "remainder", "observer"])
 def test_steps_that_plan_more_have_their_verdict_first(cause, on_a_card):
     p, optimizer = one(**({"refresh_every": 1} if cause == "refresh" else {}))
-    assert not _steady.is_steady(optimizer, optimizer._slots())
+    assert not _plan.is_steady(optimizer, optimizer._slots())
     if cause == "first":
         return
     optimizer.step()
@@ -314,11 +314,11 @@ def test_steps_that_plan_more_have_their_verdict_first(cause, on_a_card):
         optimizer.observer = lambda view: None
     if cause == "remainder":
         p.remainder = torch.zeros(p.shape, dtype=torch.int8)
-    assert not _steady.is_steady(optimizer, optimizer._slots())
+    assert not _plan.is_steady(optimizer, optimizer._slots())
 
 
 def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
-    """Those that plan or take steps in another way have no table."""
+    """Those that plan or take steps in another way have no plan on a card."""
 
     class Preparing:
         def _prepare(self, slot):
@@ -335,7 +335,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
             return super()._numbers(slot) | {"rate": 0.0}
 
     kinds = (optim.StiffnessMuon, optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
-    assert not any(kind.defers_verdict for kind in kinds)
+    assert not any(kind.defers_verdict and kind.is_planned for kind in kinds)
     assert [kind.keeps_plan for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [
         False,
         False,
@@ -345,7 +345,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
     for kind in (Mixed, Named, Numbers, optim.StiffnessAdamW):
         _, optimizer = one(kind)
         optimizer.step()
-        assert _steady.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
+        assert _plan.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
 
 
 def test_eager_blocks_are_those_of_the_device(monkeypatch):
@@ -518,14 +518,14 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch)
         p.grad = q.grad = torch.ones(p.shape)
         for optimizer in optimizers:
             optimizer.step()
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: not _triton_step._given_up)
+    monkeypatch.setattr(_plan, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_plan, "is_triton", lambda slot: not _triton_step._given_up)
     with pytest.warns(optim.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
         optimizers[0].step()
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
+    monkeypatch.setattr(_plan, "on_gpu", lambda device: False)
     optimizers[1].step()
     assert torch.equal(p.codes, q.codes)
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_plan, "on_gpu", lambda device: True)
     optimizers[0].step()
     assert int(optimizers[0].state[p]["step"]) == 4
 

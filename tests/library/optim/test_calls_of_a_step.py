@@ -45,11 +45,11 @@ class Budget:
 
 
 BUDGETS = {
-    "StiffnessAdamW": Budget(first=860, second=456, steady=101, files=11),
-    "StiffnessSGD": Budget(first=820, second=423, steady=108, files=11),
-    "StiffnessLion": Budget(first=800, second=407, steady=92, files=11),
-    "StiffnessMuon": Budget(first=1060, second=687, steady=687, files=21),
-    "RiemannianAdam": Budget(first=700, second=386, steady=386, files=22),
+    "StiffnessAdamW": Budget(first=822, second=455, steady=70, files=10),
+    "StiffnessSGD": Budget(first=782, second=430, steady=68, files=10),
+    "StiffnessLion": Budget(first=766, second=414, steady=64, files=9),
+    "StiffnessMuon": Budget(first=1051, second=549, steady=103, files=12),
+    "RiemannianAdam": Budget(first=701, second=407, steady=98, files=13),
 }
 
 

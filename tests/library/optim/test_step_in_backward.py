@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim._in_backward.gradients import FOR_SUMS, GradientSum, clip_factor
+from fp8manifold.optim._plan import Plan
 from fp8manifold.optim._streams import twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import DrawKey, draw_range
@@ -1012,3 +1013,28 @@ def test_options_that_do_not_go_together_are_refused(case):
     with pytest.raises(error, match=message):
         optim.step_in_backward(optimizer, **options)
     optim.step_in_backward(optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_is_planned_once_in_the_backward_pass(name, monkeypatch):
+    """Plans serve in later passes, and have the bits of steps that are all planned."""
+    answers = []
+    is_stale = Plan.is_stale
+
+    def recorded(plan, optimizer, member=None):
+        answers.append(is_stale(plan, optimizer, member))
+        return answers[-1]
+
+    monkeypatch.setattr(Plan, "is_stale", recorded)
+    bits = []
+    for keeps in (True, False):
+        model, optimizer, _ = stepping(name)
+        optimizer.keeps_plan = keeps
+        for _ in range(5):
+            model(TOKENS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bits.append(frozen([[p.detach() for p in model.parameters()], optimizer.state_dict()]))
+    assert bits[0] == bits[1]
+    assert answers
+    assert answers.count(False) > answers.count(True)

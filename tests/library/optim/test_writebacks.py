@@ -221,9 +221,9 @@ def test_few_gradients_are_in_float32_at_a_time(monkeypatch):
         sizes = []
         monkeypatch.setattr(_native_step, "_COPIED_AT_ONCE", bound)
 
-        def counted(step, slots, sizes=sizes):
-            sizes.append(len(slots))
-            return run(step, slots)
+        def counted(step, keys, numbers, sizes=sizes):
+            sizes.append(len(keys))
+            return run(step, keys, numbers)
 
         monkeypatch.setattr(_native_step.NativeStep, "run", counted)
         weights = [nn.Parameter(normal(size, seed=size).bfloat16()) for size in (100, 16, 16, 8)]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8manifold as fm
 from fp8manifold.nn import _products
+from fp8manifold.optim._plan import Plan
 
 
 def matrices():
@@ -103,6 +104,57 @@ def test_a_refusal_in_one_process_ends_the_step_in_all(pair):
     assert "another process refuses this step" in waiting[0]
     assert "dense real gradients only" in refusing[0]
     assert waiting[1] == refusing[1] == ""
+
+
+OPTIMIZERS = {
+    "muon": lambda net: muon(net),
+    "adamw": lambda net: fm.optim.StiffnessAdamW(net.parameters(), 1e-2, moments="8bit"),
+    "riemannian": lambda net: fm.optim.RiemannianAdam(net.parameters(), 1.0),
+}
+
+
+def put_gradients(net, step, bad=False):
+    for i, p in enumerate(net.parameters()):
+        p.grad = normal(*p.shape, seed=10 * step + i)
+        if bad:
+            p.grad[0, 0] = torch.nan
+
+
+def steps_by_plans(kind):
+    """Step a replica by plans, and a model of this process alone that plans every step.
+
+    In one step the gradients of the second process are not finite. In the end its rate is
+    another one.
+    """
+    net, alone = synced(matrices()), matrices()
+    optimizer, planning = OPTIMIZERS[kind](net), OPTIMIZERS[kind](alone)
+    planning.keeps_plan = False
+    answers = []
+    is_stale = Plan.is_stale
+    for step in range(7):
+        put_gradients(net, step, bad=step == 4 and dist.get_rank() == 1)
+        with mock.patch.object(
+            Plan, "is_stale", lambda *places: answers.append(is_stale(*places)) or answers[-1]
+        ):
+            optimizer.step()
+        put_gradients(alone, step, bad=step == 4)
+        planning.step()
+    is_same = local_codes(net) == local_codes(alone)
+    is_same = is_same and optimizer.skipped_steps == planning.skipped_steps == 1
+    put_gradients(net, 7)
+    if dist.get_rank():
+        optimizer.param_groups[0]["lr"] = -1.0
+    return answers, is_same, refusal(optimizer.step)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_replicas_step_by_plans(pair, kind):
+    (answers, is_same, waiting), (others, is_other_same, refusing) = pair.run(steps_by_plans, kind)
+    assert answers == others == [False] * 5
+    assert is_same
+    assert is_other_same
+    for message in (waiting, refusing):
+        assert "lr of group 0 is not the same in every process" in message
 
 
 def of_another_state(kind):

@@ -1,31 +1,33 @@
-"""Steady steps: planned once, and taken again while all that the plan was made from stays.
+"""A plan: a step that is prepared once, and taken again while all that it was made from stays.
 
-To plan a step (specs, views, pointers, checks) takes longer than a small model's
-arithmetic. Most steps differ from the one before in gradients and numbers alone. A step is
-*steady* if planning it changes nothing: it is no first step, nothing is due, there is one
-process and one device, and native code or a GPU's kernels take all of it::
+To prepare a step (specs, views, addresses, checks) takes longer than a small model's
+arithmetic, and most steps differ from the one before in gradients and numbers alone. A step
+is *steady* if preparing it changes nothing: it is no first step, nothing is due, and native
+code or a GPU's kernels take all of it::
 
-    step t     is_steady(slots)  -> plan_steady(slots) -> plan.take()
-               take() ends with _seal(): it notes identities, addresses and versions
-    step t+1   plan.serves()     -> are they all as noted?
-                   yes: new gradients, numbers and keys, then plan.take()
-                   no:  plan anew
+    step t     is_steady(slots)  -> make_plan(slots) -> plan.run()
+               run() ends with _seal(): it notes identities, addresses and versions
+    step t+1   plan.is_stale()   -> is anything not as it was noted?
+                   yes: plan anew, or take the step without a plan
+                   no:  plan.run() writes new gradients, numbers and keys into its records
 
-Of the library's optimizers only those of `stiffness.py` have steady steps: the others
-override a method of `_PLANNING` (`_optimizer.py`).
+``is_stale`` is the only place that asks whether all is as it was. It compares everything
+that a plan is made from: groups, options, states and attributes by identity, tensors by
+address, version, size and dtype.
 
-The plan must not keep alive what a user lets go, and must not use what is gone. So between
+A plan must not keep alive what a user lets go, and must not use what is gone. So between
 steps it has no tensor, only ids. Weak references drop the plan (``alive`` becomes empty)
 when a tensor dies whose id could then be another's.
 
-A GPU decides by itself whether it takes a steady step: kernels look at the gradients, and
-the host reads their report later (``optimizer._pending_verdicts``). It waits at once only where a
-group raises, or where a whole parameter has one scale: S_ref changes when that doubles.
+On the CPU a plan runs a `NativePlan`. A GPU decides by itself whether it takes a steady
+step: kernels look at the gradients, and the host reads their report later
+(``optimizer._pending_verdicts``). It waits at once only where a group raises, or where a
+whole parameter has one scale: S_ref changes when that doubles.
 """
 
-import math
 import weakref
 from collections.abc import Sequence
+from enum import Enum
 from functools import lru_cache
 from inspect import isfunction
 from itertools import chain, repeat
@@ -34,21 +36,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
-from fp8manifold.optim._agreement import is_distributed
+from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
-from fp8manifold.optim._native_step import (
-    GRADIENT_COLUMN,
-    TENSOR_COLUMNS,
-    NativeStep,
-    is_native,
-    sum_of_squares,
-)
+from fp8manifold.optim._native_plan import NativePlan
+from fp8manifold.optim._native_step import TENSOR_COLUMNS, is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
@@ -64,18 +60,32 @@ from fp8manifold.tensor import FP8Tensor
 _GRADIENT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _PERIODS: Final = ("refresh_every", "stabilize_every", "reset_every")
 """Options with a number of steps after which something is due."""
+_LARGEST_SUM: Final = float(torch.finfo(torch.float32).max)
+"""The largest finite sum of squares in float32."""
+
+
+class Verdict(Enum):
+    """Whether a step is taken."""
+
+    TAKEN = "taken"
+    #: a gradient, or its square, is not finite
+    SKIPPED = "skipped"
+    #: a GPU decides, and its report has not been read
+    PENDING = "pending"
 
 
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Return True if planning a step of slots changes nothing.
+    """Return True if preparing a step of slots changes nothing.
 
     The plan may then serve again, and a GPU may decide on the step.
     """
-    if not slots or is_distributed() or optimizer.observer is not None:
+    if not slots or optimizer.observer is not None:
         return False
-    if not optimizer.defers_verdict or _has_replaced_methods(optimizer):
+    if not optimizer.is_planned or _has_replaced_methods(optimizer):
         return False
     device = slots[0].parameter.device
+    if on_gpu(device) and (is_distributed() or not optimizer.defers_verdict):
+        return False
     return all(map(_is_steady_slot, slots, repeat(device)))
 
 
@@ -121,13 +131,28 @@ def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
     )
 
 
-def plan_steady(optimizer: Any, slots: list[Slot]) -> "SteadyPlan | None":
-    """Plan a steady step; return None unless native code or kernels can take all of it."""
-    optimizer._check_options()
-    optimizer._check_schedules(slots)
-    optimizer._begin(slots)
-    takes = is_triton if on_gpu(slots[0].device) else _is_native_in_place
-    return SteadyPlan(slots) if all(map(takes, slots)) else None
+def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
+    """Plan a steady step of slots.
+
+    None is returned unless native code or kernels can take all of it. Nothing has
+    changed then.
+    """
+    try:
+        optimizer._check_options()
+        optimizer._check_schedules(slots)
+        optimizer._begin(slots)
+    except Exception:
+        # the step without a plan raises it: in its order, and in every process
+        return None
+    elsewhere = optimizer._elsewhere(slots)
+    native = [i for i in range(len(slots)) if i not in set(elsewhere)]
+    if on_gpu(slots[0].device):
+        is_possible = not elsewhere and all(map(is_triton, slots))
+    else:
+        is_possible = bool(native) and optimizer._are_plannable([slots[i] for i in native])
+        is_possible = is_possible and all(_is_native_in_place(slots[i]) for i in native)
+        is_possible = is_possible and all(_is_summed_in_place(slots[i]) for i in elsewhere)
+    return Plan(optimizer, slots, native, elsewhere) if is_possible else None
 
 
 def _is_native_in_place(slot: Slot) -> bool:
@@ -173,6 +198,22 @@ class _Snapshot(NamedTuple):
     facts: tuple[Any, ...]
 
 
+class _Seal(NamedTuple):
+    """What a plan notes at the end of a step, and compares before the next one."""
+
+    facts: tuple[Any, ...]
+    #: the positions of tensors among the objects of a snapshot
+    positions: list[int]
+    #: their addresses, sizes, dtypes and layouts
+    memory: list[list[Any]]
+    #: positions among these tensors of those that a step changes
+    changed_positions: list[int]
+    #: whether each gradient begins at a multiple of 16 bytes
+    aligned: list[bool]
+    #: objects that are no tensors; they live on, so that no other object gets their ids
+    objects: list[Any]
+
+
 class _End(NamedTuple):
     """A slot that may have reached the end of its range in a step."""
 
@@ -182,60 +223,79 @@ class _End(NamedTuple):
     has_zero_row: bool
 
 
-class SteadyPlan:
-    """The plan of a steady step: slots, records and launches, and what they were made from.
+class Plan:
+    """A prepared steady step: slots, records and launches, and what they were made from.
 
-    It is neither saved nor copied. It serves again after a comparison of everything that
-    it was made from: groups, options, states and attributes by identity, tensors by
-    address, version, size and dtype. Between steps it has no tensor.
+    It is neither saved nor copied.
+
+    Args:
+        optimizer: whose step it is.
+        slots: the steps of its parameters, which have begun.
+        native: the positions of those that native code or kernels take.
+        elsewhere: the positions of the others, which a Riemannian optimizer takes itself.
 
     Attributes:
         slots: whose steps are planned.
         alive: weak references; empty if the plan may not serve again.
     """
 
-    def __init__(self, slots: list[Slot]) -> None:
-        self.slots, self._device = slots, slots[0].device
+    def __init__(
+        self, optimizer: Any, slots: list[Slot], native: list[int], elsewhere: list[int]
+    ) -> None:
+        self.slots, self._native, self._elsewhere = slots, native, elsewhere
+        self._device = slots[0].device
         self.alive: list[weakref.ref[Any]] = []
-        self._step: NativeStep | TritonStep | None = None
-        self._report: PendingValues | None = None
-        #: the last verdict: None where a GPU decides
-        self._taken: bool | None = False
+        self._is_on_gpu = on_gpu(self._device)
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
+        self._step: NativePlan | TritonStep | None = None
+        self._report: PendingValues | None = None
+        self._verdict = Verdict.SKIPPED
+        #: what a gradient is multiplied by before its square must be finite
+        self._largest_factor = optimizer._largest_factor(slots)
+        #: for each native slot the position of the first one with the same numbers
+        self._number_twins = _number_twins(optimizer, [slots[i] for i in self._native])
         #: positions of slots whose scales the host doubles, after a report
         self._late: list[int] = []
         self._raises = False
         self._parameters: list[Any] = [slot.parameter for slot in slots]
-        self._changed = [*chain.from_iterable(slot.changed_tensors for slot in slots)]
-        if on_gpu(self._device):
+        changed = [slots[i].changed_tensors for i in self._native]
+        self._changed = [*chain.from_iterable(changed)]
+        if self._is_on_gpu:
             self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
             self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
-        # `_seal` sets the other attributes that `serves` reads; `take` sets _versions
+        self._versions: list[int] = []
+        self._steps_left = 0
+        self._seal_of_last_step: _Seal | None = None
+        #: of the step that ``is_stale`` has allowed
+        self._snapshot: _Snapshot | None = None
 
-    def take(self, optimizer: Any, backward_pass: BackwardPass | None = None) -> bool | None:
+    def run(
+        self,
+        optimizer: Any,
+        *,
+        backward_pass: BackwardPass | None = None,
+        member: tuple[dict[str, Any], Tensor] | None = None,
+    ) -> Verdict:
         """Take the step of all slots, or of none.
 
         Args:
             optimizer: whose step it is.
             backward_pass: the one that the step belongs to, if it belongs to one.
-
-        Returns:
-            True if it is taken, False if a gradient or its square is not finite, and
-            None where a GPU decides.
+            member: as for `is_stale`.
         """
-        is_new, self._taken = self._step is None, False
-        ends = self._launch(optimizer) if on_gpu(self._device) else self._run(optimizer)
+        is_new = self._step is None
+        self._verdict = Verdict.SKIPPED
+        ends = self._launch(optimizer) if self._is_on_gpu else self._run_on_cpu(optimizer)
         # None: skipped, or taken as a step that is not steady; []: no scale may double
         if ends is not None:
             if ends:
                 optimizer._widen([self._slot_to_widen(end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            may_seal = is_new and backward_pass is None and optimizer.keeps_plan
             # scales that have doubled are new tensors
-            if may_seal or (self.alive and ends):
-                self._seal(optimizer)
+            if (is_new and optimizer.keeps_plan) or (self.alive and ends):
+                self._seal(optimizer, member)
             self._versions = list(map(_VERSION, self._tensors))
             if self._report is not None:
                 versions = _versions_of_weights(self._parameters)
@@ -243,31 +303,36 @@ class SteadyPlan:
                     PendingVerdict(self._report, versions, backward_pass),
                 )
         self._parameters, self._changed, self._tensors = [], [], []
+        self._snapshot = None
         if not self.alive:
             self.slots = []
         for slot in self.slots:
             slot.parameter = slot.state = None  # type: ignore[assignment]
-        return self._taken
+        return self._verdict
 
-    def _run(self, optimizer: Any) -> list[_End] | None:
+    def _run_on_cpu(self, optimizer: Any) -> list[_End] | None:
         """Take the step on the CPU; return the slots at the end of their range.
 
         None is returned if the step is skipped.
         """
         slots = self.slots
-        step = self._step if isinstance(self._step, NativeStep) else NativeStep(slots)
-        addresses = step.records["pointers"][:, GRADIENT_COLUMN]
-        total = sum_of_squares(addresses, step.records["rows"] * step.records["length"])
-        self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
-        if not self._taken:
+        native = [slots[i] for i in self._native] if self._elsewhere else slots
+        may_step = self._may_step_on_cpu
+        if not in_every_process(optimizer, lambda: may_step(optimizer, native)):
             return None
-        self._step = step
-        count_step(slots)
-        reports = step.run(slots).tolist()
+        if self._snapshot is not None:
+            self._renew_numbers(optimizer)
+        self._verdict = Verdict.TAKEN
+        torch._foreach_add_([slot.state["step"] for slot in slots], 1)
+        for i in self._elsewhere:
+            optimizer._take_elsewhere(slots[i])
+        assert isinstance(self._step, NativePlan)
+        reports = self._step.run(native).tolist()
         torch.autograd.graph.increment_version(self._changed)
         ends = []
-        for i in self._coded:
-            is_saturated, has_zero_row = reports[i]
+        for i, (is_saturated, has_zero_row) in zip(self._native, reports, strict=True):
+            if slots[i].storage != "codes":
+                continue
             if is_saturated:
                 ends.append(_End(i, True, bool(has_zero_row)))
             elif not has_zero_row:
@@ -282,6 +347,9 @@ class SteadyPlan:
         that is not steady.
         """
         slots = self.slots
+        if self._snapshot is not None:
+            self._refresh(optimizer, self._snapshot)
+            self._renew_numbers(optimizer)
         graph = optimizer._graph if isinstance(self._step, TritonStep) else None
         if isinstance(self._step, TritonStep):
             report = self._step.run(slots) if graph is None else graph(self._step, slots)
@@ -290,10 +358,10 @@ class SteadyPlan:
             if launch is None:
                 if all_finite(optimizer, slots):
                     optimizer._take(count_step(slots))
-                    self._taken = True
+                    self._verdict = Verdict.TAKEN
                 return None
             self._step, report = launch
-        self._report, self._taken = report, None
+        self._report, self._verdict = report, Verdict.PENDING
         if self._raises and report.values[0][0]:
             for slot in slots:
                 # raises if the options of its group say so
@@ -302,56 +370,101 @@ class SteadyPlan:
         torch.autograd.graph.increment_version(self._changed)
         return [_End(i, bool(report.values[1 + i][0]), True) for i in self._late]
 
-    def serves(self, optimizer: Any) -> bool:
-        """Return True if all is as the last step left it, and nothing is due.
+    def _may_step_on_cpu(self, optimizer: Any, native: list[Slot]) -> bool:
+        """Return True if all gradients and their squares are finite.
 
-        The next step is prepared then.
+        The records of the step are made or refreshed before. Nothing else has changed, and
+        numbers are computed afterwards, as in a step without a plan.
         """
-        if not self.alive:
+        if self._snapshot is not None:
+            self._refresh(optimizer, self._snapshot)
+        if self._step is None:
+            self._step = NativePlan(native, self._number_twins)
+        assert isinstance(self._step, NativePlan)
+        addresses, sizes = self._step.gradients, self._step.sizes
+        for i in self._elsewhere:
+            gradient = self.slots[i].parameter.grad
+            assert gradient is not None
+            addresses = np.append(addresses, np.uint64(gradient.data_ptr()))
+            sizes = np.append(sizes, gradient.numel())
+        total = sum_of_squares(addresses, sizes, self._step.kernels)
+        factor = self._largest_factor
+        if total * max(factor, 1.0) ** 2 <= _LARGEST_SUM:
+            return True
+        if not all_finite(optimizer, self.slots):
             return False
-        snapshot = self._look(optimizer)
-        if snapshot is None or not are_same(snapshot.facts, self._facts):
-            return False
-        tensors = [snapshot.objects[i] for i in self._positions]
-        addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
-        if not self._has_same_memory(tensors, snapshot, addresses):
-            return False
+        # a list: a later one may have to raise
+        factors = map(optimizer._gradient_factor, native)
+        verdicts = list(map(squares_are_finite, native, factors)) if factor > 1 else []
+        return all(verdicts)
+
+    def is_stale(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None = None) -> bool:
+        """Return False if all is as the last step left it, and nothing is due.
+
+        `run` may take the next step then.
+
+        Args:
+            optimizer: whose step it is.
+            member: the group and the parameter of a step of one parameter alone.
+        """
+        seal = self._seal_of_last_step
+        if not self.alive or seal is None:
+            return True
+        snapshot = self._look(optimizer, member)
+        if snapshot is None or not are_same(snapshot.facts, seal.facts):
+            return True
+        tensors = [snapshot.objects[i] for i in seal.positions]
+        if not self._has_same_memory(tensors, snapshot, seal):
+            return True
         if self._report is None:
-            steps_taken = int(bool(self._taken))
+            steps_taken = int(self._verdict is Verdict.TAKEN)
         else:
             steps_taken = int(not self._report.values[0][0])
         self._steps_left -= steps_taken
         if self._steps_left <= 0:
-            return False
+            return True
+        for slot in self.slots:
+            slot.steps_done += steps_taken
+        self._snapshot, self._parameters, self._tensors = snapshot, snapshot.parameters, tensors
+        self._changed = [tensors[i] for i in seal.changed_positions]
+        return False
+
+    def _refresh(self, optimizer: Any, snapshot: _Snapshot) -> None:
+        """Let slots and records refer to the gradients and states of another step."""
         for group in optimizer.param_groups:
             check_lr(group)
-        for slot, parameter, state in zip(
-            self.slots, snapshot.parameters, snapshot.states, strict=True
-        ):
-            slot.steps_done += steps_taken
+        slots = self.slots
+        for slot, parameter, state in zip(slots, snapshot.parameters, snapshot.states, strict=True):
             slot.parameter, slot.state = parameter, state
-        optimizer._check_schedules(self.slots)
-        for slot in self.slots:
-            slot.numbers = optimizer._numbers(slot)
+        optimizer._check_schedules(slots)
+        addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
+        if self._elsewhere:
+            addresses = addresses[self._native]
         assert self._step is not None
-        self._step.records["pointers"][:, GRADIENT_COLUMN] = addresses
-        self._parameters, self._tensors = snapshot.parameters, tensors
-        self._changed = [tensors[i] for i in self._changed_positions]
-        return True
+        self._step.set_gradients(addresses)
 
-    def _has_same_memory(
-        self, tensors: list[Tensor], snapshot: _Snapshot, addresses: NDArray[np.uint64]
-    ) -> bool:
+    def _renew_numbers(self, optimizer: Any) -> None:
+        """Compute the numbers of a step that is not the first of its plan."""
+        self._snapshot = None
+        native = [self.slots[i] for i in self._native] if self._elsewhere else self.slots
+        for slot, first in zip(native, self._number_twins, strict=True):
+            leader = native[first]
+            if slot is leader:
+                slot.numbers = optimizer._numbers(slot)
+            else:
+                slot.numbers = leader.numbers
+
+    def _has_same_memory(self, tensors: list[Tensor], snapshot: _Snapshot, seal: _Seal) -> bool:
         """Return True if memory and values are as the last step left them.
 
-        Gradients may have other addresses (``addresses``), if kernels are as fast there.
+        Gradients may have other addresses, if kernels are as fast there.
         """
         gradients = snapshot.gradients
-        if list(map(_VERSION, tensors)) != self._versions or _memory_of(tensors) != self._memory:
+        if list(map(_VERSION, tensors)) != self._versions or _memory_of(tensors) != seal.memory:
             return False
         if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
             return False
-        if isinstance(self._step, TritonStep) and (addresses % 16 == 0).tolist() != self._aligned:
+        if isinstance(self._step, TritonStep) and _alignments(gradients) != seal.aligned:
             return False
         for i in self._coded:
             parameter = snapshot.parameters[i]
@@ -360,15 +473,22 @@ class SteadyPlan:
                 return False
         return True
 
-    def _look(self, optimizer: Any) -> _Snapshot | None:
+    def _look(
+        self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None
+    ) -> _Snapshot | None:
         """Return what a plan is made from, or None for a step that is not steady."""
-        groups = optimizer.param_groups
-        with_gradient = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        if member is None:
+            groups = optimizer.param_groups
+            with_gradient = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        else:
+            groups, with_gradient = [member[0]], [[member[1]]]
         parameters = [*chain.from_iterable(with_gradient)]
         gradients = list(map(_GRADIENT, parameters))
         if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor}:
             return None
-        if is_distributed() or optimizer.observer is not None or _has_replaced_methods(optimizer):
+        if optimizer.observer is not None or _has_replaced_methods(optimizer):
+            return None
+        if self._is_on_gpu and is_distributed():
             return None
         states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
         coded = [p for p in parameters if isinstance(p, FP8Tensor)]
@@ -390,10 +510,10 @@ class SteadyPlan:
         )
         return _Snapshot(parameters, states, gradients, objects, facts)
 
-    def _seal(self, optimizer: Any) -> None:
+    def _seal(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None) -> None:
         """Note what the next step is compared with, if it may reuse this plan."""
         self.alive = []
-        snapshot = self._look(optimizer)
+        snapshot = self._look(optimizer, member)
         if snapshot is None:
             return
         objects = snapshot.objects
@@ -407,27 +527,32 @@ class SteadyPlan:
         if any(tensor.is_inference() for tensor in tensors):
             return
         position_by_address = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
-        self._changed_positions = [position_by_address[x.data_ptr()] for x in self._changed]
-        self._positions, self._tensors = positions, tensors
-        self._facts, self._memory = snapshot.facts, _memory_of(tensors)
-        self._aligned = [gradient.data_ptr() % 16 == 0 for gradient in snapshot.gradients]
-        # they live on, so that no other object gets their ids
-        self._objects = [x for x in objects if not isinstance(x, Tensor)]
+        self._seal_of_last_step = _Seal(
+            facts=snapshot.facts,
+            positions=positions,
+            memory=_memory_of(tensors),
+            changed_positions=[position_by_address[x.data_ptr()] for x in self._changed],
+            aligned=_alignments(snapshot.gradients),
+            objects=[x for x in objects if not isinstance(x, Tensor)],
+        )
+        self._tensors = tensors
         self._steps_left = min(map(_steps_until_due, self.slots))
         self.alive = _weak_references(objects, snapshot.parameters)
         for slot in self.slots:
-            vars(slot).pop("scale", None)
-            slot.tensors, slot.kept_scale = {}, None
+            slot.drop_tensors()
 
     def _compares_all(self, tensors: list[Tensor]) -> bool:
         """Return True if all addresses of the plan are those of tensors that are compared.
 
         Others are of copies, or of manifolds.
         """
-        assert self._step is not None
         if any(slot.storage not in ("codes", "plain") for slot in self.slots):
             return False
-        addresses = self._step.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
+        if isinstance(self._step, NativePlan):
+            addresses = self._step.addresses()
+        else:
+            assert self._step is not None
+            addresses = self._step.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
         # 0 is the address of an absent tensor
         return {0, *map(Tensor.data_ptr, tensors)}.issuperset(addresses)
 
@@ -438,6 +563,32 @@ class SteadyPlan:
             slot.tensors, slot.kept_scale = {"weight": parameter.codes}, parameter.kept_scale
         slot.saturated, slot.has_zero_rows = [end.is_saturated], [end.has_zero_row]
         return slot
+
+
+def _number_twins(optimizer: Any, slots: list[Slot]) -> list[int]:
+    """Return for each slot the position of the first one whose step has the same numbers."""
+    if not optimizer.keeps_plan:
+        # a method of the user's may look at anything
+        return list(range(len(slots)))
+    first: dict[tuple[Any, ...], int] = {}
+    twins = []
+    for i, slot in enumerate(slots):
+        since = slot.state.get("since", 0)
+        key = (id(slot.group), slot.steps_done, since, *optimizer._number_facts(slot))
+        twins.append(first.setdefault(key, i))
+    return twins
+
+
+def _is_summed_in_place(slot: Slot) -> bool:
+    """Return True if C code sums the squares of a gradient where they are."""
+    gradient = slot.parameter.grad
+    assert gradient is not None
+    return gradient.dtype is torch.float32 and gradient.is_contiguous() and not gradient.is_neg()
+
+
+def _alignments(gradients: list[Tensor]) -> list[bool]:
+    """Return for each gradient whether it begins at a multiple of 16 bytes."""
+    return [gradient.data_ptr() % 16 == 0 for gradient in gradients]
 
 
 def _memory_of(tensors: list[Tensor]) -> list[list[Any]]:
