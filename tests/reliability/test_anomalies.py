@@ -55,7 +55,7 @@ class Injector:
     """Puts a value into one place of a step; keeps the state before and after it."""
 
     # One closure for a place of a step: they share what is being spoilt.
-    def __init__(self, patch, kind, step, value):  # noqa: C901
+    def __init__(self, patch, kind, injected_step, value):  # noqa: C901
         self.before = self.after = None
         spoiling = False
         accumulate, train_step, init = Trainer._accumulate, Trainer.train_step, Trainer.__init__
@@ -72,9 +72,9 @@ class Injector:
 
         def step_once(trainer, step, observers):
             nonlocal spoiling
-            if step.number == step + 1:
+            if step.number == injected_step + 1:
                 self.after = capture(0, trainer, [], {})
-            if step.number == step:
+            if step.number == injected_step:
                 self.before = capture(0, trainer, [], {})
                 bias = trainer.model.blocks[0].mlp.fc.bias
                 if kind == "weight":
@@ -86,14 +86,14 @@ class Injector:
                         if isinstance(entry, Tensor)
                     ]
                     next(entry for entry in stored if entry.numel() > 1).view(-1)[1] = value
-            spoiling = step.number == step and kind == "activation"
+            spoiling = step.number == injected_step and kind == "activation"
             return train_step(trainer, step, observers)
 
         def add_up(trainer, step, observers):
             loss = accumulate(trainer, step, observers)
-            if step.number == step and kind == "gradient":
+            if step.number == injected_step and kind == "gradient":
                 trainer.model.lm_head.weight.grad[0, 0] = value
-            return value if step.number == step and kind == "loss" else loss
+            return value if step.number == injected_step and kind == "loss" else loss
 
         patch.setattr(Trainer, "__init__", make_trainer)
         patch.setattr(Trainer, "train_step", step_once)
