@@ -104,7 +104,8 @@ def _joined_scales(
 ) -> Tensor:
     """Return the scales of a parameter from those of its parts.
 
-    Unlike ones of rows of a matrix become one per row.
+    Where parts of one matrix have one scale each, and these differ, the parameter has a
+    scale for each row.
     """
     for by_row in (False, True):
         are_alike = True

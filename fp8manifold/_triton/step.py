@@ -207,7 +207,10 @@ def _largest_momentum(record, row, start, scales, SPEC: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _load_moments(record, offsets, mask, gradient, blocks, SPEC: tl.constexpr, TILE: tl.constexpr):
-    """Return both moments; one that the step does not have is any value."""
+    """Return both moments; one that the step does not have is any value.
+
+    ``blocks`` are (scale, 1 / new scale) of the first moment, and the same of the second.
+    """
     first, second = gradient, gradient
     if SPEC.first:
         first = stages.load_moment(record, stages.FIRST, offsets, mask, blocks[0], SPEC, TILE)

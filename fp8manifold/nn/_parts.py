@@ -231,7 +231,7 @@ class _Numbers(NamedTuple):
         dtype: index of the dtype.
         block_size: as a number, 0 for none; negative if the scales are float32.
         by_operator: 1 if operators' names enter the draws.
-        steps: index of draws and retraction.
+        draws_and_retraction: index of the pair.
     """
 
     exponent: int
@@ -475,7 +475,7 @@ def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
     try:
         values = traits.tolist()
         added_dimensions = values.pop() if len(values) > _EARLIER_TRAITS else 0
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, steps = values
+        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, pair = values
         if added_dimensions not in (0, _ADDED_DIMENSIONS):
             raise ValueError(
                 f"{added_dimensions} added dimensions: 0 or {_ADDED_DIMENSIONS} are known"
@@ -488,7 +488,7 @@ def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
                 "cast it; read it into a tensor of that dtype, or load the file into a new model "
                 "first"
             )
-        draws, retraction = _one_of(_DRAWS_AND_RETRACTIONS, steps)
+        draws, retraction = _one_of(_DRAWS_AND_RETRACTIONS, pair)
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
             "rounding": _one_of(WRITE_ROUNDINGS, rounding),

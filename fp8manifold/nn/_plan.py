@@ -110,6 +110,7 @@ class Plan:
 
         They are those of layers, and those that become codes in place.
         """
+        # a copy for a layer is made of the floats
         copied = {entry.parameters for entry in self.entries if entry.is_copied}
         code_entries = {}
         for entry in self.entries:

@@ -34,7 +34,7 @@ from fp8manifold.tensor import FP8Tensor
 
 _ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
 _hooked: Final[list[bool]] = []
-"""True once the hook that tells processes is registered."""
+"""Empty until the hook `_tell_processes` is registered, and then it has a True."""
 
 
 def watch_for_zero() -> None:

@@ -140,7 +140,7 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
 CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
 """Entries of a group that change all the time, with None in their places.
 
-``group | CHANGING`` is what a group is checked again for when it changes.
+A group is checked again once ``group | CHANGING`` differs from what was checked last.
 """
 
 

@@ -67,7 +67,7 @@ def _sum_is_finite(slots: Sequence[Slot]) -> bool:
     All of them are finite then.
     """
     gradients = [local_of(slot.parameter.grad) for slot in slots]
-    kernels = library() if all(map(_is_native, gradients)) else None
+    kernels = library() if all(map(_is_summed_in_place, gradients)) else None
     if kernels is not None:
         addresses = np.array([gradient.data_ptr() for gradient in gradients], dtype=np.uint64)
         sizes = np.array([gradient.numel() for gradient in gradients], dtype=np.int64)
@@ -78,8 +78,8 @@ def _sum_is_finite(slots: Sequence[Slot]) -> bool:
     return all(math.isfinite(torch.stack(of_device).sum()) for of_device in sums.values())
 
 
-def _is_native(g: Tensor) -> bool:
-    """Return True for memory that C code sums up."""
+def _is_summed_in_place(g: Tensor) -> bool:
+    """Return True if C code sums the squares of a gradient where they are."""
     return type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()
 
 

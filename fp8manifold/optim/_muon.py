@@ -11,6 +11,9 @@ one in place of the gradient. In between matrices are whole. Of a sharded one ev
 process has some rows: they are sent to its owner, which computes the factor and sends
 its rows back (`_sharded_factors`).
 
+In C the first half is taken by ``sgd`` of ``stages.c``, which has Muon's mix too, and the
+second by the same function without a moment.
+
 Under the write-back ``momentum`` the rounding error goes into the momentum after the
 second half (`_write_alone`), as if the step were linear in it, with the ratio of the
 norms of ``F u`` and its factor as the slope. Such a momentum is a float copy between
@@ -328,6 +331,7 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         if shift is not None:
             target_rows = target_rows * shift
         after = _step.load_weights(slot.spec, new_arrays, slot.dtype).x
+        # by the reciprocal, as in `_step.py` and native code
         error = (target_rows - after) / (1 / new_arrays["scale"])
         if slot.spec.stiffness != "none":
             # F stands before the factor and in it
@@ -361,7 +365,10 @@ def _with_arrays(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor],
 
 
 _ALIGNMENT: Final = 16
-"""Floats between two places at which torch would begin a tensor."""
+"""Floats in 64 bytes, at a multiple of which torch begins a tensor of its own.
+
+Parts of scratch memory begin at such places, too.
+"""
 
 
 class MuonBatch:
@@ -387,9 +394,9 @@ class MuonBatch:
             self._begins.append(end)
             end += -(-slots[i].view.numel // _ALIGNMENT) * _ALIGNMENT
         self._scratch_size = end
-        #: made in the first step, from the slots' tensors
-        self._momentum: NativeStep | None = None
-        self._weights: NativeStep | None = None
+        #: the two halves, made in the first step, from the slots' tensors
+        self._momentum_half: NativeStep | None = None
+        self._weight_half: NativeStep | None = None
 
     def run(
         self,
@@ -402,20 +409,21 @@ class MuonBatch:
 
         Args:
             slots: the same as before; only in the first step they have tensors.
-            keys: of the draws.
-            numbers: of the step.
+            keys: of the draws. The first half draws for momenta, the second for
+                weights.
+            numbers: of the step, for both halves.
             gradients: the addresses of the gradients.
         """
         mixes = self._mix_with_native(slots, keys, numbers, gradients)
         for i in self._by_torch:
             mixes[i] = _mix_with_torch(slots[i], numbers[i])
         directions = [_in_rows(slot, _factor_of(slot, mixes[i])) for i, slot in enumerate(slots)]
-        if self._weights is None:
+        if self._weight_half is None:
             halves = map(second_half, slots, directions)
-            self._weights = NativeStep(list(halves))
+            self._weight_half = NativeStep(list(halves))
         addresses = [direction.data_ptr() for direction in directions]
-        self._weights.records["pointers"][:, GRADIENT_COLUMN] = addresses
-        return self._weights.run(keys, numbers)
+        self._weight_half.records["pointers"][:, GRADIENT_COLUMN] = addresses
+        return self._weight_half.run(keys, numbers)
 
     def _mix_with_native(
         self,
@@ -433,22 +441,22 @@ class MuonBatch:
         for i, begin in zip(positions, self._begins, strict=True):
             view = slots[i].view
             mixes[i] = scratch[begin : begin + view.numel].view(view.dims)
-        if self._momentum is None:
+        if self._momentum_half is None:
             halves = [first_half(slots[i], mixes[i]) for i in positions]
-            self._momentum = NativeStep(halves)
-        pointers = self._momentum.records["pointers"]
+            self._momentum_half = NativeStep(halves)
+        pointers = self._momentum_half.records["pointers"]
         begins = np.array(self._begins, dtype=np.uint64) * np.uint64(scratch.itemsize)
         pointers[:, WEIGHT_COLUMN] = np.uint64(scratch.data_ptr()) + begins
         pointers[:, GRADIENT_COLUMN] = gradients[positions]
-        self._momentum.run(keys[positions], for_directions(numbers[positions]))
+        self._momentum_half.run(keys[positions], for_directions(numbers[positions]))
         return mixes
 
     def addresses(self) -> list[int]:
         """Return the addresses in records that stay as they are."""
         addresses: list[int] = []
         for step, column in (
-            (self._momentum, WEIGHT_COLUMN),
-            (self._weights, GRADIENT_COLUMN),
+            (self._momentum_half, WEIGHT_COLUMN),
+            (self._weight_half, GRADIENT_COLUMN),
         ):
             if step is not None:
                 pointers = step.records["pointers"].copy()
@@ -465,6 +473,10 @@ def _mix_with_torch(slot: Slot, numbers: NDArray[np.float32]) -> Tensor:
     gradient = slot.parameter.grad.contiguous().view(dims)
     _, mix = averaged_as_torch(slot.spec, momentum, gradient, torch.from_numpy(numbers))
     return mix
+
+
+# Matrices alone: the factor, the rate that follows from their size, and how a parameter
+# is read as matrices
 
 
 def orthogonal_factor(
@@ -529,12 +541,12 @@ def size_of_matrices(shape: Sequence[int], matrix_shape: str) -> tuple[int, int]
     return shape[0], math.prod(shape[1:])
 
 
-def as_matrices(x: Tensor, shape: str) -> Tensor:
+def as_matrices(x: Tensor, matrix_shape: str) -> Tensor:
     """Return a view of a tensor as one matrix, or a batch of them.
 
     A kernel has a row for each filter; experts are a batch.
     """
-    is_batch = x.dim() == 3 and shape in ("batch", TRANSPOSED)
+    is_batch = x.dim() == 3 and matrix_shape in ("batch", TRANSPOSED)
     return x if x.dim() == 2 or is_batch else x.flatten(1)
 
 

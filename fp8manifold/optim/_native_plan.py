@@ -45,9 +45,10 @@ class NativePlan:
         assert kernels is not None
         self.kernels = kernels
         self._draw_keys = DrawKeys(slots)
-        # the positions of slots whose numbers are computed, and the row of each slot
+        # positions of the slots whose numbers are computed, each a row
         self._leaders = sorted(set(twins))
         row_of_leader = {leader: row for row, leader in enumerate(self._leaders)}
+        # for each slot the row that has its numbers
         self._rows = np.array([row_of_leader[twin] for twin in twins])
         self.sizes = np.array([slot.view.numel for slot in slots], dtype=np.int64)
         self.gradients = np.array(

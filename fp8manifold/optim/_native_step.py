@@ -6,7 +6,8 @@ A record has
     pointers    of the spec, the weight, the gradient, the scale, the residual, moments,
                 their bounds, and of two flags that the step reports
     rows        and length: the matrix that the parameter is seen as
-    facts       how many scales there are, and where a chart of the ulp ends
+    facts       whether there is one scale, one a row or one an element, how many rows
+                share one, and where a chart of the ulp ends
     keys        round keys of the random bits: new in every step
     hyper       the numbers of the step (`NUMBERS`): new in every step
 
@@ -120,7 +121,7 @@ class NativeStep:
                 *addresses_of(slot, slot.tensors["gradient"], matrix.scale),
                 report.ctypes.data,
             ]
-            facts = (matrix.scale_count, slot.view.repeats, *slot.chart_ends)
+            facts = (matrix.scales, slot.view.repeats, *slot.chart_ends)
             jobs.append(Job(pointers, matrix.rows, matrix.length, facts))
         self.records = records_of(jobs)
         self._most_threads = most_threads(int(self.records["rows"] @ self.records["length"]))
@@ -352,7 +353,7 @@ class _Matrix(NamedTuple):
     rows: int
     length: int
     #: one, one a row or one an element, as in C's enumeration
-    scale_count: int
+    scales: int
     scale: Tensor | None
 
 

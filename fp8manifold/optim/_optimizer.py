@@ -15,6 +15,11 @@ A slot is one parameter in one step (`_slot.py`). A subclass names a direction, 
 for a slot which parts of its step are fixed (`_fields`) and which numbers it needs
 (`_numbers`). Until `_may_step` has returned True, nothing has changed.
 
+A plan is made with slots that ``_begin`` has prepared. It asks for itself whether all
+gradients are finite, as ``_may_step`` does, with `_largest_factor` and
+`_gradient_factor` for what a subclass checks beyond that. So a subclass that adds a check
+to ``_may_step`` gives these too, or refuses plans.
+
 Muon's steady steps and those of the Riemannian optimizers are planned on the CPU only.
 A steady step on a GPU does not wait for the question whether all gradients are finite:
 the kernels answer it, refuse the step or take it, and report. ``_pending_verdicts`` has
@@ -157,6 +162,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         foreign_names: set[str] = set()
         for base in foreign:
             foreign_names.update(name for name in vars(base) if not name.startswith("__"))
+        # flags about plans, with which a subclass overrides no method
         foreign_names -= {"defers_verdict", "is_planned", "keeps_plan"}
         overrides = [name for name in foreign_names if any(hasattr(base, name) for base in library)]
         cls.keeps_plan = not overrides
@@ -293,7 +299,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _note_pass(self, backward_pass: BackwardPass | None) -> None:
         """Note the backward pass that a verdict belongs to, or that none is under way.
 
-        If the pass before it has skipped no step, no row of skipped ones goes on.
+        ``skipped_in_row`` becomes 0 if another pass was noted before, and none of its
+        steps was skipped.
         """
         before = self._last_pass
         self._last_pass = backward_pass

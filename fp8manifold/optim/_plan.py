@@ -220,6 +220,7 @@ class _End(NamedTuple):
     #: position among the slots
     i: int
     is_saturated: bool
+    #: whether a scale may have no weight but zeros
     has_zero_row: bool
 
 
@@ -268,7 +269,8 @@ class Plan:
         self._versions: list[int] = []
         self._steps_left = 0
         self._seal_of_last_step: _Seal | None = None
-        #: of the step that ``is_stale`` has allowed
+        #: of the step that ``is_stale`` has allowed, until its numbers are computed;
+        #: None in the first step, whose slots come with their numbers
         self._snapshot: _Snapshot | None = None
 
     def run(
@@ -293,7 +295,7 @@ class Plan:
             if ends:
                 optimizer._widen([self._slot_to_widen(end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            # scales that have doubled are new tensors
+            # where scales double S_ref may be renewed, and is another object then
             if (is_new and optimizer.keeps_plan) or (self.alive and ends):
                 self._seal(optimizer, member)
             self._versions = list(map(_VERSION, self._tensors))
@@ -368,6 +370,7 @@ class Plan:
                 squares_are_finite(slot)
         count_step(slots, report, added=graph is not None)
         torch.autograd.graph.increment_version(self._changed)
+        # True: what the report says of rows of zeros is read when it is counted
         return [_End(i, bool(report.values[1 + i][0]), True) for i in self._late]
 
     def _may_step_on_cpu(self, optimizer: Any, native: list[Slot]) -> bool:
@@ -401,7 +404,9 @@ class Plan:
     def is_stale(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None = None) -> bool:
         """Return False if all is as the last step left it, and nothing is due.
 
-        `run` may take the next step then.
+        If so, it has also got the plan ready for the next step, which `run` takes: the
+        last step is counted if it was taken, and parameters and tensors are noted until
+        that step has ended. A plan that is stale is to be dropped.
 
         Args:
             optimizer: whose step it is.

@@ -105,7 +105,7 @@ class Spec:
 
     @cached_property
     def compiles(self) -> bool:
-        """True for a step with the same bits compiled.
+        """True for a step that compiled code takes to the same bits.
 
         Such a step calls no function of the user's, and neither ``exp`` nor ``log``.
         """
@@ -150,7 +150,7 @@ class Spec:
 
     @cached_property
     def fitted(self) -> bool:
-        """True where its moment in 8 bits is on a fitted grid.
+        """True for a step whose moment in 8 bits is on a fitted grid.
 
         The grid then follows from each block's largest value.
         """

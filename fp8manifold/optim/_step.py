@@ -110,6 +110,10 @@ def _write(
     numbers: Numbers,
     noise: dict[str, Tensor],
 ) -> _NewWeights:
+    """Round the target of a step once, and add the error to a moment that takes it.
+
+    For a step that ends with its direction, that is the target.
+    """
     if spec.storage == "direction":
         # 0 has no sign, as in native code
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)

@@ -167,6 +167,7 @@ class TritonStep:
         records["hyper"] = number_rows(slots)
         if self._widenings is not None:
             doublings = self._widenings.records
+            # gradients: the fourth pointers of these records, the third of steps'
             doublings["pointers"][:, 3] = records["pointers"][self._doubling, 2]
             doublings["pointers"][:, -1] = report_rows[self._doubling]
             doublings["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]

@@ -123,6 +123,7 @@ class Riemannian(ManifoldOptimizer):
         has_explicit_lr = param_group.get("lr") is not None
         if param_group.get("lr", self.defaults["lr"]) is None:
             param_group["lr"] = _LR_IN_ULPS if is_any_quantized else _LR_ELSEWHERE
+        # False for the default that the optimizer was given, which other groups may have
         param_group["own_lr"] = has_explicit_lr or self.defaults["lr"] is None
         super().add_param_group(param_group)
         self._refuse_shared_lr()
@@ -433,7 +434,10 @@ class RiemannianAdam(Riemannian):
         change_unit(slot.state, unit_of(slot, slot.state["reference"]))
 
     def _code_factor(self, slot: Slot) -> float:
-        """Return the bound in units of the moments, or 0 if it is at most 1."""
+        """Return the bound in units of the moments.
+
+        It is 0 in a bounded chart: the bound is at most 1 there, and is not looked for.
+        """
         is_older_state = "reference" in slot.state and "unit" not in slot.state
         if is_older_state:
             return super()._code_factor(slot)
