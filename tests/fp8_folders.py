@@ -111,7 +111,8 @@ def rewritten(
 ) -> None:
     """Replace each tensor by what ``change`` returns for it, file by file.
 
-    ``config`` says how the folder is quantised.
+    ``config`` becomes the folder's ``quantization_config``; an empty one removes it, and
+    None leaves what there is.
     """
     from safetensors.torch import load_file, save_file
 
@@ -160,6 +161,7 @@ def is_linear(name: str, tensor: Tensor) -> bool:
 def quantised(
     folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None
 ) -> None:
+    """Rewrite the matrices of linear layers; arguments are those of `rewritten`."""
     rewritten(
         folder,
         lambda name, value: make(name, value) if is_linear(name, value) else {name: value},
@@ -181,7 +183,7 @@ def in_groups(value: Tensor, block: Any) -> Tensor:
 
 
 def spread(scales: Tensor, block: Any, shape: Any) -> Tensor:
-    """The scale of each weight."""
+    """Return the scale of each weight of a matrix from those of its blocks."""
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
         : shape[0], : shape[1]
     ]
@@ -220,9 +222,8 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
         )
     for name, scale in quantized.named_parameters():
         if name.endswith("activation_scale"):
-            scale.data.fill_(
-                float(torch.rand(())) / 448
-            )  # found by calibration; until then whatever was in memory
+            # Calibration finds it; until then it is whatever was in memory.
+            scale.data.fill_(float(torch.rand(())) / 448)
     quantized.save_pretrained(folder, max_shard_size=shards)
     shutil.rmtree(folder / "floats")
 
@@ -518,6 +519,7 @@ def gpt_oss(folder: Path, model: Any, shards: str) -> None:
 def layout(
     kind: str, write: Callable[..., None] = fine_grained, shards: str = "10GB", **options: Any
 ) -> Any:
+    """Return an entry of `LAYOUTS`: kind of model, writer, size of files, the writer's options."""
     return kind, write, shards, options
 
 

@@ -80,30 +80,30 @@ def test_what_is_made_again_is_what_stands_there(folder, name):
             assert again[piece].startswith(("<?xml", "<svg")), piece
 
 
-def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_page():
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "measured").glob("*.json")), ids=lambda path: path.stem
+)
+def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_page(path):
     pages = [
         page.read_text(encoding="utf-8")
         for folder in ("docs", "study")
         for page in (ROOT / folder).glob("*.md")
     ]
-    for path in (ROOT / "docs" / "measured").glob("*.json"):
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        assert facts.keys() == {"command", "date", "machine", "versions", "peer", "columns", "rows"}
-        script = Path(facts["command"].split()[1])
-        assert script.stem == path.stem
-        assert (ROOT / script).exists()
-        assert datetime.date.fromisoformat(facts["date"]) <= datetime.date.today()
-        assert re.fullmatch(r"\d+-core (x86|Arm|\w+) CPU|NVIDIA [\w ]+", facts["machine"])
-        assert {"Python", "torch"} <= facts["versions"].keys()
-        assert {len(row) for row in facts["rows"]} == {len(facts["columns"])}
-        for ratio in (cell for row in facts["rows"] for cell in row if isinstance(cell, list)):
-            median, *ends = ratio
-            assert not ends or ends[0] <= median <= ends[1]
-        assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1, (
-            path.stem
-        )
-        shown = import_module("_measured").table(facts)
-        assert all(facts[name] in shown for name in ("command", "date", "machine"))
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert facts.keys() == {"command", "date", "machine", "versions", "peer", "columns", "rows"}
+    script = Path(facts["command"].split()[1])
+    assert script.stem == path.stem
+    assert (ROOT / script).exists()
+    assert datetime.date.fromisoformat(facts["date"]) <= datetime.date.today()
+    assert re.fullmatch(r"\d+-core (x86|Arm|\w+) CPU|NVIDIA [\w ]+", facts["machine"])
+    assert {"Python", "torch"} <= facts["versions"].keys()
+    assert {len(row) for row in facts["rows"]} == {len(facts["columns"])}
+    for ratio in (cell for row in facts["rows"] for cell in row if isinstance(cell, list)):
+        median, *ends = ratio
+        assert not ends or ends[0] <= median <= ends[1]
+    assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1
+    shown = import_module("_measured").table(facts)
+    assert all(facts[name] in shown for name in ("command", "date", "machine"))
 
 
 def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch, tmp_path):

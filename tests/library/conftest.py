@@ -29,6 +29,7 @@ def bits(x):
 
 
 def first_mismatches(results, expected, x, limit=5):
+    """Return a message that counts what differs and shows the first cases."""
     places = (bits(results) != bits(expected)).nonzero().flatten()
     cases = [
         f"{x[i].item()!r} -> {results[i].item()!r}, not {expected[i].item()!r}"
@@ -79,8 +80,9 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{sum(COMPARED.values()):>12,}  in all")
 
 
-def ranks(size, folder):
-    # Only where there are such cases: it makes torch.distributed ready.
+def pool_of(size, folder):
+    """Yield a pool of ranks, and end its processes."""
+    # Imported only where there are such cases: it makes torch.distributed ready.
     from rank_pool import Pool
 
     group = Pool(size, folder)
@@ -91,20 +93,22 @@ def ranks(size, folder):
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     """Three processes of one group, for the cases of a module."""
-    yield from ranks(3, tmp_path_factory.mktemp("ranks"))
+    yield from pool_of(3, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    yield from ranks(2, tmp_path_factory.mktemp("ranks"))
+    """Two processes of one group, for the cases of a module."""
+    yield from pool_of(2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory):
+    """Pools of one, two and three processes, by their sizes."""
     with ExitStack() as stack:
         pools = {}
         for size in (1, 2, 3):
-            pool = contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks"))
+            pool = contextmanager(pool_of)(size, tmp_path_factory.mktemp("ranks"))
             pools[size] = stack.enter_context(pool)
         yield pools
 

@@ -49,7 +49,8 @@ def make(
     """Make an optimizer of two groups.
 
     The first has two weights of one byte, one of which soon reaches the end of its range,
-    and a column, the second a matrix. Without `keeps` all steps are planned.
+    and a column, the second a matrix. Without `keeps` it keeps no plan, so that every step
+    is planned anew.
     """
     parameters = [nn.Parameter(normal(33, 1, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
     for i, fmt in ((1, "E5M2"), (0, "E4M3")):
@@ -65,7 +66,7 @@ def make(
 
 
 def put_gradients(optimizer, t, bad=None):
-    """Give every parameter a gradient; `bad` becomes an entry of the second one's."""
+    """Give every parameter a gradient; `bad` becomes an entry of the second gradient."""
     for i, p in enumerate(everyone(optimizer)):
         p.grad = normal(*p.shape, seed=100 * t + i)
         if bad is not None and i == 1:
@@ -86,7 +87,8 @@ def bits(optimizer):
     return frozen([parts, optimizer.state_dict()])
 
 
-#: By which path an optimizer steps, and a method that an edit may replace.
+#: What `on_path` sets on an optimizer, and the method that the edit "a method of its own"
+#: replaces. Both have to outlive `forget`.
 PATH_AND_EDIT = {"_run", "_numbers"}
 COUNTS = {"_skipped_steps", "_skipped_in_row", "_widened_scales"}
 
@@ -127,6 +129,7 @@ class Renamed(optim.StiffnessAdamW):
     """An optimizer of another class."""
 
 
+#: An average of the first parameter, as edits write it.
 A = "s[0][average_of(s[0])]"
 REMOVED = "del groups[0]['params'][1]; o.state.pop(p[1])"
 ADDED = (

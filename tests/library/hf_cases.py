@@ -1,5 +1,6 @@
-"""Shared by tests of models of transformers: small ones of the same draws, and folders
-that are read whole.
+"""Small models of transformers, with the same weights in every test.
+
+`read_folder` reads one and fails unless every tensor of its folder found its place.
 """
 
 import torch

@@ -102,7 +102,7 @@ def off_grid(fmt, count, seed=0, share=1.0):
 
 
 def spread(x, scale):
-    """Values in units of the scale as points, one row for each entry of it."""
+    """Return points from values in units of the scale, one row for each entry of it."""
     return x * torch.as_tensor(
         scale, dtype=torch.float64 if isinstance(scale, torch.Tensor) else None
     ).to(x.dtype)

@@ -70,11 +70,11 @@ def on_card(x):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 37, 256, 1000, 2048])
 @pytest.mark.parametrize("folds", ["no", "one", "each"])
-@pytest.mark.parametrize("to", ROWS)
-def test_rows(to, folds, width, dtype):
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows(kind, folds, width, dtype):
     x = matrix(width, dtype)
     fold = fold_of(folds, width)
-    round_on_card, definition = ROWS[to]
+    round_on_card, definition = ROWS[kind]
     same(round_on_card(on_card(x), on_card(fold)), definition(x, fold))
 
 
@@ -90,12 +90,14 @@ def test_columns(folds, width, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16384, 16385, 20000])
-@pytest.mark.parametrize("to", ROWS)
-def test_long_rows(to, width, dtype):
+@pytest.mark.parametrize("kind", ROWS)
+def test_long_rows(kind, width, dtype):
+    """Rows that registers just hold, and longer ones, which kernels read in several turns."""
     x = matrix(width, dtype)[::6]
-    x[1, 3] = 30000.0  # before the last turn
+    # A large entry that the last turn does not read.
+    x[1, 3] = 30000.0
     fold = torch.exp2(normal(1, width, seed=3).mul(4).round())
-    round_on_card, definition = ROWS[to]
+    round_on_card, definition = ROWS[kind]
     same(round_on_card(on_card(x), on_card(fold)), definition(x, fold))
 
 

@@ -20,7 +20,8 @@ def model(
 ):
     """Return three linear layers, with ``rows``, 64 and 5 rows, and a norm.
 
-    Of 2 and 3 only 2 divides 22 and 64, and neither divides 7 and 5.
+    Two processes share 22 and 64 rows evenly, and three do not. Neither share the 5 rows
+    of the last layer evenly, nor ``rows=7``.
     """
     net = nn.Sequential(
         nn.Linear(64, rows),
@@ -35,9 +36,11 @@ def model(
     if storage == "float":
         return net
     kinds = {"*": fm.LayerSpec("E4M3", granularity=granularity, products=products)}
-    if products != "decoded":  # which 16 has to divide
+    # Products in 8 bits need rows that 16 divides, and the last layer has 5.
+    if products != "decoded":
         kinds["4"] = fm.LayerSpec("E4M3", granularity=granularity)
-    if granularity == "block":  # which 32 has to divide
+    # Blocks are of 32 columns, and the second layer has ``rows`` columns.
+    if granularity == "block":
         kinds["2"] = fm.LayerSpec("E4M3", granularity="channel")
     return with_factors(fm.quantize_model(net, kinds, storage, seed=seed, **options), factors)
 

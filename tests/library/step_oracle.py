@@ -33,6 +33,11 @@ class Weight:
 
 @dataclass
 class Descent:
+    """What a gradient gives for one weight: the direction, and the averages to store.
+
+    `denominator` and `root` are Adam's: what it divides by, and the root of `exp_avg_sq`.
+    """
+
     direction: F32
     averages: dict[str, F32]
     denominator: F32 | None = None
@@ -41,7 +46,7 @@ class Descent:
 
 @dataclass
 class Slow:
-    """An optimizer on one parameter: what it stores, and :meth:`step`.
+    """The slow definition: an optimizer on one parameter, what it stores, and :meth:`step`.
 
     ``stored`` holds codes, or float32 weights where ``storage`` is ``grid``, ``free``
     or ``plain``.
@@ -371,12 +376,13 @@ class Slow:
         if self.options["moments"] != "8bit":
             return
         for name in self.names:
-            n = "2" if name == "exp_avg_sq" or self.direction == "lion" else "1"
+            number = "2" if name == "exp_avg_sq" or self.direction == "lion" else "1"
             for b in range(len(self.bounds[name])):
                 largest = max(abs(g) for g in gradients[b * self.block : (b + 1) * self.block])
                 largest = f32(largest * largest) if name == "exp_avg_sq" else largest
-                decayed = f32(self.bounds[name][b] * self.n("beta" + n))
-                self.bounds[name][b] = f32(decayed + f32(abs(self.n("gain" + n)) * largest))
+                decayed = f32(self.bounds[name][b] * self.n("beta" + number))
+                gain = abs(self.n("gain" + number))
+                self.bounds[name][b] = f32(decayed + f32(gain * largest))
 
     def _descend(self, g, old):
         blend = lambda a, n: f32(f32(a * self.n("beta" + n)) + f32(g * self.n("gain" + n)))  # noqa: E731

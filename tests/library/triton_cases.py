@@ -50,6 +50,7 @@ SHAPES = (
     ((7, 64), "block"),
     ((2, 1301), "channel"),
 )
+#: Write-backs and averages.
 WAYS = tuple(
     (w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit")
 )
@@ -168,10 +169,9 @@ def test_a_refused_step_changes_nothing(monkeypatch):
             copied = twin(slot)
             verdict = run_triton([copied], decides=True)
             assert verdict is not None
-            assert verdict.values == [
-                [1, 0, 0, 0],
-                [0, 0, 1, 0],
-            ]  # refused, for this one's gradient
+            # The first row says that all steps are refused, the second that this step's
+            # gradient is the reason.
+            assert verdict.values == [[1, 0, 0, 0], [0, 0, 1, 0]]
             old_tensors.append(slot.tensors)
             new_tensors.append(copied.tensors)
 
@@ -179,9 +179,8 @@ def test_a_refused_step_changes_nothing(monkeypatch):
     parameter = fm.FP8Parameter(normal(3, 64), "E4M3", seed=1)
     parameter.grad = torch.ones(3, 64)
     optimizer = optim.StiffnessAdamW([parameter], 1e-2, moments="8bit", writeback="residual8")
-    monkeypatch.setattr(
-        _optimizer, "all_finite", lambda *_: True
-    )  # the kernel's verdict is looked at
+    # The host would skip the step before the kernel sees the gradient.
+    monkeypatch.setattr(_optimizer, "all_finite", lambda *_: True)
     parameter.grad[2, 63] = 2.0**64
     optimizer.step()
     assert not any(
@@ -300,7 +299,7 @@ def put(optimizer, step, bad=None):
         p.grad = gradient.to(p.device)
 
 
-#: what scales are of, by write-back
+#: Options of the weights by write-back, so that scales of every kind double once.
 WIDENED = {
     "stochastic": {"factors": True},
     "residual8": {"granularity": "block", "factors": True},
@@ -333,7 +332,10 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card,
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card, monkeypatch):
-    """Steps wait for the card while some scale has weights of 0 alone, and no longer."""
+    """Steps wait for the card while some scale has weights of 0 alone, and no longer.
+
+    `unheard` counts the verdicts that are pending after each step.
+    """
     w = normal(6, 64, seed=1)
     w[: 6 if granularity == "tensor" else 3] = 0.0
     p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=1)
@@ -394,6 +396,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
             if step:
                 p.codes[1, 5] = 0x7B
             optimizer.step()
+            # Reading the count waits for the verdict, which logs.
             messages.append(
                 [r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else []
             )

@@ -42,8 +42,9 @@ extra = pytest.mark.parametrize("extra", [0, 4, 8])
 
 @cache
 def fine(fmt, extra):
-    """With so many more mantissa bits: the values of the codes without a sign, and the
-    step above each; exact.
+    """Return the values of codes with `extra` more mantissa bits, and the step above each.
+
+    They are those without a sign, and exact.
     """
     bits = fmt.mantissa_bits + extra
     fields = np.arange((fmt.max_code << extra) + 1) >> bits
@@ -52,8 +53,9 @@ def fine(fmt, extra):
 
 
 def split(x, fmt, extra):
-    """The codes below magnitudes that end at the largest, and what fraction of a step
-    is beyond them.
+    """Return the codes below magnitudes, and what fraction of a step is beyond them.
+
+    Magnitudes end at the largest value.
     """
     values, spacings = fine(fmt, extra)
     a = np.minimum(x.double().abs().numpy(), values[-1])
@@ -62,8 +64,10 @@ def split(x, fmt, extra):
 
 
 def expected_codes(x, fmt, extra, draws):
-    """Nearest with ties to even codes, or away from zero where the draw, mirrored below
-    0, is below the fraction.
+    """Return codes by the definition.
+
+    To nearest with ties to even codes, or away from zero where the draw is below the
+    fraction. Draws are mirrored for negative numbers.
     """
     wide = x.double().numpy()
     code, fraction = split(x, fmt, extra)
@@ -77,7 +81,7 @@ def expected_codes(x, fmt, extra, draws):
 
 
 def turning_draws(x, fmt, extra):
-    """On either side of where each element turns, the ends, and random ones."""
+    """Return draws on either side of where each element turns, the ends, and random ones."""
     turn = np.ceil(split(x, fmt, extra)[1] * DRAWS)
     random = np.random.default_rng(5).integers(0, DRAWS, len(turn))
     draws = [turn - 1, turn, np.zeros_like(turn), np.full_like(turn, DRAWS - 1), random]

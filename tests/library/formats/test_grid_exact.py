@@ -32,8 +32,8 @@ named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 COVERING = covering(
     [{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2
 )
-#: of the others every two of these together in the default run: a table of every way of
-#: rounding asks the oracle
+#: odd formats that the default run leaves out: to tabulate every way of rounding takes long.
+#: What it keeps has every two values of exponent bits, mantissa bits and layout together
 LATER = [fmt for place, fmt in enumerate(ODD.values()) if place not in COVERING]
 FORMATS = NAMED | ODD
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -53,6 +53,7 @@ def as_float64(x):
 
 
 def critical_draws(x, table):
+    """Return draws on either side of where each value turns, the ends, and random ones."""
     _, excess, gap = table.split(x)
     turn = np.ceil(excess / np.where(gap == 0, 1, gap) * reference.DRAWS)
     last = reference.DRAWS - 1

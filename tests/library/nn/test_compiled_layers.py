@@ -13,6 +13,7 @@ from fp8manifold import LayerSpec, OperandSpec
 
 # Dynamo warns as it goes on behind a break.
 pytestmark = pytest.mark.filterwarnings("ignore")
+#: This torch compiles no layer with quantised activations or products of codes.
 OLD = torch.__version__.startswith("2.8.")
 X = normal(16, 32, seed=9)
 
@@ -24,6 +25,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "static": ({"activation": "E4M3", "policy": "static"}, "a static scale, which the first"),
     "stochastic": ({"activation": "E4M3", "rounding": "stochastic"}, "stochastic rounding, which"),
 }
+#: options of a layer that one graph holds
 WHOLE: dict[str, dict[str, Any]] = {
     "weights": {},
     "activation": {"activation": "E4M3"},

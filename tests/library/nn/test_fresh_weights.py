@@ -24,7 +24,10 @@ INITIALISERS = {
 
 
 def near(p: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether weights in E4M3 are the values, but for what their scale rounds."""
+    """Return whether weights in E4M3 are within a step of the values.
+
+    The last term is for values below the smallest code of their row.
+    """
     p = p.detach()
     top = values.abs().amax(-1, keepdim=True)
     return bool(((p - values).abs() <= values.abs() / 8 + top * 2.0**-12).all())
@@ -179,6 +182,7 @@ def quantized(model, storage, **options):
 
 
 def convs(model):
+    """Return the `Conv1D` layers by name, quantised or not."""
     names = ("Conv1D", "QuantizedConv1D")
     return {name: m for name, m in model.named_modules() if type(m).__name__ in names}
 
@@ -194,6 +198,7 @@ def test_it_computes_what_fake_quantisation_by_hand_does(gpt, storage) -> None:
         conv.weight.data = fm.fake_quantize(rows, "E4M3", scale, granularity="channel").t()
         layer = convs(model)[name]
         assert isinstance(layer, QuantizedLinear)
+        # The sum decodes a weight of codes, and takes the class of a point off it.
         assert torch.equal(layer.quantized_weight().detach().t() + 0, conv.weight)
         assert (layer.nf, layer.nx, layer.bias.numel()) == (conv.nf, conv.nx, conv.nf)
         assert layer.weight_scale().numel() == conv.nf

@@ -38,8 +38,9 @@ def gradients(layer, x=X, g=G, run=None) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("operands", [BACKWARD, BACKWARD[:1], BACKWARD[1:]], ids=str)
 def test_gradients_are_quantised_once_each(storage, granularity, operands) -> None:
-    """The one that arrives before both products, the weight's after its own; the bias
-    sees what arrived.
+    """The gradient of the output is rounded before both products, the weight's after its own.
+
+    The bias sees what arrived, unrounded.
     """
     gradient = {
         name.partition("_")[0]: {"format": "E5M2", "granularity": granularity} for name in operands
@@ -50,9 +51,10 @@ def test_gradients_are_quantised_once_each(storage, granularity, operands) -> No
     def rounded(name: str, x: Tensor) -> Tensor:
         return fake_quantize(x, "E5M2", granularity=granularity) if name in operands else x
 
-    arrived = rounded("activation_gradient", G)
-    assert close(for_x, arrived @ layer.quantized_weight().detach())
-    assert close(for_weight, rounded("weight_gradient", arrived.t() @ fake_quantize(X, "E3M4")))
+    multiplied = rounded("activation_gradient", G)
+    products = multiplied.t() @ fake_quantize(X, "E3M4")
+    assert close(for_x, multiplied @ layer.quantized_weight().detach())
+    assert close(for_weight, rounded("weight_gradient", products))
     assert torch.equal(for_bias, G.sum(0))
 
 
@@ -140,9 +142,9 @@ def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand) -> None:
         values = weight if operand == "weight" else inputs
         total += values
         sums.add(values.sum().item())
-    spacing = fake_quantize(exact, "E4M3", granularity=FORWARD[operand]) - exact
+    error_of_nearest = fake_quantize(exact, "E4M3", granularity=FORWARD[operand]) - exact
     assert len(sums) > 200
-    assert (total / 300 - exact).abs().mean() < 0.2 * spacing.abs().mean()
+    assert (total / 300 - exact).abs().mean() < 0.2 * error_of_nearest.abs().mean()
     assert int(layer.draws) == 300
     layer.eval()
     assert torch.equal(layer(X), layer(X))

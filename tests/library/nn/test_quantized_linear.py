@@ -22,7 +22,6 @@ from fp8manifold import (
     quantize_model,
 )
 
-storages = pytest.mark.parametrize("storage", ["master", "grid"])
 all_storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
 

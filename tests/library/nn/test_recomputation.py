@@ -1,4 +1,7 @@
-"""Layers under checkpointing, called whole by others' code, and their operands."""
+"""Layers under checkpointing, inside torch's own encoder, and over nested tensors.
+
+And what the options of a `LayerSpec` are for each operand.
+"""
 
 import copy
 import pickle
@@ -17,6 +20,7 @@ SPECS = {
     "stochastic": LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="stochastic"),
     "delayed": LayerSpec("E4M3", activation="E4M3", policy="delayed", history=3),
 }
+#: Without reentrance it is the graph that asks for what has to be recomputed.
 ways = pytest.mark.parametrize("reentrant", [False, True], ids=["graph", "reentrant"])
 
 
@@ -108,7 +112,10 @@ def without_fused_operators():
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "bare"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, padding, copied) -> None:
-    """Also where torch would compute a whole encoder by one fused operator."""
+    """Also where torch would compute a whole encoder by one fused operator.
+
+    With storage "bare" nothing but weights is quantised.
+    """
     if storage == "bare":
         quantized = quantize_model(encoder(), {pattern: LayerSpec("E4M3")}, "fp8")
     else:

@@ -38,6 +38,8 @@ class Mixture(nn.Module):
             holder.add_module(last, nn.Linear(8, 8))
 
 
+#: by model: names of linear layers, and how many of the first are quantised; the others are
+#: routers
 MIXTURES = {
     "Qwen2Moe": (["experts.0.up_proj", "gate", "shared_expert_gate"], 1),
     "Qwen3Next": (["shared_expert.gate_proj", "shared_expert_gate"], 1),

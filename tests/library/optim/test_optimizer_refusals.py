@@ -95,7 +95,8 @@ ALL_OF = {
     }
     for kind in KINDS
 }
-#: Calls of every optimizer: K is its name, and `own` one that has taken a step.
+#: Calls of every optimizer. `calls` writes its name in place of K, and in place of `own` that
+#: of the subject, an optimizer that has taken a step.
 CALLS = {
     # parameters
     "K([])": "ValueError: empty parameter list",

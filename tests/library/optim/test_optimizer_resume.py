@@ -100,6 +100,7 @@ def resume(label, begin, interval=INTERVAL):
         trajectory.append(whole.bits())
     # Weights move in most steps: there is something to get wrong.
     assert len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2
+    # Labels of several lengths begin at other files.
     for t in range(len(label) % interval, STEPS, interval):
         resumed = begin(100)
         resumed.load(files[t])

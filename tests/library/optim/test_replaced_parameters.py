@@ -73,6 +73,7 @@ SURGERIES = {
 def step(model, optimizer):
     optimizer.zero_grad()
     loss(model).backward()
+    # LBFGS asks for a closure.
     optimizer.step(lambda: 0.0)
 
 

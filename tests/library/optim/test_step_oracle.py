@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from family_cases import NAMES, is_valid
+from family_cases import NAMES, VALID
 from optimizer_cases import manifold_parameter, normal, step_from
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
@@ -20,7 +20,6 @@ from fp8manifold import optim
 from fp8manifold._numerics.stiffness import exp2_exact, log2_of_mantissa
 from fp8manifold.optim import anneal
 from fp8manifold.optim._spec import MOMENTS
-from fp8manifold.optim._writeback import WRITEBACKS
 
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
 FACTORS = torch.tensor([[1.2345679], [1.0], [1.9999999]])
@@ -127,13 +126,11 @@ def follow(kind, p, options, steps=STEPS, moved=0.2, **slow_options):
     assert changed.float().mean().item() >= moved
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
 @scaled
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("writeback", WRITEBACKS)
+@pytest.mark.parametrize(
+    ("kind", "writeback", "moments"), [case for case in VALID if case[0] in OPTIONS]
+)
 def test_every_combination(kind, writeback, moments, factor):
-    if not is_valid(kind, writeback, moments):
-        return
     options = OPTIONS[kind] | {
         "writeback": writeback,
         "moments": moments,
@@ -344,13 +341,22 @@ def on_manifold(p, storage, scale):
     return manifold_parameter(manifold, x)
 
 
-@pytest.mark.parametrize("storage", ["grid", "free", "plain"])
-@varied
-@pytest.mark.parametrize("scale", [SCALES, 0.03], ids=["powers of two", "0.03"])
+#: A storage and a variant, by name. Ordinary weights have no scale, and no Riemannian step.
+FLOATS = {
+    f"{storage}, {scale_name}, {name}": (storage, scale, *variant)
+    for storage, scales in (
+        ("grid", {"powers of two": SCALES, "0.03": 0.03}),
+        ("free", {"powers of two": SCALES, "0.03": 0.03}),
+        ("plain", {"no scale": 1.0}),
+    )
+    for scale_name, scale in scales.items()
+    for name, variant in VARIED.items()
+    if storage != "plain" or not variant[0].startswith("Riemannian")
+}
+
+
+@pytest.mark.parametrize(("storage", "scale", "kind", "options"), FLOATS.values(), ids=FLOATS)
 def test_floats(storage, scale, kind, options):
-    if storage == "plain" and kind.startswith("Riemannian"):
-        return
-    scale = 1.0 if storage == "plain" else scale
     weight = on_manifold(stored("E4M3"), storage, scale)
     all_options = OPTIONS[kind] | options
     optimizer = getattr(optim, kind)([weight], **all_options)

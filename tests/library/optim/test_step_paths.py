@@ -173,6 +173,7 @@ def test_gradients_of_any_strides(moments):
         "expanded",
         "sliced",
     ]
+    # Without the first layout the plan begins from another one.
     for skip in (0, 1):
         native, eager = (
             on_path(

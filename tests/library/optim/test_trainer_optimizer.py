@@ -208,8 +208,9 @@ def preferences_trainer(model, folder, **options):
 def test_a_float_reference_of_a_quantised_model_is_refused(attached, tmp_path):
     import trl
 
+    # TRL imports its trainers when they are asked for, and only those that are imported by
+    # now are guarded.
     assert trl.DPOTrainer
-
     llama().save_pretrained(tmp_path / "floats")
     options = {}
     if attached == "read":

@@ -86,6 +86,7 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:a frozen E.M. scale saturates")
 @pytest.mark.parametrize("change", CHANGES)
 def test_its_numbers_are_those_of_a_layer_that_reads(change, monkeypatch):
+    """Also where its count of draws changes in a way that the host has not seen."""
     model, reader = stochastic_layer(), stochastic_layer()
     reader.load_state_dict(model.state_dict())
     saved = {name: x.clone() for name, x in model.state_dict().items()}

@@ -27,7 +27,7 @@ from fp8manifold import (
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.arange(10).view(2, 5)
 #: every storage and granularity, but for a grid of blocks, which there is not
-stored = pytest.mark.parametrize(
+every_storage = pytest.mark.parametrize(
     ("storage", "granularity"),
     [
         ("fp8", "tensor"),
@@ -66,7 +66,7 @@ def assert_same(model: Any, reloaded: Any, outputs: bool = True) -> None:
             assert torch.equal(values.view(torch.int32), expected.view(torch.int32)), name
 
 
-@stored
+@every_storage
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_transformers_reads_compressed_tensors(storage, granularity, dequantize, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, storage, granularity=granularity, tied="leave")
@@ -77,7 +77,8 @@ def test_transformers_reads_compressed_tensors(storage, granularity, dequantize,
     options = {}
     if dequantize:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-    if granularity == "block" and not dequantize:  # whose weights become bfloat16 at the first pass
+    # Left in blocks, weights become bfloat16 at the first pass.
+    if granularity == "block" and not dequantize:
         assert_same(model, read_model(tmp_path, torch.bfloat16), outputs=False)
     else:
         assert_same(model, read_model(tmp_path, **options))
@@ -85,8 +86,9 @@ def test_transformers_reads_compressed_tensors(storage, granularity, dequantize,
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
-    """By a scale a token, which transformers emulates: the same logits as from inputs
-    rounded by hand.
+    """By a scale a token, which transformers emulates.
+
+    The logits are those of inputs that are rounded by hand.
     """
     model = quantize_model(
         llama(), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=granularity, tied="leave"
@@ -101,9 +103,14 @@ def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
     inputs = group["input_activations"]
     assert (weights["dynamic"], inputs["dynamic"]) == (False, True)
     assert all(inputs[key] == weights[key] for key in ("num_bits", "type", "symmetric"))
-    if granularity == "block":  # MXFP8, whose weights become bfloat16
+    # MXFP8, whose weights become bfloat16: against the same folder with exact inputs.
+    if granularity == "block":
         assert all(inputs[key] == weights[key] for key in ("strategy", "group_size", "scale_dtype"))
-        assert (logits(read_model(tmp_path, torch.bfloat16)) - logits(model)).abs().max() > 2e-3
+        export_model(model, tmp_path / "exact")
+        exact, rounded = (
+            logits(read_model(folder, torch.bfloat16)) for folder in (tmp_path / "exact", tmp_path)
+        )
+        assert (rounded - exact).abs().max() > 2e-3
         return
     assert inputs["strategy"] == "token"
     reloaded = read_model(tmp_path)
@@ -194,7 +201,7 @@ def test_partial_squares_are_written_as_their_layout_has_them():
     assert config["modules_to_not_convert"] == []
 
 
-@stored
+@every_storage
 @pytest.mark.parametrize("fmt", ["E4M3", "E5M2"])
 def test_torchao_reads_its_own(fmt, storage, granularity, tmp_path):
     model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
@@ -237,9 +244,8 @@ def test_granularities_and_layers_are_mixed(tmp_path):
     assert len(described["ignore"]) == 4
     export_model(model, tmp_path / "one")
     assert model.config.tie_word_embeddings
-    assert_same(
-        model, read_model(tmp_path / "one", torch.bfloat16), outputs=False
-    )  # dequantize=True reads one kind of scale
+    # dequantize=True would read one kind of scale alone.
+    assert_same(model, read_model(tmp_path / "one", torch.bfloat16), outputs=False)
     export_model(model, tmp_path / "other", "torchao")
     assert_same(model, read_model(tmp_path / "other"))
 

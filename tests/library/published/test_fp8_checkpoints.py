@@ -206,14 +206,15 @@ def test_transposed_experts_are_trained_as_the_file_has_them(
     assert type(plain.model.layers[0].mlp.experts) is type(reference)
     codes, floats = model.get_parameter(name), plain.get_parameter(name)
     assert (codes.granularity, codes.format.name, codes.shape) == ("block", "E2M1", floats.mT.shape)
-    decoded, rows = [], fm.FP8Tensor.decoded_rows
+    decoded, original = [], fm.FP8Tensor.decoded_rows
     monkeypatch.setattr(
         fm.FP8Tensor,
         "decoded_rows",
-        lambda weight, take: decoded.append(take(weight.codes).numel()) or rows(weight, take),
+        lambda weight, take: decoded.append(take(weight.codes).numel()) or original(weight, take),
     )
     losses = [net(TOKENS, labels=TOKENS).loss for net in (model, plain)]
     assert losses[0].item() == losses[1].item()
+    # One expert was decoded at a time.
     assert set(decoded) == {
         codes[0].numel(),
         model.get_parameter(name.replace("gate_up", "down"))[0].numel(),
@@ -397,6 +398,7 @@ def without(*ends: str) -> Change:
 
 
 UP = "up_proj.weight"
+#: the weight of one expert, which is in floats beside three in codes
 IN_FLOATS = f"1.{UP}"
 #: the layout, what is changed in it, and words of the refusal, apart by &
 REFUSED: list[tuple[str, Change, str]] = [

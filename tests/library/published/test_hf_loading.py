@@ -166,6 +166,7 @@ def test_a_missing_layer_is_drawn_and_quantised(tmp_path: Path) -> None:
 
 
 def folder_of(model: Any, layout: str, folder: Path, **options: Any) -> Path:
+    """Save a model, and replace the weights of its projections by codes in a layout."""
     model.save_pretrained(folder, **options)
     for path in folder.glob("*.safetensors"):
         save_file(in_codes(load_file(path), layout, "proj.weight"), path, {"format": "pt"})
@@ -177,6 +178,7 @@ def folder_of(model: Any, layout: str, folder: Path, **options: Any) -> Path:
     [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")],
 )
 def test_from_pretrained(layout: str, storage: str, tmp_path: Path) -> None:
+    """It refuses codes where it would quantise floats, and names what can read them."""
     folder = folder_of(llama(False), layout, tmp_path)
     line = refusal_line(layout, "model.layers.0.mlp.down_proj.weight", "model.safetensors")
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
@@ -185,6 +187,7 @@ def test_from_pretrained(layout: str, storage: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["DeepSeek, Qwen", "raw int8"])
 def test_from_pretrained_of_shards_pickles_and_bases(layout: str, tmp_path: Path) -> None:
+    """It refuses codes in all of these; a pickle of floats is read."""
     model = llama(False)
     with pytest.raises(ValueError, match=r"of 'model-\d+-of-\d+\.safetensors' holds codes"):
         read_quantized(folder_of(model, layout, tmp_path / "shards", max_shard_size="40KB"))

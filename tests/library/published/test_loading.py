@@ -44,6 +44,7 @@ def valued_model(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small
 
 
 def bare(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small:
+    """Return the model of `valued_model` on meta, without values."""
     with torch.device("meta"):
         model = Small(dtype, tied)
     model.norm.weight.requires_grad_(False)
@@ -138,7 +139,7 @@ def test_no_more_than_one_float_tensor_is_alive() -> None:
     assert bits(loaded) == bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
 
 
-#: changes of a state, without what is None, and the refusal
+#: what replaces tensors of a state, where None removes one, and the refusal
 UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
     ({"two.weight": None}, "the model has 'two.weight', which the source lacks"),
     (
@@ -264,7 +265,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, str, str, str]] = {
 
 
 def in_codes(state: Mapping[str, Tensor], layout: str, end: str) -> dict[str, Tensor]:
-    """The state with codes where a name ends so, and their scales."""
+    """Return a state with codes and scales in place of the floats whose names end so."""
     dtype, _, scale_name, kind = LAYOUTS[layout]
     chosen = {name: value for name, value in state.items() if name.endswith(end)}
     scales = {
@@ -294,6 +295,7 @@ def refusal_line(layout: str, name: str, file: str = "") -> str:
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_quantized(layout: str, source_of: Any, file: str, tmp_path: Path) -> None:
+    """It refuses codes where it would quantise floats, and the model stays without values."""
     state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
     model = bare(tied=False)
     with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME, file))}$"):
@@ -303,7 +305,7 @@ def test_load_quantized(layout: str, source_of: Any, file: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("raw")])
 def test_load_quantized_of_tensors_that_are_made_when_asked_for(layout: str) -> None:
-    """Of codes without scales."""
+    """It refuses codes without scales, too."""
     state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
     model = bare(tied=False)
     with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME))}$"):
@@ -316,8 +318,10 @@ def test_load_quantized_of_tensors_that_are_made_when_asked_for(layout: str) -> 
     "layout", [name for name in LAYOUTS if "weight_scale" not in LAYOUTS[name][2] or "int8" in name]
 )
 def test_load_state_dict(layout: str, storage: Any) -> None:
-    """Float8 with scales beside it that are called ``weight_scale`` or
-    ``weight_scale_inv`` is read.
+    """It refuses codes that it can't read, and the weights stay.
+
+    Float8 with scales beside it that are called ``weight_scale`` or ``weight_scale_inv`` is
+    read, and left out here.
     """
     net, embedded = valued_model(tied=False), storage == "embedded"
     net.one = nn.Embedding(64, 32) if embedded else net.one

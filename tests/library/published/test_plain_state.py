@@ -167,8 +167,9 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master", "embedded"])
 @pytest.mark.parametrize("name", ["E4M3", "E2M5"])
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
-    """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other
-    parts pass.
+    """An average over states averages the codes, which mean nothing as numbers.
+
+    They used to be taken for floats where ``strict=False`` let the other parts pass.
     """
     model: Any = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4))
     if storage == "embedded":
@@ -233,6 +234,7 @@ def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None
     state = fm.unflatten_state_dict(tensors, header)
     weight: Any = state.pop("a.w")
     assert state == {}
+    # The counter is the file's, and p's own is another.
     assert same_store(weight, p) is (int(p.counter) == 3)
     assert torch.equal(weight.codes, p.codes)
     assert weight._traits() == p._traits()

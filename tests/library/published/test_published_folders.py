@@ -23,14 +23,19 @@ import fp8manifold as fm
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # what other libraries announce is their own business
-#: transformers reads partial squares as equal parts, these codes without their scales,
-#: and the rest not at all
+#: layouts that transformers can't decode: it reads partial squares as equal parts, leaves
+#: scales out, or reads nothing
 NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"}
 NOT_SERVED |= {"blocks, experts", "mxfp8, experts", "rows, flat"}
 NAMES = list(LAYOUTS)
 
 
 def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
+    """Return the model as others decode it.
+
+    Where transformers can't, values decoded here are written to `place` as floats, and read
+    from there.
+    """
     if name not in NOT_SERVED:
         return served(folder, dtype)
     values = decoded(folder)
@@ -46,8 +51,9 @@ def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:
 
 
 def widest(name: str) -> torch.dtype:
-    """The widest dtype into which the layout's library decodes: compressed-tensors
-    multiplies in that of its scales.
+    """Return the widest dtype into which the layout's library decodes exactly.
+
+    compressed-tensors multiplies in the dtype of its scales.
     """
     _, write, _, options = LAYOUTS[name]
     exact = write is not torchao and "scheme" not in options
@@ -55,6 +61,7 @@ def widest(name: str) -> torch.dtype:
 
 
 def sampled(pairs: Iterable[tuple[str, str]], default: int) -> list[Any]:
+    """Return cases of which the default run has the first ones."""
     return [
         pytest.param(*pair, marks=[pytest.mark.slow] * (place >= default))
         for place, pair in enumerate(pairs)
@@ -142,6 +149,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+#: every layout with every optimizer; the first ones have each layout once
 PAIRS = [
     (name, optimizer)
     for start in range(len(OPTIMIZERS))

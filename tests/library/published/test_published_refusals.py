@@ -35,8 +35,9 @@ NAN, MINUS_ZERO = 127, 128
 
 
 def emptied(kind: str, scale: torch.dtype, code: int) -> tuple[Tensors, Any, Tensor]:
-    """A weight whose first scale is 0, as it is stored, and a mask of the codes of that
-    scale, all the same.
+    """Return tensors whose first scale is 0, what they store, and a mask.
+
+    The mask is of the weights under that scale, all of which have the same `code`.
     """
     shape, (first, *_) = SHAPES[kind]
     tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
@@ -72,8 +73,9 @@ def test_a_scale_of_zero_over_zeros_or_nan_comes_back(
 def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(
     kind: str, scale: torch.dtype
 ) -> None:
-    """Nothing where it has no gradient, and not one byte; otherwise at a scale that the
-    file's dtype has.
+    """Without a gradient not one byte changes.
+
+    With one the weights move, at a scale that the file's dtype has.
     """
     tensors, stored, group = emptied(kind, scale, 0)
     old_codes, old_scale = read_parts(stored, tensors.__getitem__)
@@ -133,12 +135,13 @@ def test_other_scales_are_refused_by_tensor_and_file(kind: str, empty: bool) -> 
         read_parts(stored, tensors.__getitem__)
 
 
-@pytest.mark.parametrize(("dtype", "mark"), [(torch.float32, 1 + 2.0**-7), (torch.uint8, 128)])
+@pytest.mark.parametrize(("dtype", "stand_in"), [(torch.float32, 1 + 2.0**-7), (torch.uint8, 128)])
 def test_a_scale_that_stands_for_zero_is_refused_over_zeros_alone(
-    dtype: torch.dtype, mark: float
+    dtype: torch.dtype, stand_in: float
 ) -> None:
+    """In memory this number stands for a scale of 0; a file that has it would be ambiguous."""
     tensors = {"w": codes((4, 64)), "w_scale": scales((4, 1), dtype)}
-    tensors["w_scale"][2] = mark
+    tensors["w_scale"][2] = stand_in
     assert_written_as_read(only(tensors), tensors)
     tensors["w"].view(torch.uint8)[2] = 0
     with pytest.raises(ValueError, match="w_scale, of the codes w of"):

@@ -375,6 +375,7 @@ def test_a_save_that_fails_changes_nothing(
     assert len(list(tmp_path.iterdir())) == len(old_files)
 
 
+# Files that are added to a folder, of which transformers reads one set alone.
 def as_consolidated(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
 
@@ -407,6 +408,7 @@ def named_in_settings(folder: Path) -> None:
 def test_it_reads_the_files_that_transformers_reads(
     add_files: Callable[[Path], None], folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    """In the files that are not to be read norms are 0, which logits would show."""
     folder = shutil.copytree(folders["squares"], tmp_path / "published")
     expected = logits(fm.load_fp8(folder, dtype=torch.float32))
     copies = {path.name for path in folder.glob("*.safetensors")}

@@ -44,8 +44,9 @@ SPOILED = {
 
 
 def refused(name, shards, later):
-    """The error of a step in this process, and True where the model has stayed as it
-    was.
+    """Return the error of a step in this process, and whether the model stayed as it was.
+
+    `name` says what differs between the processes: an entry of `SPOILED`.
     """
     net = sharded(matrices()) if shards else synced(matrices())
     optimizer, twin = muon(net), matrices()
@@ -124,7 +125,8 @@ def steps_by_plans(kind):
     """Step a replica by plans, and a model of this process alone that plans every step.
 
     In one step the gradients of the second process are not finite. In the end its rate is
-    another one.
+    another one. The answers of `Plan.is_stale` are returned, whether both models are the
+    same, and the last error.
     """
     net, alone = synced(matrices()), matrices()
     optimizer, planning = OPTIMIZERS[kind](net), OPTIMIZERS[kind](alone)
@@ -150,6 +152,7 @@ def steps_by_plans(kind):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_replicas_step_by_plans(pair, kind):
     (answers, is_same, waiting), (others, is_other_same, refusing) = pair.run(steps_by_plans, kind)
+    # Two of the seven steps are planned before there is a plan to ask.
     assert answers == others == [False] * 5
     assert is_same
     assert is_other_same
@@ -200,6 +203,7 @@ def net(fmt, **spec):
 
 
 def passed(module, x, again):
+    """Return output and gradient of a pass, which is computed `again` in the backward pass."""
     x = x.clone().requires_grad_()
     y = checkpoint(module, x, use_reentrant=False) if again else module(x)
     (y.float() * normal(*y.shape, seed=8)).sum().backward()
@@ -222,6 +226,7 @@ def trained(fmt, spec, options, *, again=False):
         x = normal(2, 16, 64, seed=step).to(dtype)
         rows_passed, whole_passed = (passed(module, x, again) for module in (parts, whole))
         assert same_bits(rows_passed, whole_passed)
+        # The case's products or granularity show: plain decoded weights give other outputs.
         assert step or not torch.equal(rows_passed[0], net(fmt).to(dtype)(x))
         parts.reshard()
         if policy is not None:
@@ -281,8 +286,10 @@ def test_passes_and_steps_are_those_of_one_process(pair, pool, case, size):
 
 
 def given_away(fmt, products):
-    """The dtype that products take as the weight's operand, and True where its memory
-    is what was gathered.
+    """Return what products take as the weights' operands in one pass.
+
+    For each the class of the weight, the dtype of the operand, and True where its memory is
+    what was gathered.
     """
     parts, operands = sharded(net(fmt, products=products)), []
     operand = _products._operand

@@ -56,10 +56,12 @@ KINDS = {
 
 def optimizer_of(kind, net):
     make, options = KINDS[kind]
+    # `StiffnessMuon.for_model` takes the model, the others its parameters.
     return make(net if "Muon" in str(make) else net.parameters(), **options)
 
 
 def prepared(kind, seed):
+    """Return a sharded model, the same one whole, and an optimizer of each."""
     parts, whole = (model("block" if kind == "blocks" else "channel", seed=seed) for _ in range(2))
     parts = sharded(parts)
     return parts, whole, optimizer_of(kind, parts), optimizer_of(kind, whole)
@@ -203,9 +205,10 @@ def test_full_states_are_the_wholes(pools, kind):
     pools[2].run(gathered, kind)
 
 
-def taken_whole(kind, broadcast):
-    """A full state into shards by torch's helper: what each rank says of it, and what
-    codes it has then.
+def taken_whole(broadcast):
+    """Load a full state into shards by torch's helper, and return this rank's error.
+
+    The shards have the codes of the state then, or their own where it is refused.
     """
     parts, whole, source = sharded(model(seed=0)), model(seed=0), model(seed=3)
     state = source.state_dict() if dist.get_rank() == 0 or not broadcast else {}
@@ -220,7 +223,7 @@ def taken_whole(kind, broadcast):
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_a_full_state_into_shards_is_taken_or_refused_in_every_rank(pools, broadcast):
-    for message in pools[2].run(taken_whole, "adamw", broadcast, limit=60):
+    for message in pools[2].run(taken_whole, broadcast, limit=60):
         assert "write to a sharded FP8Tensor" in message if broadcast else not message
         assert "\n" not in message
 
@@ -240,14 +243,12 @@ def cut(kind, from_rows):
             optimizer.step()
     alone, stepping = (whole, whole_optimizer) if from_rows else (twin, twin_optimizer)
     state = get_whole(part_optimizer) if from_rows else twin_optimizer.state_dict()
-    rows_of_model, codes = (
-        parts.state_dict(),
-        torch.uint8 if from_rows else None,
-    )  # load_state_dict takes whole codes too
+    # load_state_dict takes whole codes too: they are cut in one of the two cases.
+    rows_of_model, left_whole = parts.state_dict(), torch.uint8 if from_rows else None
     rows = {
         name: fm.distributed.rows_of(x, rows_of_model[name])
         for name, x in alone.state_dict().items()
-        if x.dtype != codes
+        if x.dtype != left_whole
     }
     parts.load_state_dict(alone.state_dict() | rows)
     part_optimizer.load_state_dict(fm.optim.rows_of_state(state, part_optimizer))
@@ -267,11 +268,11 @@ def get_whole(optimizer):
     return state | {"state": entries}
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("from_rows", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_cut_from_the_whole(pools, kind, from_rows):
-    for size in (1, 2, 3):
-        pools[size].run(cut, kind, from_rows)
+def test_rows_are_cut_from_the_whole(pools, kind, from_rows, size):
+    pools[size].run(cut, kind, from_rows)
 
 
 def filled():
@@ -291,9 +292,9 @@ def filled():
     check_same(parts, whole)
 
 
-def test_a_model_made_on_meta_is_sharded_and_filled(pools):
-    for size in (1, 3):
-        pools[size].run(filled)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_model_made_on_meta_is_sharded_and_filled(pools, size):
+    pools[size].run(filled)
 
 
 FLIPS = 60
@@ -394,7 +395,7 @@ def test_every_bit_counts():
 def test_names_shapes_and_places_count(change):
     state = with_digest()
     change(state)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="what was read is damaged"):
         check_digest(state)
 
 
@@ -482,6 +483,7 @@ def test_a_save_that_a_kill_has_ended_is_none(pools, tmp_path):
 
 
 def outcome(folder, kind):
+    """Return the name of the error of reading and checking a checkpoint, or ""."""
     try:
         check_digest(load_state(folder, kind))
     except (Exception, CheckpointException) as error:

@@ -206,6 +206,7 @@ def test_a_trainer_runs_and_resumes_in_several_processes(pair, tmp_path):
 
 
 def another(difference, start):
+    """Return the error of a start where the second process has another model."""
     rank = dist.get_rank()
     net = model(
         "tensor" if difference == "granularity" and rank else "channel",
@@ -346,10 +347,10 @@ def test_ranks_stay_identical_and_one_process(pair, combination):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
-def test_ranks_stay_identical_in_every_combination(pool, combination):
-    for granularity in ("tensor", "channel", "block"):
-        equal_everywhere(pool.run(trained, *combination, granularity))
+def test_ranks_stay_identical_in_every_combination(pool, combination, granularity):
+    equal_everywhere(pool.run(trained, *combination, granularity))
 
 
 @combined(
@@ -438,8 +439,9 @@ def test_delayed_scales_remember_the_largest_of_all_ranks(pool, scale):
 
 
 class Choosing(nn.Module):
-    """Two layers, of which each process may run others: experts, or layers that are
-    left out.
+    """Three layers, of which each process may run others before the last.
+
+    Experts do so, and layers that are left out.
     """
 
     def __init__(self):
@@ -467,7 +469,10 @@ def remembered(net):
 
 
 def with_other_layers(spec, runs):
-    """The error where ranks run these layers, or else their histories."""
+    """Return the error where each rank runs its own layers, or else their histories.
+
+    `runs` has the names of a rank's layers, in their order.
+    """
     rank = dist.get_rank()
     net = synced(
         fm.quantize_model(

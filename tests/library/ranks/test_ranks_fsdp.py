@@ -22,6 +22,7 @@ from fp8manifold.random_bits import EPOCH
 
 
 def sharded(net, *, nested=True, **options):
+    """Shard a model by rows over all processes, each linear layer by itself if `nested`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in net if nested else ():
         if isinstance(layer, nn.Linear):
@@ -30,6 +31,7 @@ def sharded(net, *, nested=True, **options):
 
 
 def own_rows(whole, part):
+    """Return the rows of the whole that this process has in `part`."""
     count = -(-whole.shape[0] // dist.get_world_size())
     return whole[dist.get_rank() * count :][: part.shape[0]]
 
@@ -93,10 +95,10 @@ def stepped(
     dtype=torch.float32,
     **options_of_case,
 ):
-    """Steps of rows and of the whole from equal gradients, natively unless told
-    otherwise; how many scales widened.
+    """Step rows and the whole from equal gradients, and return how many scales widened.
 
-    On request they pass a border between epochs of dithered draws.
+    `net` has options of the model. With `border` the steps pass a border between epochs of
+    dithered draws.
     """
     whole, parts = (
         model(**net, keep_remainder=writeback.startswith("residual")).to(dtype) for _ in range(2)
@@ -123,9 +125,7 @@ def stepped(
 
 
 def same_count(part_optimizer, whole_optimizer, name="widened_scales"):
-    """The count of widened scales: as many in all processes together as in one with
-    everything.
-    """
+    """Return a count of scales, the same in all processes together as in one with all rows."""
     count = torch.tensor(getattr(part_optimizer, name))
     torch.distributed.all_reduce(count)
     assert int(count) == getattr(whole_optimizer, name)
@@ -165,8 +165,8 @@ def test_rows_of_zeros_begin_as_the_whole_does(pool, name, stiffness, granularit
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 #: every optimizer, every write-back and every kind of averages, in the default run
 SAMPLE = COMBINATIONS[1::5]
-#: of these, steps by torch's own operators; the others are native, as they are for who
-#: sets nothing
+#: combinations that are stepped by torch's own operators; the others are stepped natively,
+#: as by default
 EAGER = [
     *SAMPLE[2::5],
     ("StiffnessMuon", "residual8", "8bit"),
@@ -187,15 +187,15 @@ def test_rows_are_stepped_as_the_whole(pool, combination):
     pool.run(stepped, *combination, net, path_of(combination))
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("factors", [False, True])
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @combined(
     "StiffnessAdamW-residual8-8bit StiffnessAdamW-stochastic-bfloat16 StiffnessMuon-residual8-8bit "
     "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit"
 )
-def test_every_granularity(pools, combination, granularity, factors):
-    for size in (1, 2):
-        pools[size].run(stepped, *combination, {"granularity": granularity, "factors": factors})
+def test_every_granularity(pools, combination, granularity, factors, size):
+    pools[size].run(stepped, *combination, {"granularity": granularity, "factors": factors})
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])

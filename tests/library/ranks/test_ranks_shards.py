@@ -89,6 +89,10 @@ def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
 
 
 def guarded(difference):
+    """Return the error of a step, or whether it was skipped and changed nothing.
+
+    The second process has another seed or a gradient of NaN, or each has another model.
+    """
     rank = dist.get_rank()
     net = sharded(
         model(
