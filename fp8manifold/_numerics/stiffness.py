@@ -21,6 +21,7 @@ with polynomials in ``+`` and ``*`` for the logarithm of a mantissa and for ``2^
 
 import math
 from collections.abc import Mapping
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -100,8 +101,26 @@ def bounded_share(
     return share
 
 
+class StiffnessPower(StrEnum):
+    """The exponents ``k`` of S / S_ref, by how the power is computed.
+
+    Their order is that of C's enumeration (`_native/step.h`).
+    """
+
+    #: 0: the ratio is not computed
+    NONE = "none"
+    #: 1
+    LINEAR = "linear"
+    #: 1/2
+    SQRT = "sqrt"
+    #: 2
+    SQUARE = "square"
+    #: any other, by logarithms
+    ANY = "power"
+
+
 def bounded_ratio_power(
-    stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Tensor]
+    stiffness: Tensor, scale: Tensor, power: StiffnessPower, numbers: Mapping[str, Tensor]
 ) -> Tensor:
     """Return ``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere.
 
@@ -110,11 +129,11 @@ def bounded_ratio_power(
         scale: a tensor whose entries have the mantissas of ``stiffness``: its logarithms
             are taken in place of those of the larger field. It is the scale where the
             stiffness is that times a power of two, and else the stiffness itself.
-        mode: ``linear``, ``sqrt``, ``square``, or ``power`` for any other ``k``.
+        power: which ``k``; not ``NONE``.
         numbers: scalar tensors: ``inverse_reference``, ``low`` and ``high``; or, for
-            ``power``, ``log_reference``, ``log_low``, ``log_high`` and ``power``.
+            ``ANY``, ``log_reference``, ``log_low``, ``log_high`` and ``power``.
     """
-    if mode == "power":
+    if power == StiffnessPower.ANY:
         logarithm = _floor_log2(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
         bounded = logarithm.clamp(numbers["log_low"], numbers["log_high"])
         return exp2_exact(bounded * numbers["power"])
@@ -125,9 +144,9 @@ def bounded_ratio_power(
     low = numbers["low"].view(fields.integer)
     high = numbers["high"].view(fields.integer)
     ratio = bits.clamp(low, high).view(stiffness.dtype)
-    if mode == "sqrt":
+    if power == StiffnessPower.SQRT:
         return sqrt_exact(ratio)
-    return ratio * ratio if mode == "square" else ratio
+    return ratio * ratio if power == StiffnessPower.SQUARE else ratio
 
 
 def log2_of_mantissa(x: Tensor) -> Tensor:

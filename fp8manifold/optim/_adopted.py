@@ -22,6 +22,7 @@ from fp8manifold._numerics.stiffness import sqrt_exact
 from fp8manifold._ranks import share_of
 from fp8manifold.distributed import rows_of
 from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
+from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.optim._state import check_sizes, check_state
@@ -249,7 +250,12 @@ def _spec_for(floats: dict[str, Tensor], group: dict[str, Any], moments: Any) ->
             "momentum_buffer": group.get("direction") or "sgd",
         }
         direction = directions[next(iter(floats))]
-    return Spec(direction, "direction", moments=moments, amsgrad="max_exp_avg_sq" in floats)
+    return Spec(
+        direction,
+        WeightStorage.DIRECTION,
+        moments=MomentStorage(moments),
+        amsgrad="max_exp_avg_sq" in floats,
+    )
 
 
 def _moments_in_floats(entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:

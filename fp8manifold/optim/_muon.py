@@ -30,9 +30,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold._numerics.stiffness import StiffnessPower
 from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import numbers_by_name
+from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._native_step import (
     GRADIENT_COLUMN,
     TENSOR_COLUMNS,
@@ -122,7 +124,7 @@ def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
 
 def _averages_as_torch(slot: Slot) -> bool:
     """Return True for float weights and momenta, whose sums have torch's roundings."""
-    return slot.storage == "plain" and slot.spec.moments == "float32"
+    return slot.storage == WeightStorage.PLAIN and slot.spec.moments == MomentStorage.FLOAT32
 
 
 def first_half(slot: Slot, direction: Tensor | None = None) -> Slot:
@@ -149,7 +151,7 @@ def _momentum_and_mix(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
         momentum, mix = _average_as_torch(slot)
     else:
         momentum = mix = slot.weight.new_zeros((0, *slot.parameter.shape[1:]), dtype=slot.dtype)
-    if slot.spec.stiffness != "none" and slot.weight.numel():
+    if slot.spec.stiffness != StiffnessPower.NONE and slot.weight.numel():
         mix = torch.cat(
             [rows * _stiffness(slot, arrays) for arrays, rows, _ in _with_arrays(slot, mix)]
         )
@@ -333,7 +335,7 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         after = _step.load_weights(slot.spec, new_arrays, slot.dtype).x
         # by the reciprocal, as in `_step.py` and native code
         error = (target_rows - after) / (1 / new_arrays["scale"])
-        if slot.spec.stiffness != "none":
+        if slot.spec.stiffness != StiffnessPower.NONE:
             # F stands before the factor and in it
             error = error / _stiffness(slot, new_arrays).square()
         noise = _step.block_noise(slot, new_arrays["gradient"], start).get("moments")

@@ -24,8 +24,9 @@ rounded once after the step.
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from functools import lru_cache
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,9 @@ from fp8manifold._native import library, most_threads
 from fp8manifold._numerics.records import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._directions import NUMBERS, POSITIONS
+from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
-from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
+from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import (
     DrawKey,
@@ -52,8 +54,6 @@ from fp8manifold.random_bits import (
 # else is stepped in PyTorch.
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "muon")
 _WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
-_STORAGES: Final = ("codes", "grid", "free", "plain")
-_STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE_SCALE, _SCALE_A_ROW, _SCALE_AN_ELEMENT = range(3)
 
@@ -66,13 +66,17 @@ TENSOR_COLUMNS: Final = slice(1, 10)
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _WEIGHT_DTYPES: Final = {
-    "codes": (torch.uint8,),
-    "grid": (torch.float32,),
-    "free": _FLOATS,
-    "plain": _FLOATS,
-    "direction": _FLOATS,
+    WeightStorage.CODES: (torch.uint8,),
+    WeightStorage.GRID: (torch.float32,),
+    WeightStorage.FREE: _FLOATS,
+    WeightStorage.PLAIN: _FLOATS,
+    WeightStorage.DIRECTION: _FLOATS,
 }
-_MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_MOMENT_DTYPES: Final = {
+    MomentStorage.FLOAT32: torch.float32,
+    MomentStorage.BFLOAT16: torch.bfloat16,
+    MomentStorage.EIGHT_BIT: torch.uint8,
+}
 _EPS: Final = POSITIONS["eps"]
 _RATE: Final = POSITIONS["rate"]
 _COPIED_AT_ONCE: Final = 2**20
@@ -260,7 +264,7 @@ def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
         rows[np.ix_(positions, columns)] = [list(slots[i].numbers.values()) for i in positions]
     rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
     single = rows.astype(np.float32)
-    directions = [i for i, slot in enumerate(slots) if slot.spec.storage == "direction"]
+    directions = [i for i, slot in enumerate(slots) if slot.spec.storage == WeightStorage.DIRECTION]
     single[directions] = for_directions(single[directions])
     return single
 
@@ -308,7 +312,7 @@ def _run_portion(slots: Sequence[Slot]) -> None:
     for slot, wide_slot, (is_saturated, has_zero_row) in zip(
         slots, wide_slots, reports, strict=True
     ):
-        if slot.spec.storage == "codes":
+        if slot.spec.storage == WeightStorage.CODES:
             slot.saturated.append(bool(is_saturated))
             slot.has_zero_rows.append(bool(has_zero_row))
         if wide_slot.weight is not slot.weight:
@@ -389,7 +393,7 @@ def addresses_of(
     device = weight.device
     numel = slot.view.numel
     weight_dtype = weight.dtype if weight.dtype in _FLOATS else torch.float32
-    if spec.storage == "codes":
+    if spec.storage == WeightStorage.CODES:
         weight_dtype = torch.uint8
     gradient_dtype = gradient.dtype if gradient.dtype in _FLOATS else torch.float32
     addresses = [
@@ -435,14 +439,14 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.devic
 def _spec_record(spec: Spec) -> NDArray[np.void]:
     """Return a spec as a record of C, whose memory lives as long as the cache."""
     # a direction is stored as the step of a plain weight of 0 (`number_rows`)
-    storage = "plain" if spec.storage == "direction" else spec.storage
+    storage = WeightStorage.PLAIN if spec.storage == WeightStorage.DIRECTION else spec.storage
     fields = {
         "direction": _DIRECTIONS.index(spec.direction),
-        "storage": _STORAGES.index(storage),
+        "storage": _position(storage),
         "writeback": _WRITEBACKS.index(spec.writeback),
-        "moments": MOMENTS.index(spec.moments),
-        "geometry": get_args(Geometry).index(spec.geometry),
-        "stiffness": _STIFFNESSES.index(spec.stiffness),
+        "moments": _position(spec.moments),
+        "geometry": _position(spec.geometry),
+        "stiffness": _position(spec.stiffness),
         "metric": _METRICS.index(spec.metric) if spec.fmt is not None else 0,
         "decays": spec.decays,
         "nesterov": spec.nesterov,
@@ -453,3 +457,8 @@ def _spec_record(spec: Spec) -> NDArray[np.void]:
     for name, value in fields.items():
         record[name] = value
     return record
+
+
+def _position(member: StrEnum) -> int:
+    """Return the position of a choice in its enumeration, which C has in the same order."""
+    return list(type(member)).index(member)

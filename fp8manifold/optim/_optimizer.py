@@ -41,6 +41,7 @@ from fp8manifold.optim._agreement import in_every_process, watch_for_zero
 from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
+from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._plan import Plan, Verdict, is_steady, make_plan
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
@@ -454,7 +455,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         S_ref is computed when it is due.
         """
         slot.spec = self._spec(slot)
-        if slot.storage != "plain" and (
+        if slot.storage != WeightStorage.PLAIN and (
             slot.steps_done % slot.group["refresh_every"] == 0 or "reference" not in slot.state
         ):
             self.fitted_scales += narrow(slot)
@@ -464,7 +465,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         slot.steps_all_rows = (
             slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
         )
-        slot.view = slot.view_in(blocks=slot.spec.moments == "8bit")
+        slot.view = slot.view_in(blocks=slot.spec.moments == MomentStorage.EIGHT_BIT)
         _state.make_state(slot)
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.state_entries}
         if "gradient" not in slot.tensors:
@@ -479,7 +480,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _spec(self, slot: Slot) -> Spec:
         """Return the fixed parts of a slot's step."""
         group = slot.group
-        if slot.storage in ("free", "plain"):
+        if slot.storage in (WeightStorage.FREE, WeightStorage.PLAIN):
             writeback = "stochastic" if rounds_at_random(slot.weight, group) else "nearest"
         else:
             # without the option the manifold's own rounding
@@ -489,7 +490,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             "fmt": slot.fmt,
             "scale_is_power_of_two": slot.scale_is_power_of_two,
             "writeback": writeback,
-            "moments": group["moments"],
+            "moments": MomentStorage(group["moments"]),
             "decays": bool(group["weight_decay"]),
             "maximize": group["maximize"],
         }
@@ -550,7 +551,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return [observed_step(slot) for slot in observed]
 
     def _is_observed(self, slot: Slot) -> bool:
-        if self.observer is None or slot.storage == "plain" or not slot.weight.numel():
+        if self.observer is None or slot.storage == WeightStorage.PLAIN or not slot.weight.numel():
             return False
         return self.observes is None or self.observes(slot.parameter)
 

@@ -43,6 +43,7 @@ from fp8manifold._base.reading import PendingValues
 from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
+from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._native_plan import NativePlan
 from fp8manifold.optim._native_step import TENSOR_COLUMNS, is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
@@ -157,7 +158,7 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
 
 def _is_native_in_place(slot: Slot) -> bool:
     """Return True if native code takes the step without a copy in float32."""
-    stored = torch.uint8 if slot.storage == "codes" else torch.float32
+    stored = torch.uint8 if slot.storage == WeightStorage.CODES else torch.float32
     return (
         slot.weight.dtype is stored
         and slot.tensors["gradient"].dtype is torch.float32
@@ -247,7 +248,7 @@ class Plan:
         self._device = slots[0].device
         self.alive: list[weakref.ref[Any]] = []
         self._is_on_gpu = on_gpu(self._device)
-        self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
+        self._coded = [i for i, slot in enumerate(slots) if slot.storage == WeightStorage.CODES]
         self._step: NativePlan | TritonStep | None = None
         self._report: PendingValues | None = None
         self._verdict = Verdict.SKIPPED
@@ -333,7 +334,7 @@ class Plan:
         torch.autograd.graph.increment_version(self._changed)
         ends = []
         for i, (is_saturated, has_zero_row) in zip(self._native, reports, strict=True):
-            if slots[i].storage != "codes":
+            if slots[i].storage != WeightStorage.CODES:
                 continue
             if is_saturated:
                 ends.append(_End(i, True, bool(has_zero_row)))
@@ -551,7 +552,8 @@ class Plan:
 
         Others are of copies, or of manifolds.
         """
-        if any(slot.storage not in ("codes", "plain") for slot in self.slots):
+        whole = (WeightStorage.CODES, WeightStorage.PLAIN)
+        if any(slot.storage not in whole for slot in self.slots):
             return False
         if isinstance(self._step, NativePlan):
             addresses = self._step.addresses()

@@ -26,8 +26,10 @@ from torch import Tensor
 from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_codes, split_codes
+from fp8manifold._numerics.stiffness import StiffnessPower
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
+from fp8manifold.optim._kinds import Geometry, WeightStorage
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
 from fp8manifold.optim._step import block_noise, blocks_of, load_weights, step
 from fp8manifold.random_bits import draw_of, words_at
@@ -54,7 +56,7 @@ def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
     The optimizer counts them. A process widens the scales of its own rows, and those
     that several processes share together with them.
     """
-    coded = [slot for slot in slots if slot.spec.storage == "codes"]
+    coded = [slot for slot in slots if slot.spec.storage == WeightStorage.CODES]
     is_full = {slot: _has_largest_code(slot) for slot in coded}
     shared = {
         slot: [int(is_full[slot])]
@@ -230,7 +232,7 @@ def mark_zero(slots: Sequence[Slot]) -> None:
     """
     flags: dict[Slot, list[int]] = {}
     for slot in slots:
-        if slot.spec.storage == "codes" and slot.spec.geometry == "linear":
+        if slot.spec.storage == WeightStorage.CODES and slot.spec.geometry == Geometry.LINEAR:
             zero = zero_scales(_encoded(slot))
             moves = zero is not None and _moves(slot, zero)
             slot.fit_mask = zero if moves else None
@@ -307,7 +309,7 @@ def _fit(slot: Slot, zero: Tensor) -> None:
 
 def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
     """Set the scales that steps have fitted, count them, and compute S_ref again."""
-    coded = [slot for slot in slots if slot.spec.storage == "codes"]
+    coded = [slot for slot in slots if slot.spec.storage == WeightStorage.CODES]
     counts = {
         slot: sum(_set_scale(slot, new, "begins") for new in slot.next_scale) for slot in coded
     }
@@ -316,7 +318,7 @@ def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
     has_changed = {
         slot: bool(count)
         for slot, count in counts.items()
-        if has_one_scale(slot) or slot.spec.stiffness != "none"
+        if has_one_scale(slot) or slot.spec.stiffness != StiffnessPower.NONE
     }
     # S_ref is that of all rows, so it follows in every process if one has changed a scale
     local_changes = {
@@ -337,7 +339,7 @@ def narrow(slot: Slot) -> int:
         The number of scales that this process counts.
     """
     # a first step leaves given scales as they are
-    if slot.storage != "codes" or not slot.steps_done:
+    if slot.storage != WeightStorage.CODES or not slot.steps_done:
         return 0
     tensor = _encoded(slot)
     largest = tensor.largest()

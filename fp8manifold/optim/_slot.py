@@ -41,7 +41,8 @@ from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._directions import row_from_numbers
-from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
+from fp8manifold.optim._kinds import WeightStorage
+from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.random_bits import DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor
 
@@ -160,7 +161,7 @@ class Slot:
     state: dict[str, Any]
     #: steps taken before this one
     steps_done: int
-    storage: Storage
+    storage: WeightStorage
     #: ``weight``, and once the step is prepared ``gradient`` and what the state has
     #: (moments, bounds, ``residual``); contiguous, the rows that this process has
     tensors: dict[str, Tensor]
@@ -229,7 +230,7 @@ class Slot:
         if self.share is not None and self.kept_scale is not None and self.kept_scale.dim():
             scales = self.share.shape[0]
         granularity = int(scales > 1)
-        if self.storage == "codes":
+        if self.storage == WeightStorage.CODES:
             granularity = number_of(local_of(self.parameter).block_size) or granularity
         layout = LAYOUTS.index(self.fmt.layout)
         fmt = self.fmt
@@ -241,7 +242,7 @@ class Slot:
 
         Codes are not divided by their scale.
         """
-        if self.storage in ("codes", "plain"):
+        if self.storage in (WeightStorage.CODES, WeightStorage.PLAIN):
             return True
         assert self.scale is not None
         return bool(read_cached(self.scale, _are_powers_of_two))
@@ -365,7 +366,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             parameter,
             state,
             steps_done,
-            storage="codes",
+            storage=WeightStorage.CODES,
             tensors={"weight": local.codes},
             fmt=local.format,
             kept_scale=kept_scale,
@@ -383,7 +384,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             parameter,
             state,
             steps_done,
-            storage="plain",
+            storage=WeightStorage.PLAIN,
             tensors={"weight": weight},
             draws=draws or "independent",
             in_place=in_place,
@@ -394,7 +395,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
         parameter,
         state,
         steps_done,
-        storage="grid" if isinstance(manifold, FP8Manifold) else "free",
+        storage=WeightStorage.GRID if isinstance(manifold, FP8Manifold) else WeightStorage.FREE,
         tensors={"weight": weight},
         fmt=manifold.format,
         kept_scale=manifold.scale.to(working_dtype(weight)),
@@ -509,13 +510,13 @@ def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
     """Return the field S of a metric over all weights, in value."""
     assert slot.fmt is not None
     assert slot.scale is not None
-    if slot.storage == "codes" and metric == "ulp":
+    if slot.storage == WeightStorage.CODES and metric == "ulp":
         native = spacings_by_kernel(slot.weight, slot.fmt, slot.scale)
         if native is not None:
             return native
         stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
     else:
-        if slot.storage == "codes":
+        if slot.storage == WeightStorage.CODES:
             x = decode_with_specials(slot.weight, slot.fmt)
         else:
             x = slot.weight.to(working_dtype(slot.weight)) / slot.scale

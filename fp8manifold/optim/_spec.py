@@ -19,15 +19,17 @@ or, for Muon's momentum, its largest magnitude (`LARGEST`).
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fp8manifold._numerics.charts import Metric
+from fp8manifold._numerics.stiffness import StiffnessPower
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._kinds import Geometry, MomentStorage, WeightStorage
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
-MOMENTS: Final = ("float32", "bfloat16", "8bit")
-"""How moments are stored, in the order of C's enumeration."""
+MOMENTS: Final = tuple(MomentStorage)
+"""How moments may be stored."""
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
 """For each moment the state's entry of its bounds, one in float32 for each block.
 
@@ -61,34 +63,21 @@ def bounds_of(direction: str | None) -> dict[str, str]:
     return BOUNDS | {"momentum_buffer": LARGEST} if fitted else BOUNDS
 
 
-Storage = Literal["codes", "grid", "free", "plain", "direction"]
-"""Where a step's result goes.
-
-- ``codes``: one byte a weight.
-- ``grid``: floats on the grid of a format.
-- ``free``: floats between the ends of a format.
-- ``plain``: the floats of an ordinary parameter.
-- ``direction``: no weight. The direction itself is stored in its place.
-"""
-Geometry = Literal["linear", "exponential", "tangent"]
-"""How a step moves: straight in value, along the chart's geodesic, or along its tangent."""
-
-
 @dataclass(frozen=True)
 class Spec:
     """One combination of direction, stiffness, write-back, storage and moments."""
 
     direction: str
-    storage: Storage
+    storage: WeightStorage
     #: for floats ``stochastic`` if 16-bit ones are rounded at random, else ``nearest``
     writeback: str = "nearest"
-    moments: str = "float32"
+    moments: MomentStorage = MomentStorage.FLOAT32
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
     scale_is_power_of_two: bool = True
-    geometry: Geometry = "linear"
+    geometry: Geometry = Geometry.LINEAR
     #: how S / S_ref enters a linear step: none, linear, sqrt, square or power
-    stiffness: str = "none"
+    stiffness: StiffnessPower = StiffnessPower.NONE
     decays: bool = False
     has_moments: bool = True
     nesterov: bool = False
@@ -117,12 +106,12 @@ class Spec:
 
     @cached_property
     def draws_for_moments(self) -> bool:
-        return self.moments != "float32" and bool(self.moment_names)
+        return self.moments != MomentStorage.FLOAT32 and bool(self.moment_names)
 
     @cached_property
     def injects(self) -> bool:
         """True where the rounding error of the weight is added to the first moment."""
-        return self.storage in ("codes", "grid") and self.rule.injects
+        return self.storage in (WeightStorage.CODES, WeightStorage.GRID) and self.rule.injects
 
     @cached_property
     def moment_names(self) -> tuple[str, ...]:
@@ -132,7 +121,7 @@ class Spec:
 
     @cached_property
     def blockwise(self) -> bool:
-        return self.moments == "8bit" and bool(self.moment_names)
+        return self.moments == MomentStorage.EIGHT_BIT and bool(self.moment_names)
 
     @cached_property
     def first_moment(self) -> str | None:
@@ -145,8 +134,10 @@ class Spec:
     @cached_property
     def bound_names(self) -> dict[str, str]:
         """For each moment in 8 bits the name of its bounds in the state."""
+        if self.moments != MomentStorage.EIGHT_BIT:
+            return {}
         names = bounds_of(self.direction)
-        return {name: names[name] for name in self.moment_names} if self.moments == "8bit" else {}
+        return {name: names[name] for name in self.moment_names}
 
     @cached_property
     def fitted(self) -> bool:
@@ -172,7 +163,7 @@ class Spec:
     @cached_property
     def bounds_chart(self) -> bool:
         """True where the step goes along the chart of the ULP, whose stiffness has bounds."""
-        return self.geometry in ("exponential", "tangent") and self.metric == "ulp"
+        return self.geometry in (Geometry.EXPONENTIAL, Geometry.TANGENT) and self.metric == "ulp"
 
     @cached_property
     def first_half(self) -> "Spec":
@@ -180,14 +171,14 @@ class Spec:
 
         A moment that takes an error later is stored in floats.
         """
-        moments = "float32" if self.injects else self.moments
+        moments = MomentStorage.FLOAT32 if self.injects else self.moments
         return replace(
             self,
-            storage="direction",
+            storage=WeightStorage.DIRECTION,
             writeback="nearest",
             fmt=None,
             moments=moments,
-            stiffness="none",
+            stiffness=StiffnessPower.NONE,
             decays=False,
         )
 
@@ -202,7 +193,7 @@ class Spec:
             self,
             direction="sgd",
             writeback=writeback,
-            moments="float32",
+            moments=MomentStorage.FLOAT32,
             has_moments=False,
             nesterov=False,
             maximize=False,

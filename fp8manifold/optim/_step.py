@@ -28,8 +28,9 @@ from torch import Tensor
 from fp8manifold._base.blocks import block_on
 from fp8manifold._numerics import codec
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of
-from fp8manifold._numerics.stiffness import bounded_ratio_power
+from fp8manifold._numerics.stiffness import StiffnessPower, bounded_ratio_power
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, numbers_by_name
+from fp8manifold.optim._kinds import Geometry, MomentStorage, WeightStorage
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
 from fp8manifold.optim._writeback import to_half
@@ -114,7 +115,7 @@ def _write(
 
     For a step that ends with its direction, that is the target.
     """
-    if spec.storage == "direction":
+    if spec.storage == WeightStorage.DIRECTION:
         # 0 has no sign, as in native code
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)
         return _NewWeights(direction, {"weight": direction}, descent.moments)
@@ -160,10 +161,10 @@ def _add_error(
 
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
-    if spec.geometry == "linear":
+    if spec.geometry == Geometry.LINEAR:
         # by the reciprocal, as native code has it
         error = (target - after) / (1 / arrays["scale"])
-        if spec.stiffness != "none":
+        if spec.stiffness != StiffnessPower.NONE:
             error = error / stiffness_factor(spec, weights, arrays, numbers)
     else:
         chart = chart_for(spec, arrays)
@@ -181,17 +182,17 @@ def _add_error(
 def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
     """Return the weights, their residual included."""
     weight, fmt = arrays["weight"], spec.fmt
-    if spec.storage in ("plain", "direction"):
+    if spec.storage in (WeightStorage.PLAIN, WeightStorage.DIRECTION):
         return Weights(weight.to(dtype), None)
     assert fmt is not None
     bits = spec.residual_bits
     codes = weight
-    if spec.storage != "codes":
+    if spec.storage != WeightStorage.CODES:
         x = weight.to(dtype) / arrays["scale"]
-        if spec.storage == "grid" and not spec.scale_is_power_of_two:
+        if spec.storage == WeightStorage.GRID and not spec.scale_is_power_of_two:
             # the division leaves points of the grid a hair off it
             x = codec.round_block(x, fmt, "nearest", "saturate", None)
-        if spec.storage == "free" or not bits:
+        if spec.storage == WeightStorage.FREE or not bits:
             return Weights(x, chart_of(fmt, "ulp").stiffness(x))
         codes = codec.encode_finite(x.to(torch.float32), fmt)
     codes = codes.to(torch.int32)
@@ -211,10 +212,10 @@ def store_weights(
     The weights are in units of the scale, as the target is.
     """
     weight, fmt = arrays["weight"], spec.fmt
-    if spec.storage == "plain":
+    if spec.storage == WeightStorage.PLAIN:
         return {"weight": _as_stored(target, weight.dtype, draws)}, target
     assert fmt is not None
-    if spec.storage == "free":
+    if spec.storage == WeightStorage.FREE:
         after = target.clamp(-fmt.max, fmt.max)
         # a weight that does not move has its bits: x / s * s may differ from x
         moved = torch.where(after == before.x, weight.to(after.dtype), after * arrays["scale"])
@@ -238,15 +239,15 @@ def move(
 ) -> Tensor:
     """Return the target in units of the scale, before anything is rounded."""
     start = weights.x * numbers["keep"] if spec.decays else weights.x
-    if spec.storage == "plain":
+    if spec.storage == WeightStorage.PLAIN:
         return start - direction * numbers["rate"]
-    if spec.geometry == "linear":
-        if spec.stiffness != "none":
+    if spec.geometry == Geometry.LINEAR:
+        if spec.stiffness != StiffnessPower.NONE:
             direction = direction * stiffness_factor(spec, weights, arrays, numbers)
         return start - direction * (numbers["rate"] * (1 / arrays["scale"]))
     chart = chart_for(spec, arrays)
     steps = (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
-    if spec.geometry == "tangent":
+    if spec.geometry == Geometry.TANGENT:
         moved = start + steps * chart.stiffness(start)
     else:
         moved = torch.where(steps == 0, start, chart.shift(start, steps))
@@ -261,7 +262,7 @@ def covector(
 
     On a chart these are codes, and the gradient is in units of ``1 / per_unit``.
     """
-    if spec.geometry not in ("exponential", "tangent"):
+    if spec.geometry not in (Geometry.EXPONENTIAL, Geometry.TANGENT):
         return gradient
     stiffness = chart_for(spec, arrays).stiffness(weights.x)
     return gradient * (stiffness * (arrays["scale"] * numbers["per_unit"]))
@@ -342,7 +343,7 @@ def fit_moment(moment: Tensor) -> dict[str, Tensor]:
 
 def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the moments in floats, by name."""
-    if spec.moments != "8bit":
+    if spec.moments != MomentStorage.EIGHT_BIT:
         return {name: arrays[name].to(dtype) for name in spec.moment_names}
     moments = {}
     for name in spec.moment_names:
@@ -377,14 +378,14 @@ def store_moments(
             root, or a fitted moment. It may be None for moments in float32.
         root: of the second moment, where that is stored in 8 bits.
     """
-    if spec.moments == "float32" or not moments:
+    if spec.moments == MomentStorage.FLOAT32 or not moments:
         return moments
     assert noise is not None
     halves = (noise & 0xFFFF, (noise >> 16) & 0xFFFF)
     stored = {}
     for name, draws in zip(moments, halves, strict=False):
         value = moments[name].to(torch.float32)
-        if spec.moments == "bfloat16":
+        if spec.moments == MomentStorage.BFLOAT16:
             stored[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None

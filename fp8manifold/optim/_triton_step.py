@@ -37,6 +37,7 @@ from fp8manifold._triton.kinds import (
     widening_of,
 )
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
+from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._native_step import (
     GRADIENT_COLUMN,
     Job,
@@ -206,10 +207,10 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues
     if launched is None:
         return None
     _, report = launched
-    if not decides and any(slot.spec.storage == "codes" for slot in slots):
+    if not decides and any(slot.spec.storage == WeightStorage.CODES for slot in slots):
         rows = report.values[1:]
         for slot, (is_saturated, doubled, _, has_zero_row) in zip(slots, rows, strict=True):
-            if slot.spec.storage == "codes":
+            if slot.spec.storage == WeightStorage.CODES:
                 slot.saturated.append(bool(is_saturated))
                 slot.has_zero_rows.append(bool(has_zero_row))
             if doubles_on_card(slot):
@@ -227,7 +228,7 @@ def doubles_on_card(slot: Slot) -> bool:
     parameter = slot.parameter
     return (
         isinstance(parameter, FP8Tensor)
-        and slot.spec.storage == "codes"
+        and slot.spec.storage == WeightStorage.CODES
         and parameter.kept_scale.dim() > 0
         and not isinstance(parameter.block_size, tuple)
     )
@@ -270,7 +271,7 @@ def _scale(slot: Slot) -> Tensor | None:
 
     It is one value, one per row or one per element; for blocks it is exponents.
     """
-    if slot.kept_scale is None or slot.spec.storage == "plain":
+    if slot.kept_scale is None or slot.spec.storage == WeightStorage.PLAIN:
         return None
     if slot.view.row_dims == slot.view.dims and slot.scale is not None:
         return row_view(slot.scale, slot.weight.shape, slot.view).contiguous()
@@ -353,13 +354,15 @@ def kernel_spec(
         exponents: scales are stored as exponents, one byte each.
     """
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
+    is_direction = spec.storage == WeightStorage.DIRECTION
+    is_on_grid = spec.storage in (WeightStorage.CODES, WeightStorage.GRID)
     return KernelSpec(
         direction=spec.direction,
-        storage="plain" if spec.storage == "direction" else spec.storage,
+        storage=str(WeightStorage.PLAIN if is_direction else spec.storage),
         writeback=spec.writeback,
-        moments=spec.moments if spec.moment_names else "float32",
-        geometry=spec.geometry,
-        stiffness=spec.stiffness,
+        moments=str(spec.moments if spec.moment_names else MomentStorage.FLOAT32),
+        geometry=str(spec.geometry),
+        stiffness=str(spec.stiffness),
         metric=str(spec.metric),
         decays=spec.decays,
         nesterov=spec.nesterov,
@@ -369,7 +372,7 @@ def kernel_spec(
         amsgrad=spec.amsgrad,
         exact=spec.scale_is_power_of_two,
         draws=spec.draws_for_weight and (spec.rule.rounding == "stochastic"),
-        residual_bits=spec.residual_bits if spec.storage in ("codes", "grid") else 0,
+        residual_bits=spec.residual_bits if is_on_grid else 0,
         fixed_point=fmt.in_fixed_point(spec.residual_bits),
         weight=_DTYPES[weight],
         gradient=_DTYPES[gradient],

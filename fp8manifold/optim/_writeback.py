@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8manifold._numerics import codec
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._kinds import WeightStorage
 
 
 @dataclass(frozen=True)
@@ -108,18 +109,18 @@ class WriteBack:
             # A new zero has the sign of an old one. split_codes reads nothing else of
             # old codes, so those of zeros are enough for floats.
             old_codes = weight
-            if storage == "grid":
+            if storage == WeightStorage.GRID:
                 old_codes = ((weight == 0) & weight.signbit()) * fmt.sign_bit
             fine_codes = codec.encode_signed(target.to(torch.float32), fmt, draws, bits)
             codes, residual = codec.split_codes(fine_codes, fmt, bits, old_codes)
             stored = {"residual": residual.to(torch.int8)}
-            if storage == "codes":
+            if storage == WeightStorage.CODES:
                 stored["weight"] = codec.keep_nan_codes(codes, weight, fmt)
                 return stored, target
             value = codec.decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
             stored["weight"] = torch.where(weight.isnan(), weight, value.to(weight.dtype))
             return stored, target
-        if storage == "grid":
+        if storage == WeightStorage.GRID:
             after = codec.round_block(target, fmt, self.rounding, "saturate", draws)
             return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
         codes = codec.encode_finite(target, fmt, draws)

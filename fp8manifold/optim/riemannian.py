@@ -29,6 +29,7 @@ from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._finite import squares_are_finite
+from fp8manifold.optim._kinds import Geometry
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of, stiffness_field
 from fp8manifold.optim._spec import BOUNDS
@@ -233,7 +234,8 @@ class Riemannian(ManifoldOptimizer):
         return stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])[1]
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
-        geometry = "tangent" if slot.retraction == "euclidean" else "exponential"
+        is_straight = slot.retraction == "euclidean"
+        geometry = Geometry.TANGENT if is_straight else Geometry.EXPONENTIAL
         return {"direction": self.direction, "metric": slot.metric, "geometry": geometry}
 
     def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:

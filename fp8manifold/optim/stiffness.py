@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_number
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.stiffness import log2_bounded
+from fp8manifold._numerics.stiffness import StiffnessPower, log2_bounded
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._checks import (
     Schedule,
@@ -38,8 +38,13 @@ from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 
 _LARGEST_EXPONENT = 8.0
-_EXACT_POWERS = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
-"""Names of the exponents whose power is computed exactly; any other is ``power``."""
+_EXACT_POWERS = {
+    0.0: StiffnessPower.NONE,
+    0.5: StiffnessPower.SQRT,
+    1.0: StiffnessPower.LINEAR,
+    2.0: StiffnessPower.SQUARE,
+}
+"""The exponents whose power is computed exactly."""
 
 
 class StiffnessOptimizer(ManifoldOptimizer):
@@ -88,12 +93,14 @@ class StiffnessOptimizer(ManifoldOptimizer):
         if slot.fmt is None:
             return {"direction": self.direction}
         k = slot.group["stiffness"]
-        power = "power" if callable(k) else _EXACT_POWERS.get(float(k), "power")
+        power = StiffnessPower.ANY
+        if not callable(k):
+            power = _EXACT_POWERS.get(float(k), StiffnessPower.ANY)
         return {"direction": self.direction, "metric": slot.group["metric"], "stiffness": power}
 
     def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
         # without an exponent no step reads S_ref
-        return () if slot.spec.stiffness == "none" else super()._number_facts(slot)
+        return () if slot.spec.stiffness == StiffnessPower.NONE else super()._number_facts(slot)
 
     def _shared_numbers(self, slot: Slot) -> dict[str, float]:
         """Return decay, and for a quantised parameter S_ref, its bounds and the exponent."""

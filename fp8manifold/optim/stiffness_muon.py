@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
+from fp8manifold._numerics.stiffness import StiffnessPower
 from fp8manifold.nn._selection import CONVOLUTIONS, is_conv1d, is_linear
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
 from fp8manifold.optim._muon import (
@@ -272,7 +273,7 @@ class StiffnessMuon(StiffnessOptimizer):
     def _are_plannable(self, slots: list[Slot]) -> bool:
         # F stands on both sides of the factor, and an error needs the ratio of norms
         specs = [slot.spec for slot in slots if is_matrix(slot)]
-        return all(spec.stiffness == "none" and not spec.injects for spec in specs)
+        return all(spec.stiffness == StiffnessPower.NONE and not spec.injects for spec in specs)
 
     def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
         # a rate depends on the shape of the matrix

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
+from fp8manifold._numerics.stiffness import StiffnessPower, power_of_ratio, reference_stiffness
 from fp8manifold.optim._checks import Schedule, check_finite, check_unshared, lr_of, options_in
 from fp8manifold.optim._fisher import nngeometry as fisher
+from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._slot import Parameters, Slot, stiffness_field
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers
@@ -216,7 +217,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         if not has_natural_gradient:
             return fields
         # the stiffness is in the natural gradient already
-        return fields | {"direction": "sgd", "stiffness": "none"}
+        return fields | {"direction": "sgd", "stiffness": StiffnessPower.NONE}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group = slot.group
@@ -348,7 +349,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     def _stretch(self, slot: Slot) -> Tensor:
         """Return ``T`` of a slot, in float32."""
         group = slot.group
-        if slot.storage == "plain" or slot.power == 0:
+        if slot.storage == WeightStorage.PLAIN or slot.power == 0:
             return torch.ones((), device=slot.device).expand(slot.weight.shape)
         stiffness = stiffness_field(slot, group["metric"])
         # the step that begins will renew S_ref, where that is due, and find the same one
