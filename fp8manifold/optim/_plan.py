@@ -293,11 +293,16 @@ class Plan:
         ends = self._launch(optimizer) if self._is_on_gpu else self._run_on_cpu(optimizer)
         # None: skipped, or taken as a step that is not steady; []: no scale may double
         if ends is not None:
+            references = [slot.state.get("reference") for slot in self.slots] if ends else []
             if ends:
                 optimizer._widen([self._slot_to_widen(end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            # where scales double S_ref may be renewed, and is another object then
-            if (is_new and optimizer.keeps_plan) or (self.alive and ends):
+            if ends and references != [slot.state.get("reference") for slot in self.slots]:
+                # ends of charts and equal numbers follow from S_ref: the next step is
+                # planned anew
+                self.alive = []
+            elif (is_new and optimizer.keeps_plan) or (self.alive and ends):
+                # scales that have doubled may be other tensors
                 self._seal(optimizer, member)
             self._versions = list(map(_VERSION, self._tensors))
             if self._report is not None:

@@ -26,10 +26,12 @@ from edits_between_steps import (
     put_gradients,
     take_steps,
 )
-from optimizer_cases import everyone, frozen
+from optimizer_cases import everyone, frozen, normal
 from paths import PATHS, as_on_a_card
 from torch import Tensor
 
+import fp8manifold as fm
+from fp8manifold import optim
 from fp8manifold._triton import launch
 from fp8manifold.optim import _plan
 from fp8manifold.optim._plan import Plan
@@ -187,6 +189,34 @@ def test_a_steady_step_raises_under_on_nonfinite_raise():
     with pytest.raises(FloatingPointError, match="is not finite"):
         optimizer.step()
     assert bits(optimizer) == old_bits
+
+
+RENEWED = {
+    "adamw": lambda ps: optim.StiffnessAdamW(ps, 0.1, stiffness=1.0),
+    "muon": lambda ps: optim.StiffnessMuon(ps, 1.0, weight_decay=0.0),
+    "riemannian": lambda ps: optim.RiemannianAdam(ps, 4.0),
+    "riemannian-sgd": lambda ps: optim.RiemannianSGD(ps, 4.0, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", RENEWED)
+def test_a_plan_ends_where_the_scale_of_a_whole_parameter_doubles(kind):
+    """S_ref changes then, and with it charts, and numbers that two parameters shared."""
+    values = normal(16, 16, std=0.3)
+    optimizers = []
+    for keeps in (True, False):
+        twins = [fm.FP8Parameter(values, "E4M3", seed=i, granularity="tensor") for i in (1, 2)]
+        optimizer = RENEWED[kind](twins)
+        optimizer.keeps_plan = keeps
+        optimizers.append(optimizer)
+    for t in range(40):
+        for optimizer in optimizers:
+            first, second = everyone(optimizer)
+            first.grad = -torch.ones(16, 16)
+            second.grad = normal(16, 16, seed=t, std=0.1)
+            optimizer.step()
+        assert bits(optimizers[0]) == bits(optimizers[1]), t
+    assert optimizers[0].widened_scales
 
 
 @pytest.mark.parametrize("moves", [True, False])
