@@ -52,8 +52,8 @@ class Reader:
 
     lay: Callable[[Path], object]
     read: Callable[[Path], Iterable[str] | object]
-    #: the files that garbage is put into, and the garbage that may be what is meant
-    #: there, or that is waited for
+    #: the files that garbage is put into, each with the kinds of garbage that are not tried
+    #: there: they may be what is meant, or would be waited for
     files: dict[str, tuple[str, ...]]
     errors: tuple[type[Exception], ...] = (BenchError,)
 
@@ -160,6 +160,7 @@ OPTIONAL = ("gone", "folder", "pipe", "link to nothing", "endless")
 
 def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     """Every reader by name; corpora and the run are copied."""
+    # Garbage that is a text like any other.
     any_text = (
         "deep",
         "deep and whole",
@@ -179,6 +180,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
         "huge comment",
         "link to a secret",
     )
+    # Texts that are too short, and files that are waited for.
     few_words = (
         "of another kind",
         "tag",

@@ -37,6 +37,7 @@ def test_help_has_examples_and_that_of_run_is_short(command, capsys):
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "examples:\n  nanogpt-bench " in printed
+    # Without words the program prints what --help prints.
     assert command or (main([]), capsys.readouterr().out) == (0, printed)
     if command == ["run"]:
         assert len(printed.splitlines()) < 40

@@ -51,6 +51,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def law(model, text_file):
+    """The text in the tokens of the model, prepared as a corpus."""
     out = text_file.parent / "law"
     assert (
         main(
@@ -129,14 +130,14 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
     for name, overrides in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
         run(settings(rule="muon-stochastic", **overrides), tmp_path / name)
     after_pass, within = (recorded(tmp_path / name) for name in ("after", "within"))
-    for weight, other_weight in zip(after_pass, within, strict=True):
-        assert (weight.get("train/loss"), weight.get("val/loss")) == (
-            other_weight.get("train/loss"),
-            other_weight.get("val/loss"),
+    for record, record_within in zip(after_pass, within, strict=True):
+        assert (record.get("train/loss"), record.get("val/loss")) == (
+            record_within.get("train/loss"),
+            record_within.get("val/loss"),
         )
-        for key in weight.keys() & {"stall/arrived", "stall/update_lost"}:
-            assert other_weight[key] == pytest.approx(weight[key], rel=1e-12)
-        assert "grad/norm" not in other_weight
+        for key in record.keys() & {"stall/arrived", "stall/update_lost"}:
+            assert record_within[key] == pytest.approx(record[key], rel=1e-12)
+        assert "grad/norm" not in record_within
     peaks = [summary_of(tmp_path / name)["gradient_peak_bytes"] for name in ("after", "within")]
     assert peaks == [4 * 19616, 4 * 64 * 32]
 
@@ -157,17 +158,18 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
     trainer = trainer_of(settings(**IN_BACKWARD))
     norm = trainer.model.model.norm.weight
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
-    old_tensors, new_tensors = (
+    old_norm, old_projection = (
         norm.detach().clone(),
         trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone(),
     )
     for number, bad in ((1, 1), (2, 0)):
         step = one_step(trainer, number)
         assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
-        assert torch.equal(old_tensors, norm) == bool(bad)
+        # The bad gradient leaves the norm as it was, and the next step moves it.
+        assert torch.equal(old_norm, norm) == bool(bad)
         hook.remove()
     assert not torch.equal(
-        new_tensors, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize()
+        old_projection, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize()
     )
 
 

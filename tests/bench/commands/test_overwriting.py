@@ -93,11 +93,11 @@ MINE = '{"mine": [1, 2, 3]}\n'
 
 
 @pytest.mark.parametrize("words", FILES_OF_COMMANDS)
-@pytest.mark.parametrize("own_place", [MINE, "no JSON\n"])
-def test_a_file_of_the_users_stays(words, own_place, trained, corpus_dir, working_folder, refused):
+@pytest.mark.parametrize("content", [MINE, "no JSON\n"])
+def test_a_file_of_the_users_stays(words, content, trained, corpus_dir, working_folder, refused):
     file = working_folder / FILES_OF_COMMANDS[words]
     file.parent.mkdir(exist_ok=True, parents=True)
-    file.write_text(own_place)
+    file.write_text(content)
     sweep = working_folder / "a sweep"
     shutil.copytree(trained["float"], sweep / "run", dirs_exist_ok=True)
     places = {
@@ -109,7 +109,7 @@ def test_a_file_of_the_users_stays(words, own_place, trained, corpus_dir, workin
     }
     message = refused(*(places.get(word, word) for word in words.split()))
     assert str(file) in message or str(working_folder / "dir") in message
-    assert file.read_text() == own_place
+    assert file.read_text() == content
     assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
 
 

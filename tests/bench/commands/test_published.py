@@ -87,13 +87,14 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(l
     assert main([*finetune, "--name", "whole", "--save", "saved"]) == 0
     assert main([*finetune, "--name", "cut", "--train.max_seconds", "1e-9"]) == 0
     assert main([*finetune, "--name", "cut", "--resume", "--save", "again"]) == 0
-    trained, saved = tensors("model"), tensors("saved")
-    assert trained.keys() == saved.keys()
+    published, saved = tensors("model"), tensors("saved")
+    assert published.keys() == saved.keys()
     moved = {name for name, value in saved.items() if value.dtype == torch.float8_e4m3fn}
     assert moved
     for name in moved:
-        assert trained[name].dtype == saved[name].dtype
-        assert not torch.equal(trained[name].view(torch.uint8), saved[name].view(torch.uint8)), name
+        assert published[name].dtype == saved[name].dtype
+        old_codes, new_codes = (state[name].view(torch.uint8) for state in (published, saved))
+        assert not torch.equal(old_codes, new_codes), name
     for file in Path("model").iterdir():
         if file.suffix != ".safetensors":
             assert (

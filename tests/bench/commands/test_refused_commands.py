@@ -261,6 +261,7 @@ def pretrained(text_file):
 def test_a_wrong_command_line_is_refused_in_one_line(
     command, refused, trained, corpus_dir, text_file, working_folder, request
 ):
+    """A case for each command has all of its lines, in one folder, which they leave as it was."""
     for name, text in FILES.items():
         Path(name).write_text(text)
     stand_ins = {
@@ -326,6 +327,7 @@ ADVISED = sorted(
 
 @pytest.mark.parametrize("line", ADVISED)
 def test_what_is_advised_can_be_parsed(line):
+    # Fewer would mean that the search of the sources misses some.
     assert len(ADVISED) > 40
     line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]
     words = [NUMBERS.get(word, word) for word in shlex.split(line)]

@@ -198,6 +198,7 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
     words_of_case = flagged(words).split()
     with refusal(f"^{re.escape(key)}: "):
         resolve(load_config(None, words_of_case))
+    # It raises where advice leads to nothing but more advice.
     agreed(words_of_case)
 
 

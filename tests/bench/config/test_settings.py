@@ -28,6 +28,8 @@ from nanogpt_bench.sweep import session as command
 from nanogpt_bench.sweep.file import read_sweep
 
 STOP = "train: {stop_on: [nan, plateau]}"
+#: sections that a run of an earlier version wrote, and the like that ask for what is gone:
+#: the first have values that change nothing today
 OF_A_RUN = [
     ("{seed: 7, data: {seed: 7}, model: {seed: 7}}", "{seed: 7, data: {seed: 8}}"),
     ("{task: classify, model: {pooling: mean}}", "{task: classify, model: {pooling: last}}"),

@@ -221,11 +221,11 @@ def test_a_classifier_starts_from_a_language_model(classify, tiny, labelled_dir,
     run(tiny(data__dir=labelled_dir, model__tie_weights=tied), tmp_path / "before")
     settings = classify(model__init_from=tmp_path / "before", rule="fp32")
     language = trainer_of(tiny(data__dir=labelled_dir, model__init_from=tmp_path / "before"))
-    weights_of, fresh = trainer_of(settings), trainer_of(classify(rule="fp32"))
+    started, fresh = trainer_of(settings), trainer_of(classify(rule="fp32"))
     language_state = language.model.state_dict()
-    for name, value in weights_of.model.state_dict().items():
+    for name, value in started.model.state_dict().items():
         assert name == "lm_head.weight" or torch.equal(value, language_state[name]), name
-    assert torch.equal(weights_of.model.lm_head.weight, fresh.model.lm_head.weight)
+    assert torch.equal(started.model.lm_head.weight, fresh.model.lm_head.weight)
     assert run(settings, tmp_path / "after")["status"] == "finished"
 
 

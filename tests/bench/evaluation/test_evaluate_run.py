@@ -54,11 +54,11 @@ def test_rounding_a_run_is_rounding_what_starts_from_it(tiny, trained, tmp_path)
 def test_layers_that_a_run_left_alone_stay_so(trained):
     row = evaluate_run(trained["master copy"], formats=["E5M2"])[-1]
     assert row.quantized_parameters == 12 * 16**2  # lm_head is `none` in the run
-    row_of_all = evaluate_run(
+    without_attention = evaluate_run(
         trained["float"], formats=["E5M2"], overrides=["--model.formats.attn", "none"]
     )[-1]
     whole = evaluate_run(trained["float"], formats=["E5M2"])[-1]
-    assert whole.quantized_parameters - row_of_all.quantized_parameters == 4 * 16**2
+    assert whole.quantized_parameters - without_attention.quantized_parameters == 4 * 16**2
 
 
 def test_an_earlier_checkpoint_and_the_table_as_json(trained, tmp_path):
@@ -140,7 +140,7 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
             "evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}"
         )
     run(tiny(data__dir=tmp_path / "byte", train__max_steps=1), tmp_path / "run")
-    # under it
+    # another text takes the place of the run's
     prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte", replace=True)
     assert "is not the text that" in refused("evaluate", tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'byte'}"]) == 0

@@ -369,12 +369,12 @@ def master(scale="", settings=""):
     }
 
 
-#: name -> settings of a run, of 30 steps
 WIDE = {
     "model__n_embd": 64,
     "optimizer__schedule": "constant",
 }  # for one feature to stand far above the others
 ACTIVATION_SCALE = 0.01  # about what the amax of the tiny model's activations asks for
+#: name -> settings of a run, of 30 steps
 SETTINGS = {
     "float": {"rule": "fp32", "optimizer__lr": 0.02, "train__max_steps": 40},
     "one byte": {

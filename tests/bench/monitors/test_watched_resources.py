@@ -151,8 +151,8 @@ def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch):
 
 
 STEPS = 9
-#: figures of a layer that are of nothing but the step, with the operands that they are
-#: of
+#: figures of a layer that describe one step alone, nothing before it; where there
+#: are several operands, the name ends with one
 OF_THE_STEP = (
     *(
         "quant/kurtosis/weight",

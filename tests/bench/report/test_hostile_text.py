@@ -88,11 +88,11 @@ def hostile_run(folder, text):
     )
     write_json(folder / "summary.json", summary_of(folder) | {"format": text, "alerts": {text: 3}})
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    printed = text if "\ud800" not in text else "half"  # what YAML can hold
+    in_yaml = text if "\ud800" not in text else "half"  # what YAML can hold
     config |= {
-        printed: printed,
-        "data": {"dir": printed, "seed": printed},
-        "tracking": {"tags": [printed]},
+        in_yaml: in_yaml,
+        "data": {"dir": in_yaml, "seed": in_yaml},
+        "tracking": {"tags": [in_yaml]},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     corpus = {"source": {text: text}, "splits": {text: {"tokens": 3}}}
@@ -249,9 +249,9 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
             "[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')"
         )
         assert "<script>" in drawn
-        alarms = browser.evaluate(TOOLTIPS)
-        assert "%{x}" in alarms
-        assert "<script>" in alarms
+        tooltips = browser.evaluate(TOOLTIPS)
+        assert "%{x}" in tooltips
+        assert "<script>" in tooltips
         browser.evaluate(
             "document.querySelectorAll('#loss button.key').forEach((key) => key.click())"
         )

@@ -73,16 +73,17 @@ def test_holm_over_the_rows_that_were_tested():
     ]  # the reference's own row
 
 
-def folders(tmp_path, *, seeds, low=(1.9,)):
-    rows = [("fp32", 2.0, 0.0), *(("sgd", final, 0.002) for final in low), ("muon", 2.0, 0.02)]
+def folders(tmp_path, *, seeds):
+    """Runs of a reference, of a rule below it at every seed, and of one now above, now below."""
+    rows = [("fp32", 2.0, 0.0), ("sgd", 1.9, 0.002), ("muon", 2.0, 0.02)]
     return [
         write_run(
             tmp_path / f"{rule}-{seed}",
             rule=rule,
-            final=final + seed / 100 + step * (-1) ** seed,
+            final=final + seed / 100 + swing * (-1) ** seed,
             seed=seed,
         )
-        for rule, final, step in rows
+        for rule, final, swing in rows
         for seed in range(seeds)
     ]
 
@@ -153,7 +154,8 @@ def test_the_same_seed_twice_is_one_seed(tmp_path, reference, capsys):
     assert message in page.read_text(encoding="utf-8")
 
 
-def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path):
+@pytest.mark.parametrize("section", ["data", "model"])
+def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path, section):
     runs = []
     for rule, seed, final in (
         ("bf16-mixed", 1, 2.0),
@@ -162,7 +164,11 @@ def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path):
         ("sgd", 2, 3.7),
     ):
         run = load_run(write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=final, seed=1))
-        runs.append(replace(run, config={**run.config, "data": {"seed": seed}}))
+        runs.append(
+            replace(
+                run, config={**run.config, section: {**run.config.get(section, {}), "seed": seed}}
+            )
+        )
     rows = group_rows(runs)
     assert [len(row.runs) for row in rows] == [2, 2]
     (_, row) = measure(rows, find_reference(rows))

@@ -41,6 +41,8 @@ YAML = {
     "text('[' * 101 + ']' * 101)": "nests more than 100 deep",
     "text('1: a\\n0x1: b')": "'0x1' is given twice",
 }
+#: reader -> damage, as the file and an expression of `NAMES` -> what the line says of it,
+#: its parts apart by " & "
 DAMAGED = {
     "config": {
         **{f"a.yaml: {damage}": word for damage, word in YAML.items()},

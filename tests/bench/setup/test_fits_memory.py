@@ -169,7 +169,7 @@ def test_what_was_read_counts_as_free(tmp_path, monkeypatch):
     monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(free_memory, "_CONTROL_GROUP", tmp_path)
     stat = "anon 100000\ninactive_anon 7\ninactive_file 500000\nactive_file 300000\n"
-    for files, free in (
+    for files, free in (  # each case keeps the files of those before it
         ({"meminfo": "MemTotal: 9000 kB\nMemAvailable:   8000 kB\n"}, 8000 * 1024),
         ({"memory.max": "max\n", "memory.current": "900000\n"}, 8000 * 1024),
         ({"memory.max": "1000000\n"}, 100_000),

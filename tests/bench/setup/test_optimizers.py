@@ -267,9 +267,9 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
 
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
     def products_of(formats, **settings):
-        """Products of the layers of one block, and of their weights' gradients.
+        """Return each layer's products, and those of its weight's gradient.
 
-        They change with the shipped file.
+        The formats and settings are put over those of the shipped file.
         """
         file = read_settings_file(find_config("e4m3_fp8.yaml")) | {"model.n_layer": 1}
         formats = {"*": file.pop("model.format"), **formats}
@@ -280,15 +280,15 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
         }
 
     fp8, decoded = ("fp8", "bfloat16"), ("decoded", "bfloat16")
-    all_formats = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
-    assert products_of({}) == {**all_formats, "lm_head": decoded}
+    in_blocks = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
+    assert products_of({}) == {**in_blocks, "lm_head": decoded}
     options = {
         "attn.qkv": {"weight": "E4M3", "products": "decoded"},
         "lm_head": {"weight": "E5M2", "products": "fp8"},
     }
     options["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
     assert products_of(options) == {
-        **all_formats,
+        **in_blocks,
         "attn.qkv": decoded,
         "mlp.fc": ("fp8", "fp8"),
         "lm_head": fp8,
@@ -305,21 +305,25 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
         assert (units == "fp8") == (fmt in FP8_FORMATS)
 
 
-def test_settings_one_by_one_are_the_rule():
-    words = {
+@pytest.mark.parametrize(
+    ("products", "rule"),
+    [
+        (None, "stochastic-8bit"),
+        ("decoded", "stochastic-8bit"),
+        ("fp8", "stochastic-fp8"),
+        ("auto", "custom"),
+    ],
+)
+def test_settings_one_by_one_are_the_rule(products, rule):
+    settings = {
         "model.storage": "fp8",
+        "model.format": "E4M3",
+        "model.products": products,
+        "optimizer.name": "adamw",
         "optimizer.writeback": "stochastic",
         "optimizer.moments": "8bit",
     }
-    words |= {"model.format": "E4M3", "optimizer.name": "adamw"}
-    expected = {
-        None: "stochastic-8bit",
-        "decoded": "stochastic-8bit",
-        "fp8": "stochastic-fp8",
-        "auto": "custom",
-    }
-    for products, name in expected.items():
-        assert rule_name(resolve(build_config(words | {"model.products": products}))) == name
+    assert rule_name(resolve(build_config(settings))) == rule
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
@@ -358,15 +362,15 @@ OPTIONS = {"model__format": "E4M3", "model__embeddings": "e3m4"}
 def test_every_embedding_trains_in_its_codes(tiny, rule, tied):
     overrides = {"model__tied": "leave"} if tied else {}
     trainer = trainer_of(resolve(tiny(rule=rule, model__tie_weights=tied, **OPTIONS, **overrides)))
-    formats = {
+    weights = {
         name: m.weight for name, m in trainer.model.named_modules() if isinstance(m, nn.Embedding)
     }
-    assert {type(weight) for weight in formats.values()} == {fm.FP8Parameter}
-    assert [weight.format.name for weight in formats.values()] == ["E3M4"] * 2
-    old_codes = {name: weight.codes.clone() for name, weight in formats.items()}
+    assert {type(weight) for weight in weights.values()} == {fm.FP8Parameter}
+    assert [weight.format.name for weight in weights.values()] == ["E3M4"] * 2
+    old_codes = {name: weight.codes.clone() for name, weight in weights.items()}
     assert (trainer.model.lm_head.weight is trainer.model.token_embedding.weight) is tied
     train(trainer, 1)
-    for name, weight in formats.items():
+    for name, weight in weights.items():
         assert not torch.equal(weight.codes, old_codes[name]), name
 
 

@@ -89,8 +89,8 @@ def test_a_compiled_run_is_watched_like_any_other(tiny, monkeypatch, tmp_path):
         records_of(tiny(**settings, runtime__compile=compiles), tmp_path / str(compiles))
         for compiles in (False, True)
     ]
-    plain, watched = records
-    assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
+    plain, compiled = records
+    assert [sorted(record) for record in compiled] == [sorted(record) for record in plain]
     for name in (
         "train/loss",
         "val/loss",
@@ -134,23 +134,20 @@ EXACT = [(name, torch.bfloat16) for name in PRODUCTS] + [
 
 @pytest.mark.parametrize(("name", "dtype"), EXACT)
 def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, dtype):
-    operand_of = operands(dtype, whole=dtype == torch.bfloat16)
-    products, by_float32 = (
-        results(PRODUCTS[name], operand_of, context)
-        for context in (nullcontext(), ProductsByFloat32())
+    pair = operands(dtype, whole=dtype == torch.bfloat16)
+    by_torch, by_float32 = (
+        results(PRODUCTS[name], pair, context) for context in (nullcontext(), ProductsByFloat32())
     )
-    for product, expected in zip(products, by_float32, strict=True):
+    for expected, product in zip(by_torch, by_float32, strict=True):
         assert product.dtype == expected.dtype == dtype
         assert torch.equal(product, expected)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name):
-    operand_of = operands(torch.bfloat16, whole=False)
-    exact = results(PRODUCTS[name], (operand_of[0].double(), operand_of[1].double()), nullcontext())
-    for value, true in zip(
-        results(PRODUCTS[name], operand_of, ProductsByFloat32()), exact, strict=True
-    ):
+    pair = operands(torch.bfloat16, whole=False)
+    exact = results(PRODUCTS[name], (pair[0].double(), pair[1].double()), nullcontext())
+    for value, true in zip(results(PRODUCTS[name], pair, ProductsByFloat32()), exact, strict=True):
         near = true.bfloat16()
         ulp = torch.nextafter(near.abs(), torch.tensor(torch.inf).bfloat16()) - near.abs()
         assert bool(((value - near).abs() <= ulp).all())

@@ -39,7 +39,7 @@ def job(run_dir, corpus_dir, steps):
 
 
 def processes(kind, is_one):
-    """Processes one of whose files under /proc is one, by what that reads."""
+    """Return the processes with a file /proc/ID/`kind` for which `is_one` holds."""
     ids = []
     for path in Path("/proc").glob(f"[0-9]*/{kind}"):
         with suppress(OSError):

@@ -141,8 +141,8 @@ def test_a_run_that_is_missing_stays_missing_beside_another_file_with_its_label(
     for name, entries in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(entries))
     exports = [read_export(tmp_path / f"{name}.json") for name in files]
-    for files in (exports, exports[::-1]):
-        rows = merged_rows([], files)
+    for in_order in (exports, exports[::-1]):
+        rows = merged_rows([], in_order)
         assert [(row.rule, row.missing, len(row.runs)) for row in rows if row.missing] == [
             ("stochastic", (4,), 1)
         ]

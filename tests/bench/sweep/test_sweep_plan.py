@@ -15,7 +15,7 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
-from nanogpt_bench.sweep import workers as cores_module
+from nanogpt_bench.sweep import workers as workers_module
 from nanogpt_bench.sweep.axes import Axis, Range, grid_points, random_points
 from nanogpt_bench.sweep.file import SWEEPS_FOLDER, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
@@ -263,17 +263,17 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(
     ],
 )
 def test_cores_are_divided_among_workers(workers, runs, threads, divided, monkeypatch):
-    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    monkeypatch.setattr(workers_module, "cores", lambda: 4)
     assert divide(workers, runs, threads, 4) == divided
 
 
 def test_workers_have_no_more_threads_than_this_process(monkeypatch):
-    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    monkeypatch.setattr(workers_module, "cores", lambda: 4)
     old_threads = torch.get_num_threads()
     try:
-        for workers_of_file in (1, 2):
-            torch.set_num_threads(workers_of_file)  # as OMP_NUM_THREADS does
-            for workers, threads in ((1, workers_of_file), (2, workers_of_file), (4, 1)):
+        for own_threads in (1, 2):
+            torch.set_num_threads(own_threads)  # as OMP_NUM_THREADS does
+            for workers, threads in ((1, own_threads), (2, own_threads), (4, 1)):
                 assert divide(workers, 1000, None, torch_threads()) == (workers, threads)
     finally:
         torch.set_num_threads(old_threads)
@@ -281,7 +281,7 @@ def test_workers_have_no_more_threads_than_this_process(monkeypatch):
 
 @pytest.mark.usefixtures("_stub_workers")
 def test_the_runs_of_a_sweep_get_the_torch_threads_for(write, monkeypatch, capsys):
-    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    monkeypatch.setattr(workers_module, "cores", lambda: 4)
     monkeypatch.setattr(session_module, "torch_threads", lambda: 2)
     path = write(axes={"optimizer.lr": [0.1]})
     path.write_text(path.read_text().replace("  runtime.threads: 1\n", ""))
@@ -305,7 +305,7 @@ def test_the_runs_of_a_sweep_get_the_torch_threads_for(write, monkeypatch, capsy
 def test_more_runs_at_a_time_than_cores_are_refused(
     write, monkeypatch, refused, file, options, message
 ):
-    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    monkeypatch.setattr(workers_module, "cores", lambda: 4)
     assert refused(
         "sweep", write(axes={"optimizer.lr": [0.1]}, **file), "--out", "out", *options
     ).endswith(message)
@@ -369,29 +369,26 @@ def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays
     assert len({run.name for run in runs}) == 6
 
 
-def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
+OWN = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reference", "warned"),
+    [({"rule": "fp32"}, True), ("E4M3 stochastic", False), ({"rule": "fp32"} | OWN, False)],
+    ids=["rule", "label", "rule and settings"],
+)
+def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch, reference, warned):
     """The file's rate is the rules' on its axis.
 
     A reference that is given as settings has its own.
     """
     train_here(monkeypatch)
-    own_settings = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
     settings = {"model.format": "E4M3", "train.max_steps": 2}
     sentence = "the reference is trained with its rule's own optimizer.lr, "
     sentence += "optimizer.weight_decay, not the file's: set them"
-    for reference, warned in (
-        ({"rule": "fp32"}, True),
-        ("E4M3 stochastic", False),
-        ({"rule": "fp32"} | own_settings, False),
-    ):
-        path = write(
-            axes={"rule": ["stochastic"]}, settings=settings | own_settings, reference=reference
-        )
-        assert (
-            main(["sweep", str(path), "--out", f"out{warned}{len(reference)}", "--workers", "1"])
-            == 0
-        )
-        assert (sentence in capsys.readouterr().err) == warned
+    path = write(axes={"rule": ["stochastic"]}, settings=settings | OWN, reference=reference)
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    assert (sentence in capsys.readouterr().err) == warned
 
 
 def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_path):

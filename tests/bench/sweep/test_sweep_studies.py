@@ -62,8 +62,8 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     corpus = yaml.safe_load((Path("out") / entry["name"] / "config.yaml").read_text())["data"][
         "dir"
     ]
-    words = read_json(Path(corpus) / "meta.json")["vocab_size"]
-    assert summaries[entry["name"]]["quantized_parameters"] == 16 * words
+    vocab_size = read_json(Path(corpus) / "meta.json")["vocab_size"]
+    assert summaries[entry["name"]]["quantized_parameters"] == 16 * vocab_size
     # E7M0 stalls where E3M4 moves: quantising every layer must cost more, and more than
     # quantising one of them.
     everything = sensitivity["gap"][2]

@@ -249,15 +249,16 @@ def test_steps_that_are_not_taken_and_weights_that_stay():
     ]
 
 
-def test_steps_that_are_left_out_have_alerts_of_their_own():
-    for flag in ("loss_is_nan", "grad_has_nan"):
-        run = Run()
-        run.optimizer.step = lambda: None
-        assert run.go(1, **{flag: 1}) == []
-        assert run.go(1) == ["no_change"]
-    uncounted = Run(
-        lambda parameters: torch.optim.SGD(parameters, 0.0), "none"
-    )  # seen by its weights
+@pytest.mark.parametrize("flag", ["loss_is_nan", "grad_has_nan"])
+def test_steps_that_are_left_out_have_alerts_of_their_own(flag):
+    run = Run()
+    run.optimizer.step = lambda: None
+    assert run.go(1, **{flag: 1}) == []
+    assert run.go(1) == ["no_change"]
+
+
+def test_a_standstill_under_an_optimizer_that_counts_no_steps_is_seen_by_the_weights():
+    uncounted = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")
     assert uncounted.go() == ["no_change"]
 
 

@@ -305,8 +305,8 @@ def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip, tiny):
     assert [record["grad/clipped"] for record in plain] == [
         record["grad/clipped"] for record in within
     ]
-    for one, within_value in zip(plain, within, strict=True):
-        assert within_value["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
+    for expected, record in zip(plain, within, strict=True):
+        assert record["grad/norm"] == pytest.approx(expected["grad/norm"], rel=0.02)
 
 
 def test_gradients_of_weights_with_a_format_are_refused(tiny):

@@ -43,20 +43,20 @@ def test_the_first_signal_is_a_request_and_handlers_are_restored(number):
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_exits_at_once_with_128_and_its_number(first, second):
-    write_end, read_end = os.pipe()
+    read_end, write_end = os.pipe()
 
     def child():
         try:
-            with stop_requests(lambda: os.write(read_end, b"x")):
+            with stop_requests(lambda: os.write(write_end, b"x")):
                 signal.raise_signal(first)
                 time.sleep(SAME_REQUEST_SECONDS * 1.5)
                 signal.raise_signal(second)
         finally:
-            os.write(read_end, b"cleaned up")
+            os.write(write_end, b"cleaned up")
 
     assert exit_code_of(child) == 128 + second
-    os.close(read_end)
-    with os.fdopen(write_end, "rb") as pipe:
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
         assert pipe.read() == b"x"
 
 

@@ -176,6 +176,7 @@ class FakeWandb:
         return self
 
     def log(self, record, step=None):
+        # records, and no histograms; that of step 0 has no training loss
         if (step is not None and "train/loss" in record) or step == 0:
             self.logged.append((step, record))
 

@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny, tmp_path)
         None,
         summary["first_val_loss"],
     )
-    last = recorded(tmp_path / "r")[-1]
+    last = recorded(tmp_path / "r")[-1]  # two more steps are tried before the run fails
     assert (last["train/loss"], last["step"]) == (None, summary["failure"]["step"] + 2)
     assert (last["loss_is_nan"], last["grad_has_nan"]) == (1, 1)
 
