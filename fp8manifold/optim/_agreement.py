@@ -57,9 +57,9 @@ def _tell_processes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     part = optimizer.optim
     # other libraries' optimizers have no such attribute
-    if getattr(part, "elsewhere", 0) is None:
+    if getattr(part, "zero_processes", 0) is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        part.elsewhere = ranks_of(parameters), parameters[0].device
+        part.zero_processes = ranks_of(parameters), parameters[0].device
 
 
 def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
@@ -67,7 +67,7 @@ def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if parameters:
         return ranks_of(parameters), parameters[0].device
-    return getattr(optimizer, "elsewhere", None) or ([], torch.device("cpu"))
+    return getattr(optimizer, "zero_processes", None) or ([], torch.device("cpu"))
 
 
 def check_same_start(optimizer: Optimizer) -> None:
@@ -83,7 +83,7 @@ def check_same_start(optimizer: Optimizer) -> None:
         names = []
         if isinstance(ranks, Replicas):
             # under ZeRO each process has the states of its own part
-            if not getattr(optimizer, "elsewhere", None):
+            if not getattr(optimizer, "zero_processes", None):
                 states = optimizer.state
             parameters = ranks.parameters()
             names = [repr(name) for name in ranks.names]
@@ -242,7 +242,7 @@ def _facts(optimizer: Optimizer, ranks: Ranks, groups_by_id: dict[int, Any]) -> 
         groups_by_id: the process group of each parameter, by the parameter's identity.
     """
     # under ZeRO options are all that is shared
-    has_parts = getattr(optimizer, "elsewhere", None) is not None
+    has_parts = getattr(optimizer, "zero_processes", None) is not None
     facts = [Fact("the optimizer", (), type(optimizer).__name__)]
     for i, group in enumerate(optimizer.param_groups):
         for name, value in group.items():

@@ -135,7 +135,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     _in_backward: Any = None
     # several processes have compared parameters and states
     _has_started: bool = False
-    elsewhere: Any = None
+    zero_processes: Any = None
     """The processes that step the other parts under ``ZeroRedundancyOptimizer``, and
     their device.
     """
@@ -388,11 +388,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         return (slot.state.get("reference"),)
 
-    def _elsewhere(self, slots: list[Slot]) -> list[int]:
-        """Return the positions of steps that no backend takes, but `_take_elsewhere`."""
+    def _by_geoopt(self, slots: list[Slot]) -> list[int]:
+        """Return the positions of steps that no backend takes, but `_take_by_geoopt`.
+
+        They are those of Riemannian optimizers whose arithmetic is geoopt's.
+        """
         return []
 
-    def _take_elsewhere(self, slot: Slot) -> None:
+    def _take_by_geoopt(self, slot: Slot) -> None:
         """Take the step of a parameter that no backend steps."""
         raise NotImplementedError
 

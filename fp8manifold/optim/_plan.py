@@ -145,15 +145,15 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
     except Exception:
         # the step without a plan raises it: in its order, and in every process
         return None
-    elsewhere = optimizer._elsewhere(slots)
-    native = [i for i in range(len(slots)) if i not in set(elsewhere)]
+    by_geoopt = optimizer._by_geoopt(slots)
+    native = [i for i in range(len(slots)) if i not in set(by_geoopt)]
     if on_gpu(slots[0].device):
-        is_possible = not elsewhere and all(map(is_triton, slots))
+        is_possible = not by_geoopt and all(map(is_triton, slots))
     else:
         is_possible = bool(native) and optimizer._are_plannable([slots[i] for i in native])
         is_possible = is_possible and all(_is_native_in_place(slots[i]) for i in native)
-        is_possible = is_possible and all(_is_summed_in_place(slots[i]) for i in elsewhere)
-    return Plan(optimizer, slots, native, elsewhere) if is_possible else None
+        is_possible = is_possible and all(_is_summed_in_place(slots[i]) for i in by_geoopt)
+    return Plan(optimizer, slots, native, by_geoopt) if is_possible else None
 
 
 def _is_native_in_place(slot: Slot) -> bool:
@@ -234,7 +234,7 @@ class Plan:
         optimizer: whose step it is.
         slots: the steps of its parameters, which have begun.
         native: the positions of those that native code or kernels take.
-        elsewhere: the positions of the others, which a Riemannian optimizer takes itself.
+        by_geoopt: the positions of the others, which a Riemannian optimizer takes itself.
 
     Attributes:
         slots: whose steps are planned.
@@ -242,9 +242,9 @@ class Plan:
     """
 
     def __init__(
-        self, optimizer: Any, slots: list[Slot], native: list[int], elsewhere: list[int]
+        self, optimizer: Any, slots: list[Slot], native: list[int], by_geoopt: list[int]
     ) -> None:
-        self.slots, self._native, self._elsewhere = slots, native, elsewhere
+        self.slots, self._native, self._by_geoopt = slots, native, by_geoopt
         self._device = slots[0].device
         self.alive: list[weakref.ref[Any]] = []
         self._is_on_gpu = on_gpu(self._device)
@@ -289,6 +289,8 @@ class Plan:
             member: as for `is_stale`.
         """
         is_new = self._step is None
+        if self._snapshot is not None and self._seal_of_last_step is not None:
+            self._advance(self._seal_of_last_step, self._snapshot)
         self._verdict = Verdict.SKIPPED
         ends = self._launch(optimizer) if self._is_on_gpu else self._run_on_cpu(optimizer)
         # None: skipped, or taken as a step that is not steady; []: no scale may double
@@ -324,7 +326,7 @@ class Plan:
         None is returned if the step is skipped.
         """
         slots = self.slots
-        native = [slots[i] for i in self._native] if self._elsewhere else slots
+        native = [slots[i] for i in self._native] if self._by_geoopt else slots
         may_step = self._may_step_on_cpu
         if not in_every_process(optimizer, lambda: may_step(optimizer, native)):
             return None
@@ -332,8 +334,8 @@ class Plan:
             self._renew_numbers(optimizer)
         self._verdict = Verdict.TAKEN
         torch._foreach_add_([slot.state["step"] for slot in slots], 1)
-        for i in self._elsewhere:
-            optimizer._take_elsewhere(slots[i])
+        for i in self._by_geoopt:
+            optimizer._take_by_geoopt(slots[i])
         assert isinstance(self._step, NativePlan)
         reports = self._step.run(native).tolist()
         torch.autograd.graph.increment_version(self._changed)
@@ -391,7 +393,7 @@ class Plan:
             self._step = NativePlan(native, self._number_twins)
         assert isinstance(self._step, NativePlan)
         addresses, sizes = self._step.gradients, self._step.sizes
-        for i in self._elsewhere:
+        for i in self._by_geoopt:
             gradient = self.slots[i].parameter.grad
             assert gradient is not None
             addresses = np.append(addresses, np.uint64(gradient.data_ptr()))
@@ -410,9 +412,8 @@ class Plan:
     def is_stale(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None = None) -> bool:
         """Return False if all is as the last step left it, and nothing is due.
 
-        If so, it has also got the plan ready for the next step, which `run` takes: the
-        last step is counted if it was taken, and parameters and tensors are noted until
-        that step has ended. A plan that is stale is to be dropped.
+        What was found is kept for `run`, which takes the next step. A plan that is stale
+        is to be dropped.
 
         Args:
             optimizer: whose step it is.
@@ -427,18 +428,26 @@ class Plan:
         tensors = [snapshot.objects[i] for i in seal.positions]
         if not self._has_same_memory(tensors, snapshot, seal):
             return True
-        if self._report is None:
-            steps_taken = int(self._verdict is Verdict.TAKEN)
-        else:
-            steps_taken = int(not self._report.values[0][0])
-        self._steps_left -= steps_taken
-        if self._steps_left <= 0:
+        if self._steps_left - self._last_steps() <= 0:
             return True
-        for slot in self.slots:
-            slot.steps_done += steps_taken
-        self._snapshot, self._parameters, self._tensors = snapshot, snapshot.parameters, tensors
-        self._changed = [tensors[i] for i in seal.changed_positions]
+        self._snapshot = snapshot
         return False
+
+    def _last_steps(self) -> int:
+        """Return 1 if the last step was taken, else 0. A GPU is waited for."""
+        if self._report is None:
+            return int(self._verdict is Verdict.TAKEN)
+        return int(not self._report.values[0][0])
+
+    def _advance(self, seal: _Seal, snapshot: _Snapshot) -> None:
+        """Count the last step, and hold the parameters and tensors of the next one."""
+        steps = self._last_steps()
+        self._steps_left -= steps
+        for slot in self.slots:
+            slot.steps_done += steps
+        self._parameters = snapshot.parameters
+        self._tensors = [snapshot.objects[i] for i in seal.positions]
+        self._changed = [self._tensors[i] for i in seal.changed_positions]
 
     def _refresh(self, optimizer: Any, snapshot: _Snapshot) -> None:
         """Let slots and records refer to the gradients and states of another step."""
@@ -449,7 +458,7 @@ class Plan:
             slot.parameter, slot.state = parameter, state
         optimizer._check_schedules(slots)
         addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
-        if self._elsewhere:
+        if self._by_geoopt:
             addresses = addresses[self._native]
         assert self._step is not None
         self._step.set_gradients(addresses)
@@ -457,7 +466,7 @@ class Plan:
     def _renew_numbers(self, optimizer: Any) -> None:
         """Compute the numbers of a step that is not the first of its plan."""
         self._snapshot = None
-        native = [self.slots[i] for i in self._native] if self._elsewhere else self.slots
+        native = [self.slots[i] for i in self._native] if self._by_geoopt else self.slots
         for slot, first in zip(native, self._number_twins, strict=True):
             leader = native[first]
             if slot is leader:

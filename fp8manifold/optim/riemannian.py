@@ -4,7 +4,7 @@ A group may mix three kinds of parameters, which step in two ways:
 
     on a manifold of this library       base class: a slot, its spec, a backend;
     (slot.fmt is set)                   Adam or SGD in the chart, `lr` in ULPs
-    on another manifold of geoopt's,    `_step_elsewhere`: geoopt's own arithmetic
+    on another manifold of geoopt's,    `_step_by_geoopt`: geoopt's own arithmetic
     or an ordinary float tensor         in PyTorch, at `float_lr`
     (slot.fmt is None)
 
@@ -100,7 +100,7 @@ def _with_library_names(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Riemannian(ManifoldOptimizer):
-    """Base of both optimizers: mixed groups, the bounded chart, and steps elsewhere."""
+    """Base of both optimizers: mixed groups, the bounded chart, and geoopt's steps."""
 
     stores_all_moments = False
     # kernels do not look at the squares of gradients of codes
@@ -152,10 +152,10 @@ class Riemannian(ManifoldOptimizer):
             super()._prepare(slot)
 
     def _take(self, slots: list[Slot]) -> None:
-        """Take the steps: those elsewhere here, the others by a backend."""
+        """Take the steps: geoopt's here, the others by a backend."""
         for slot in slots:
             if slot.fmt is None:
-                self._take_elsewhere(slot)
+                self._take_by_geoopt(slot)
         super()._take([slot for slot in slots if slot.fmt is not None])
 
     def _largest_factor(self, slots: list[Slot]) -> float:
@@ -168,10 +168,10 @@ class Riemannian(ManifoldOptimizer):
     def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
         return (*super()._number_facts(slot), slot.state.get("unit"))
 
-    def _elsewhere(self, slots: list[Slot]) -> list[int]:
+    def _by_geoopt(self, slots: list[Slot]) -> list[int]:
         return [i for i, slot in enumerate(slots) if slot.fmt is None]
 
-    def _take_elsewhere(self, slot: Slot) -> None:
+    def _take_by_geoopt(self, slot: Slot) -> None:
         """Step a parameter that is not on this library's manifolds.
 
         Of a sharded one this process steps its rows. If it has none it steps a row of
@@ -179,7 +179,7 @@ class Riemannian(ManifoldOptimizer):
         """
         manifold = manifold_of(slot.parameter) or _EUCLIDEAN
         if slot.share is None:
-            moved = self._step_elsewhere(slot, slot.parameter, slot.state, manifold)
+            moved = self._step_by_geoopt(slot, slot.parameter, slot.state, manifold)
             _store_floats(slot, slot.parameter, moved)
             return
         local_state = {name: local_of(value) for name, value in slot.state.items()}
@@ -191,7 +191,7 @@ class Riemannian(ManifoldOptimizer):
             rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             gradient = torch.zeros_like(rows)
         rows.grad = gradient
-        moved = self._step_elsewhere(slot, rows, local_state, _EUCLIDEAN)
+        moved = self._step_by_geoopt(slot, rows, local_state, _EUCLIDEAN)
         rows.grad = None
         _store_floats(slot, rows, moved)
         for name in local_state.keys() - slot.state.keys():
@@ -248,7 +248,7 @@ class Riemannian(ManifoldOptimizer):
         mantissa = torch.frexp(scale).mantissa * 2
         return bounded_share(stiffness / mantissa, 1.0, low, high, slot.ranks)
 
-    def _step_elsewhere(
+    def _step_by_geoopt(
         self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> Tensor:
         """Return where a step on another manifold ends, in the working dtype.
@@ -265,7 +265,7 @@ class Riemannian(ManifoldOptimizer):
             # geoopt's L2 decay: a decoupled one would leave a sphere
             gradient = gradient + point * group["weight_decay"]
         gradient = manifold.egrad2rgrad(point, gradient)
-        direction, average = self._descend_elsewhere(slot, point, gradient, state, manifold)
+        direction, average = self._descend_by_geoopt(slot, point, gradient, state, manifold)
         lr = lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
         if average is None:
             return manifold.retr(point, -lr * direction)  # type: ignore[no-any-return]
@@ -274,7 +274,7 @@ class Riemannian(ManifoldOptimizer):
         average.copy_(transported)
         return moved
 
-    def _descend_elsewhere(
+    def _descend_by_geoopt(
         self,
         slot: Slot,
         point: Tensor,
@@ -458,7 +458,7 @@ class RiemannianAdam(Riemannian):
         numbers = adam_numbers(lr_of(group), tuple(group["betas"]), eps, slot.age)
         return numbers | {"keep": _weight_after_decay(group), "per_unit": per_unit}
 
-    def _descend_elsewhere(
+    def _descend_by_geoopt(
         self,
         slot: Slot,
         point: Tensor,
@@ -563,7 +563,7 @@ class RiemannianSGD(Riemannian):
     def _numbers(self, slot: Slot) -> dict[str, float]:
         return sgd_numbers(slot) | {"keep": _weight_after_decay(slot.group), "per_unit": 1.0}
 
-    def _descend_elsewhere(
+    def _descend_by_geoopt(
         self,
         slot: Slot,
         point: Tensor,

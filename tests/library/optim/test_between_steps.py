@@ -193,7 +193,7 @@ def test_a_steady_step_raises_under_on_nonfinite_raise():
 
 RENEWED = {
     "adamw": lambda ps: optim.StiffnessAdamW(ps, 0.1, stiffness=1.0),
-    "muon": lambda ps: optim.StiffnessMuon(ps, 1.0, weight_decay=0.0),
+    "muon": lambda ps: optim.StiffnessMuon(ps, 10.0, weight_decay=0.0),
     "riemannian": lambda ps: optim.RiemannianAdam(ps, 4.0),
     "riemannian-sgd": lambda ps: optim.RiemannianSGD(ps, 4.0, momentum=0.5),
 }
