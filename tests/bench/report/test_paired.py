@@ -192,3 +192,15 @@ def test_a_run_that_has_not_finished_has_no_final_loss(tmp_path, reference, stat
     assert row.best_val_loss.mean <= row.final_val_loss.mean
     assert row.val_loss_se is None
     assert "4.9" not in to_csv([row]).splitlines()[1]
+
+
+def test_a_run_without_a_finished_twin_has_the_gap_to_the_mean_of_the_others(tmp_path):
+    paths = [
+        write_run(tmp_path / "bf16-1", final=3.1, seed=1),
+        write_run(tmp_path / "bf16-2", final=9.0, seed=2, status="stopped"),
+        write_run(tmp_path / "sgd-1", rule="sgd", final=3.2, seed=1),
+        write_run(tmp_path / "sgd-2", rule="sgd", final=3.5, seed=2),
+    ]
+    (_, row) = measured(paths)
+    assert row.gap.mean == pytest.approx((0.1 + 0.4) / 2)
+    assert row.difference.seeds == 1

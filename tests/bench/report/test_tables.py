@@ -9,8 +9,9 @@ import pytest
 from run_folders import csv_lines, measured, write_comparison, write_run
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.monitors.stall import CODE_UNCHANGED, UPDATE_LOST
 from nanogpt_bench.report import report
-from nanogpt_bench.report.columns import COLUMNS
+from nanogpt_bench.report.columns import COLUMNS, GAP
 from nanogpt_bench.report.results import Figure, Result
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, shown_columns, to_markdown, to_text
@@ -41,7 +42,7 @@ def result(
         gap_share=gap / 2.62,
         bytes_per_parameter=size,
         stall=None if stall is None else Figure(stall),
-        stall_metric="code_unchanged" if label == "E4M3 master" else "update_lost",
+        stall_metric=CODE_UNCHANGED.name if label == "E4M3 master" else UPDATE_LOST.name,
         tokens_per_s=Figure(18000.0 + 100 * loss),
         verdict=Verdict(Judgement.WITHIN, "stall 98%; outside 10%" if gap > 1 else "within 10%"),
         arrived=None if arrived is None else Figure(arrived),
@@ -59,6 +60,14 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal():
     for table in (to_text(results), to_markdown(results)):
         assert max(map(len, table.splitlines())) <= WIDEST
         assert [word for word in shown if word not in table] == []
+
+
+def test_shares_are_in_per_cent_and_a_stall_of_codes_says_so():
+    cells = {column.heading: column.cell for column in COLUMNS}
+    results = [result(*row) for row in ROWS]
+    assert [cells["stall"](one) for one in results[2:]] == ["-", "68.3% code", "75.7%", "98.0%"]
+    assert [cells["arrived"](one) for one in results[3:]] == ["-", "60.1%", "5.4%"]
+    assert cells[GAP](results[5]) == "+1.391 (+53.1%)"
 
 
 def test_csv_reads_back_to_the_numbers_and_has_every_column(tmp_path):

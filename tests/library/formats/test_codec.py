@@ -234,6 +234,16 @@ def test_nan(fmt):
     )
 
 
+@pytest.mark.parametrize("place", [0, 1, 5000, 9999])
+@pytest.mark.parametrize("scheme", ["nearest", "stochastic"])
+def test_a_nan_without_a_code_is_refused_wherever_it_is(scheme, place):
+    x = torch.ones(100, 100)
+    x.view(-1)[place] = torch.nan
+    seed = {"seed": 1} if scheme == "stochastic" else {}
+    with pytest.raises(ValueError, match="x holds 1 NaN, and E2M1 has no code for NaN"):
+        fm.encode(x, "E2M1", rounding=scheme, **seed)
+
+
 @pytest.mark.skipif(
     torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic"
 )

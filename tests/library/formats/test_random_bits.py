@@ -271,6 +271,14 @@ def test_another_epoch_has_other_words():
     assert abs(np.corrcoef(dithered(EPOCH), dithered(0))[0, 1]) < 4 / WIDTH**0.5
 
 
+@pytest.mark.parametrize("epoch", [0, 1, 3])
+def test_phases_are_not_the_independent_draws_of_a_step(epoch):
+    independent = fm.random_bits(WIDTH, seed=5, step=epoch).numpy()
+    phases = dithered(EPOCH * epoch)
+    assert (phases != independent).mean() > 0.99
+    assert abs(np.corrcoef(phases, independent)[0, 1]) < 4 / WIDTH**0.5
+
+
 @pytest.mark.parametrize("step", [0, 1, 17, EPOCH, 2**40])
 def test_a_dithered_draw_is_uniform(step):
     draws = dithered(step, 2**16)
