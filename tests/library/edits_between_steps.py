@@ -155,6 +155,7 @@ EDITS = {
     "a moment in another order": f"{A}.data = {A}.data.t().contiguous().view(4, 64)",
     "rounding of a weight": "p[0].rounding = 'nearest'",
     "draws of a weight": "p[0].draws = 'dither'",
+    "retraction of a weight": "p[0].retraction = 'euclidean'",
     "states cleared": "o.state.clear()",
     "a plain state": "o.state = {}",
     "states popped": "o.state.pop(p[0]); o.state.pop(p[3])",

@@ -27,8 +27,8 @@ from edits_between_steps import (
     take_steps,
 )
 from optimizer_cases import everyone, frozen, normal
-from paths import PATHS, as_on_a_card
-from torch import Tensor
+from paths import PATHS, as_on_a_card, on_path
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -165,6 +165,24 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_steady_plan(edit, path):
     assert (
         frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == old_state
     )
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parameters_that_were_reset_at_other_times_have_other_numbers(path):
+    """They are of one group, and equal in all else that the numbers of a step depend on."""
+    pair = []
+    for keeps in (True, False):
+        parameters = [nn.Parameter(normal(4, 3, seed=i)) for i in (1, 2)]
+        optimizer = on_path(path if keeps else "eager", optim.StiffnessAdamW(parameters, 1e-2))
+        optimizer.keeps_plan = keeps
+        pair.append(optimizer)
+    for t in range(8):
+        for optimizer in pair:
+            put_gradients(optimizer, t)
+            if t == 4:
+                optimizer.state[everyone(optimizer)[1]]["since"] = 3
+            optimizer.step()
+        assert bits(pair[0]) == bits(pair[1]), t
 
 
 PERIODS = {
