@@ -320,7 +320,7 @@ def _is_flattened(parameter: Tensor, manifold: StiffnessManifold | None) -> bool
     return False
 
 
-def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
+def refuse_sharded(name: str, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError for a sharded parameter, in an optimizer that needs all of it.
 
     ``name`` is the optimizer's.
@@ -338,7 +338,7 @@ _SCHEDULED: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
 """Options that schedules change: a loaded state is expected to have other values."""
 
 
-def unshare(groups: Sequence[dict[str, Any]]) -> None:
+def copy_shared_tensors(groups: Sequence[dict[str, Any]]) -> None:
     """Copy tensors that groups share, such as a learning rate.
 
     Schedulers that write in place, a group at a time, would write them several times.

@@ -193,7 +193,7 @@ class GraphedStep:
         optimizer = self._optimizer
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if self._may_replay(inputs):
+            if self._prepare_replay(inputs):
                 assert self._graphs is not None
                 optimizer._graph = self._step_graph
                 try:
@@ -221,7 +221,7 @@ class GraphedStep:
         self._gradients = [p.grad for p in parameters]
         return outputs
 
-    def _may_replay(self, inputs: tuple[Any, ...]) -> bool:
+    def _prepare_replay(self, inputs: tuple[Any, ...]) -> bool:
         """Return True if a replay does the same as the call.
 
         The passes are recorded where they have not been, or memory has moved.

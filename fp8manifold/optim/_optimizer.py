@@ -355,12 +355,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         def may_step_here() -> bool:
             self._check_options()
-            self._check_schedules(slots)
+            self._apply_schedules(slots)
             return all_finite(self, slots)
 
         return in_every_process(self, may_step_here)
 
-    def _check_schedules(self, slots: list[Slot]) -> None:
+    def _apply_schedules(self, slots: list[Slot]) -> None:
         """Raise before anything has changed if a schedule has left its range.
 
         A subclass may note in the slots what schedules give for this step.
@@ -475,7 +475,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             # native code reads its memory
             gradient = local_of(slot.parameter.grad).contiguous().resolve_neg()
             slot.tensors["gradient"] = gradient
-        if slot.fmt is not None and slot.spec.bounds_chart:
+        if slot.fmt is not None and slot.spec.has_bounded_chart:
             bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
             slot.chart_ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
         slot.numbers = self._numbers(slot)
@@ -520,9 +520,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Compute S_ref of a parameter, and the share of its weights at a bound."""
         stiffness = stiffness_field(slot, slot.spec.metric)
         slot.state["reference"] = reference_stiffness(stiffness, slot.ranks)
-        slot.state["bounded"] = self._bounded(slot, stiffness, slot.state["reference"])
+        slot.state["bounded"] = self._share_at_bounds(slot, stiffness, slot.state["reference"])
 
-    def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+    def _share_at_bounds(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
         return bounded_share(
             stiffness, reference, slot.group[self.damping_option], slot.group["clip"], slot.ranks
         )
@@ -567,7 +567,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         watch_for_zero()
         self._drop_plans()
         group = self.param_groups[-1]
-        _checks.unshare(self.param_groups)
+        _checks.copy_shared_tensors(self.param_groups)
         try:
             _checks.check_parameters(group["params"])
             self._check_group(group)
@@ -662,7 +662,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 if group.get(name) is None:
                     group[name] = function
         _state.restore_dtypes(self, state_dict)
-        _checks.unshare(self.param_groups)
+        _checks.copy_shared_tensors(self.param_groups)
         self._has_started = False
         for name in _COUNTS:
             setattr(self, name, int(state_dict.get(name, 0)))

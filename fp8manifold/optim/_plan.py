@@ -52,8 +52,8 @@ from fp8manifold.optim._slot import Slot, count_step
 from fp8manifold.optim._triton_step import (
     PendingVerdict,
     TritonStep,
-    doubles_on_card,
     is_triton,
+    kernel_doubles_scales,
     launch_steps,
 )
 from fp8manifold.tensor import FP8Tensor
@@ -140,7 +140,7 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
     """
     try:
         optimizer._check_options()
-        optimizer._check_schedules(slots)
+        optimizer._apply_schedules(slots)
         optimizer._begin(slots)
     except Exception:
         # the step without a plan raises it: in its order, and in every process
@@ -263,7 +263,7 @@ class Plan:
         changed = [slots[i].changed_tensors for i in self._native]
         self._changed = [*chain.from_iterable(changed)]
         if self._is_on_gpu:
-            self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
+            self._late = [i for i in self._coded if not kernel_doubles_scales(slots[i])]
             self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
@@ -456,7 +456,7 @@ class Plan:
         slots = self.slots
         for slot, parameter, state in zip(slots, snapshot.parameters, snapshot.states, strict=True):
             slot.parameter, slot.state = parameter, state
-        optimizer._check_schedules(slots)
+        optimizer._apply_schedules(slots)
         addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
         if self._by_geoopt:
             addresses = addresses[self._native]

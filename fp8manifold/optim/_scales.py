@@ -11,7 +11,7 @@
 
 A scale belongs to a row, a block, a square or the whole tensor. All decisions follow
 from the stored state alone, so shards and resumed runs have the same bits. Where
-several processes share one scale they agree by an all-reduce (`_largest_anywhere`).
+several processes share one scale they agree by an all-reduce (`_largest_over_processes`).
 When spacings change, S_ref is computed again. `ManifoldOptimizer._take` and
 ``_prepare`` call these functions; kernels on a GPU widen most scales by themselves.
 """
@@ -63,7 +63,7 @@ def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
         for slot in coded
         if has_one_scale(slot) and slot.share is not None
     }
-    is_full |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(shared).items()}
+    is_full |= {slot: bool(flag) for slot, (flag,) in _largest_over_processes(shared).items()}
     for slot in coded:
         if is_full[slot]:
             # a GPU's kernel may have doubled them
@@ -82,7 +82,7 @@ def has_one_scale(slot: Slot) -> bool:
     return slot.kept_scale is not None and not slot.kept_scale.dim()
 
 
-def _largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
+def _largest_over_processes(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
     """Return the largest of each flag of sharded slots over the processes.
 
     There is one all-reduce for all slots of the same group of processes.
@@ -239,7 +239,7 @@ def mark_zero(slots: Sequence[Slot]) -> None:
             if has_one_scale(slot) and slot.share is not None:
                 is_used = zero is None and slot.weight.numel() > 0
                 flags[slot] = [int(is_used), int(moves)]
-    for slot, (used_anywhere, moves_anywhere) in _largest_anywhere(flags).items():
+    for slot, (used_anywhere, moves_anywhere) in _largest_over_processes(flags).items():
         is_fitted = moves_anywhere and not used_anywhere
         slot.fit_mask = torch.ones((), dtype=torch.bool, device=slot.device) if is_fitted else None
 
@@ -326,7 +326,9 @@ def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
         for slot, flag in has_changed.items()
         if slot.share is not None and not has_one_scale(slot)
     }
-    has_changed |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(local_changes).items()}
+    has_changed |= {
+        slot: bool(flag) for slot, (flag,) in _largest_over_processes(local_changes).items()
+    }
     for slot, flag in has_changed.items():
         if flag:
             optimizer._refresh(slot)

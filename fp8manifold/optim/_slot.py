@@ -316,7 +316,7 @@ class Slot:
             arrays[name] = tensor.view(block_dims if name in BOUND_NAMES else dims)
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.weight.shape, self.view)
-            if self.spec.bounds_chart:
+            if self.spec.has_bounded_chart:
                 assert self.fmt is not None
                 arrays |= bounded_ends(self.fmt, arrays["scale"], *self.chart_ends)
         return arrays

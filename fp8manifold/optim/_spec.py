@@ -161,7 +161,7 @@ class Spec:
         return (*self.moment_names, *self.bound_names.values(), *self.rule.state)
 
     @cached_property
-    def bounds_chart(self) -> bool:
+    def has_bounded_chart(self) -> bool:
         """True where the step goes along the chart of the ULP, whose stiffness has bounds."""
         return self.geometry in (Geometry.EXPONENTIAL, Geometry.TANGENT) and self.metric == "ulp"
 

@@ -321,17 +321,17 @@ def moment_scales(
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     scales = {}
     for name in spec.moment_names:
-        root = name == "exp_avg_sq"
+        is_second = name == "exp_avg_sq"
         # the one moment of Lion decays by its second beta
-        n = "2" if root or spec.direction == "lion" else "1"
+        n = "2" if is_second or spec.direction == "lion" else "1"
         decay = numbers[f"beta{n}"].to(torch.float32)
         gain = numbers[f"gain{n}"].to(torch.float32).abs()
         bound = arrays[BOUNDS[name]]
-        new_bound = bound * decay + gain * (largest * largest if root else largest)
-        prefix = "sq" if root else "avg"
+        new_bound = bound * decay + gain * (largest * largest if is_second else largest)
+        prefix = "sq" if is_second else "avg"
         scales[BOUNDS[name]] = new_bound
-        scales[f"{prefix}_scale"] = scale_of_bound(bound, root=root)
-        scales[f"{prefix}_inverse"] = _reciprocal(scale_of_bound(new_bound, root=root))
+        scales[f"{prefix}_scale"] = scale_of_bound(bound, of_root=is_second)
+        scales[f"{prefix}_inverse"] = _reciprocal(scale_of_bound(new_bound, of_root=is_second))
     return scales
 
 
@@ -423,13 +423,13 @@ def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
     return torch.maximum(codes, root.view(torch.int32).clamp(max=1)).to(torch.uint8)
 
 
-def scale_of_bound(bound: Tensor, *, root: bool) -> Tensor:
+def scale_of_bound(bound: Tensor, *, of_root: bool) -> Tensor:
     """Return the power of two by which a bound, or its root, becomes ``2^6 .. 2^7``."""
     field = bound.view(torch.int32) >> _FIELD
     # A bound is below 2^(field + 1 - bias), and its root below 2 to the half of that,
     # which the shift rounds up: hence 2 in place of 1.
     halved = ((field + (2 - _BIAS)) >> 1) + (_BIAS - _HEADROOM)
-    scale = halved if root else (field + (1 - _HEADROOM)).clamp(min=1)
+    scale = halved if of_root else (field + (1 - _HEADROOM)).clamp(min=1)
     return (scale << _FIELD).view(torch.float32)
 
 

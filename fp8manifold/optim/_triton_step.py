@@ -110,7 +110,7 @@ class TritonStep:
             # the address of the report is filled in later
             jobs.append(Job([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
         self.records = records_of(jobs)
-        self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
+        self._doubling = [i for i, slot in enumerate(slots) if kernel_doubles_scales(slot)]
         self._widenings = _widenings([slots[i] for i in self._doubling])
         self._device = slots[0].device
         self.launches = launches_of(
@@ -213,13 +213,13 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues
             if slot.spec.storage == WeightStorage.CODES:
                 slot.saturated.append(bool(is_saturated))
                 slot.has_zero_rows.append(bool(has_zero_row))
-            if doubles_on_card(slot):
+            if kernel_doubles_scales(slot):
                 slot.doubled.append(doubled)
                 _log_doubled(slot.parameter, doubled)
     return report
 
 
-def doubles_on_card(slot: Slot) -> bool:
+def kernel_doubles_scales(slot: Slot) -> bool:
     """Return True if the kernel of a step doubles scales that have become too small.
 
     It does for scales of rows and blocks, but not for those of squares, nor for one of

@@ -230,7 +230,7 @@ class Riemannian(ManifoldOptimizer):
         reference = slot.state.get("reference")
         is_due = slot.steps_done % slot.group["refresh_every"] == 0
         if reference is None or is_due or not math.isfinite(slot.group["clip"]):
-            return _largest_anywhere(slot, stiffness_field(slot, slot.metric))
+            return _largest_stiffness(slot, stiffness_field(slot, slot.metric))
         return stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])[1]
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Riemannian(ManifoldOptimizer):
         geometry = Geometry.TANGENT if is_straight else Geometry.EXPONENTIAL
         return {"direction": self.direction, "metric": slot.metric, "geometry": geometry}
 
-    def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+    def _share_at_bounds(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
         if slot.metric != "ulp":
             return 0.0
         low, high = stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])
@@ -289,7 +289,7 @@ class Riemannian(ManifoldOptimizer):
         raise NotImplementedError
 
 
-def _largest_anywhere(slot: Slot, stiffness: Tensor) -> float:
+def _largest_stiffness(slot: Slot, stiffness: Tensor) -> float:
     """Return the largest stiffness of a parameter, over all processes that have rows."""
     largest = stiffness.max() if stiffness.numel() else stiffness.new_zeros(())
     return float(slot.ranks.largest(largest))
@@ -447,7 +447,7 @@ class RiemannianAdam(Riemannian):
             # in a bounded chart the unit is no less than any stiffness
             return 0.0
         field = stiffness_field(slot, slot.metric)
-        return _largest_anywhere(slot, field) / unit_of(
+        return _largest_stiffness(slot, field) / unit_of(
             slot, reference_stiffness(field, slot.ranks)
         )
 

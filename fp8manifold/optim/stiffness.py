@@ -68,7 +68,7 @@ class StiffnessOptimizer(ManifoldOptimizer):
                     "use fp8manifold.optim.RiemannianAdam"
                 )
 
-    def _check_schedules(self, slots: list[Slot]) -> None:
+    def _apply_schedules(self, slots: list[Slot]) -> None:
         """Set the exponent of each slot, or raise if a schedule has left its range.
 
         A schedule is called once for all parameters of a group with as many steps.

@@ -27,7 +27,7 @@ from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
+from fp8manifold.optim._checks import Schedule, refuse_sharded, scheduled
 from fp8manifold.optim._slot import stiffness_manifold_of
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
@@ -122,7 +122,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
-        check_unshared(
+        refuse_sharded(
             type(self).__name__, [p for group in optimizer.param_groups for p in group["params"]]
         )
         check_choice("on", on, ("update", "gradient"))

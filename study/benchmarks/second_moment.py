@@ -78,7 +78,7 @@ class LibraryMoment:
             return torch.zeros(self.weight.shape, dtype=torch.float64)
         stored = state["exp_avg_sq"]
         if stored.dtype is torch.uint8:
-            root = fm.decode(stored, "E4M3") * scale_of_bound(state["sq_bound"], root=True)
+            root = fm.decode(stored, "E4M3") * scale_of_bound(state["sq_bound"], of_root=True)
             return root.double().square()
         return stored.double()
 

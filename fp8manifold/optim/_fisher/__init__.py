@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import StiffnessPower, power_of_ratio, reference_stiffness
-from fp8manifold.optim._checks import Schedule, check_finite, check_unshared, lr_of, options_in
+from fp8manifold.optim._checks import Schedule, check_finite, lr_of, options_in, refuse_sharded
 from fp8manifold.optim._fisher import nngeometry as fisher
 from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._slot import Parameters, Slot, stiffness_field
@@ -190,7 +190,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         }
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_unshared(type(self).__name__, group["params"])
+        refuse_sharded(type(self).__name__, group["params"])
         check_number("momentum", group["momentum"], 0.0, 1.0, open_high=True)
         check_choice("representation", group["representation"], tuple(fisher.ENTRY_OF_METRIC))
         check_finite("damping", group["damping"])

@@ -202,7 +202,7 @@ def test_positions_beyond_32_bits():
     for t in range(2):
         take(optimizer, t)
     slots = [optimizer._slot(optimizer.param_groups[0], p)]
-    optimizer._check_schedules(slots)
+    optimizer._apply_schedules(slots)
     slot = optimizer._begin(slots)[0]
 
     def step(arrays, start, end, offset):
