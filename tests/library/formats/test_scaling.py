@@ -11,6 +11,7 @@ from optimizer_cases import normal, through_disk
 
 import fp8manifold as fm
 from fp8manifold import SaturationWarning, Scale, amax_scale, storage_scale
+from fp8manifold.scaling import refitted_scale
 
 settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=200)
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1")
@@ -214,3 +215,13 @@ def test_default_headroom_leaves_weights_their_precision(name, headroom):
     # The coarsest is E2M1: amax, about 3 sd, lies in (1.5, 3], and what is below 0.25
     # is lost: at most P(|z| < 1/2).
     assert (fm.round_to_grid(w / scale, name) == 0).float().mean() < 0.39
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E2M1"])
+def test_replaced_weights_keep_a_scale_at_which_the_largest_is_rounded_to_the_end(name):
+    fmt = fm.FloatFormat.from_string(name)
+    end = fmt.max + fmt.ulp_max / 2
+    amax = torch.tensor([fmt.max, math.nextafter(end, 0.0) * (1 - 1e-6), end])
+    scale = refitted_scale(amax, torch.ones(3), fmt)
+    assert scale[:2].tolist() == [1.0, 1.0]
+    assert scale[2] > 1.0
