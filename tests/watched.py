@@ -49,9 +49,11 @@ def watched(call: Callable[[], Any], forbidden: Collection[str] = ()) -> Watched
     end, start = os.pipe()
     child = os.fork()
     if child == 0:
-        with os.fdopen(start, "w") as answer:
-            answer.write(json.dumps(_called(call, forbidden)))
-            answer.flush()
+        try:
+            with os.fdopen(start, "w") as answer:
+                answer.write(json.dumps(_called(call, forbidden)))
+        finally:
+            # an error would go on as a second session of the tests
             os._exit(0)
     os.close(start)
     with os.fdopen(end) as answer:

@@ -498,9 +498,13 @@ def test_a_process_killed_at_any_moment_leaves_whole_saves_or_none(tmp_path):
     for turn in range(12):
         child = os.fork()
         if child == 0:
-            state = with_digest()
-            for number in range(10_000):
-                dcp.save(state, checkpoint_id=tmp_path / f"{turn}-{number}", no_dist=True)
+            try:
+                state = with_digest()
+                for number in range(10_000):
+                    dcp.save(state, checkpoint_id=tmp_path / f"{turn}-{number}", no_dist=True)
+            finally:
+                # an error would go on as a second session of the tests
+                os._exit(1)
         time.sleep(0.3 + random.random() * 0.3)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
