@@ -34,6 +34,7 @@ static void take_tile(const Job *job, const PerScale *per_scale, const BlockScal
     else if (spec->direction == LION)
         lion(job, tile);
     else
+        /* of Muon the momentum; its orthogonal factor is torch's */
         sgd(job, tile);
     move(job, per_scale, tile);
     if (is_rounded(spec) && spec->writeback != WRITE_NEAREST)

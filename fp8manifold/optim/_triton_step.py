@@ -64,6 +64,8 @@ _DTYPES: Final = {
     torch.float16: "float16",
     torch.uint8: "uint8",
 }
+_GRADIENT_OF_WIDENING: Final = 3
+"""Position of the gradient's address among the pointers of a doubling of scales."""
 _LOG: Final = logging.getLogger("fp8manifold")
 _given_up: Final[list[str]] = []
 """The first line of the error for which kernels were given up, once that has happened."""
@@ -147,13 +149,14 @@ class TritonStep:
             for _, kind_calls in self.launches
             for kernel, chunks, facts in kind_calls
         ]
-        addresses = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
-        # the address of a gradient is the third of a step's record, and the fourth of
-        # that of a doubling of scales
-        return calls, [
-            [row[:2] + row[3:] for row in addresses[0]],
-            *([row[:3] + row[4:] for row in rows] for rows in addresses[1:]),
-        ]
+        addresses = []
+        for i, (records, _) in enumerate(self.launches):
+            # the first launches are of the step, later ones double scales
+            gradient = GRADIENT_COLUMN if i == 0 else _GRADIENT_OF_WIDENING
+            # the last address is that of the report
+            fixed = np.delete(records["pointers"], [gradient, -1], axis=1)
+            addresses.append(fixed.tolist())
+        return calls, addresses
 
     def fill(self, slots: Sequence[Slot], report: Tensor) -> None:
         """Fill the records with the numbers and keys of a step.
@@ -168,8 +171,8 @@ class TritonStep:
         records["hyper"] = number_rows(slots)
         if self._widenings is not None:
             doublings = self._widenings.records
-            # gradients: the fourth pointers of these records, the third of steps'
-            doublings["pointers"][:, 3] = records["pointers"][self._doubling, 2]
+            gradients = records["pointers"][self._doubling, GRADIENT_COLUMN]
+            doublings["pointers"][:, _GRADIENT_OF_WIDENING] = gradients
             doublings["pointers"][:, -1] = report_rows[self._doubling]
             doublings["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
 
