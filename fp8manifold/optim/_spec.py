@@ -28,7 +28,7 @@ from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._kinds import Geometry, MomentStorage, WeightStorage
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
-MOMENTS: Final = tuple(MomentStorage)
+MOMENTS: Final = tuple(str(member) for member in MomentStorage)
 """How moments may be stored."""
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
 """For each moment the state's entry of its bounds, one in float32 for each block.

@@ -330,11 +330,11 @@ def test_what_cannot_be_is_refused():
         TypeError, match="arguments is a dict without learning_rate: TrainingArguments are needed"
     ):
         trainer_optimizer({})
-    arguments = SimpleNamespace(
+    incomplete = SimpleNamespace(
         learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0, gradient_accumulation_steps=1
     )
     with pytest.raises(TypeError, match="arguments is a SimpleNamespace without adam_beta1"):
-        trainer_optimizer(arguments)
+        trainer_optimizer(incomplete)
     scaled = SimpleNamespace(**{**vars(arguments), "fp16": True})
     with pytest.raises(ValueError, match="in_backward=True does not go with fp16=True"):
         trainer_optimizer(scaled, in_backward=True)
