@@ -20,6 +20,7 @@ Processes step together if they share a parameter: as replicas, as shards, or un
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -33,8 +34,6 @@ from fp8manifold.optim._slot import describe_parameter, steps_taken
 from fp8manifold.tensor import FP8Tensor
 
 _ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
-_hooked: Final[list[bool]] = []
-"""Empty until the hook `_tell_processes` is registered, and then it has a True."""
 
 
 def watch_for_zero() -> None:
@@ -42,9 +41,14 @@ def watch_for_zero() -> None:
 
     Its constructor makes the optimizer of a part, so it is imported by then.
     """
-    if _ZERO in sys.modules and not _hooked:
-        register_optimizer_step_pre_hook(_tell_processes)
-        _hooked.append(True)
+    if _ZERO in sys.modules:
+        _register_hook()
+
+
+@cache
+def _register_hook() -> None:
+    """Register the hook, once in a process."""
+    register_optimizer_step_pre_hook(_tell_processes)
 
 
 def _tell_processes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

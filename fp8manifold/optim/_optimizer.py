@@ -588,6 +588,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let the weights of a copy find their state in it."""
         super().__setstate__(state)
+        watch_for_zero()
         for parameter in self.state:
             _state.claim(self, parameter)
 

@@ -146,7 +146,8 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
         # the step without a plan raises it: in its order, and in every process
         return None
     by_geoopt = optimizer._by_geoopt(slots)
-    native = [i for i in range(len(slots)) if i not in set(by_geoopt)]
+    others = set(by_geoopt)
+    native = [i for i in range(len(slots)) if i not in others]
     if on_gpu(slots[0].device):
         is_possible = not by_geoopt and all(map(is_triton, slots))
     else:

@@ -5,6 +5,7 @@ states ``s`` of these.
 """
 
 import copy
+import pickle
 
 import torch
 from optimizer_cases import everyone, frozen, normal, with_factors
@@ -215,7 +216,7 @@ MOVES = {
     "NumPy writes": "p[3].detach().numpy()[0] = 0.25; p[0].codes.numpy()[0, 0] ^= 1",
     "NumPy writes to a moment": f"{A}.numpy()[0] = 1",
     "inference mode": f"with torch.inference_mode(): p[3].mul_(0.5); {A}.copy_({A})",
-    "a model moved to float64 and back": "m = nn.ParameterList(p); m.double(); m.float()",
+    "a model moved to bfloat16 and back": "m = nn.ParameterList(p); m.bfloat16(); m.float()",
     "a copy": "o = copy.deepcopy(o)",
     "a pickle": "o = pickle.loads(pickle.dumps(o))",
     "an expanded gradient": "p[3].grad = p[3].grad[:1].expand(p[3].shape)",
@@ -240,7 +241,13 @@ READERS = {
 def apply_edit(edit, optimizer):
     """Run a statement, and return the optimizer that is stepped from then on."""
     parameters = everyone(optimizer)
-    names = {"copy": copy, "p": parameters, "o": optimizer, "groups": optimizer.param_groups}
+    names = {
+        "copy": copy,
+        "pickle": pickle,
+        "p": parameters,
+        "o": optimizer,
+        "groups": optimizer.param_groups,
+    }
     names["s"] = [optimizer.state[p] for p in parameters]
     scope = {**globals(), **names}
     exec(edit, scope)

@@ -20,6 +20,7 @@ from edits_between_steps import (
     forget,
     make,
     put_gradients,
+    take_steps,
 )
 from optimizer_cases import everyone, frozen
 from paths import PATHS
@@ -71,6 +72,15 @@ def everything(optimizer):
     values = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in parameters]
     states = [dict(optimizer.state.get(p, {})) for p in parameters]
     return frozen([values, states, optimizer.skipped_steps, optimizer.widened_scales])
+
+
+@pytest.mark.parametrize("edit", MOVES)
+def test_an_edit_can_be_made(edit):
+    """After others one may be impossible, and is left out. Alone each one does something."""
+    optimizer = make()
+    take_steps(optimizer, 4)
+    put_gradients(optimizer, 4)
+    apply_edit(MOVES[edit], optimizer).step()
 
 
 def assert_random_edits_are_seen(kind, path, seed):
