@@ -1,6 +1,6 @@
 """Files and functions of the package that steps of two weights enter.
 
-    python benchmarks/walk_of_a_step.py [--optimizer StiffnessMuon] [--list]
+    python benchmarks/walk_of_a_step.py [--optimizer StiffnessMuon] [--list] [--json]
 
 The fewer there are, the shorter a reader's way from ``step()`` to the arithmetic. A
 move between files is counted where a function is entered, for the first time, after one
@@ -8,6 +8,7 @@ of another file. Calls count every time that a function is entered.
 """
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,31 @@ def walks(optimizer: str, names: Sequence[str]) -> Iterator[tuple[str, Counter[E
         yield name, walk(stepper.step)
 
 
+def record_of(optimizer: str, name: str, entered: Counter[Entered]) -> dict[str, Any]:
+    """Return what is printed as JSON of a step."""
+    functions = [f"{function.file}: {function.function}" for function in entered]
+    return {
+        "optimizer": optimizer,
+        "step": name,
+        **lengths(entered)._asdict(),
+        "entered": functions,
+    }
+
+
+def print_walk(
+    optimizer: str, name: str, entered: Counter[Entered], *, with_functions: bool
+) -> None:
+    """Print how long a step's way is, and the functions on it if they are asked for."""
+    files, functions, moves, calls = lengths(entered)
+    print(
+        f"{optimizer}, {name} step: {calls} calls of {functions} functions in {files} files, "
+        f"{moves} moves"
+    )
+    if with_functions:
+        for function, count in entered.items():
+            print(f"  {count:3} {function.file}: {function.function}")
+
+
 def main() -> None:
     """Print how many files, functions and moves there are in each step."""
     parser = argparse.ArgumentParser(
@@ -91,17 +117,16 @@ def main() -> None:
         help=f"a class of fp8manifold.optim, once or several times (default: {OPTIMIZERS})",
     )
     parser.add_argument("--list", action="store_true", help="print their names too")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()
+    records = []
     for optimizer in options.optimizer or OPTIMIZERS:
         for name, entered in walks(optimizer, STEPS):
-            files, functions, moves, calls = lengths(entered)
-            print(
-                f"{optimizer}, {name} step: {calls} calls of {functions} functions in {files} "
-                f"files, {moves} moves"
-            )
-            if options.list:
-                for function, count in entered.items():
-                    print(f"  {count:3} {function.file}: {function.function}")
+            records.append(record_of(optimizer, name, entered))
+            if not options.json:
+                print_walk(optimizer, name, entered, with_functions=options.list)
+    if options.json:
+        print(json.dumps(records, indent=2))
 
 
 if __name__ == "__main__":
