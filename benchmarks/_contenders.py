@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 
-__all__ = ["CONTENDERS", "REFERENCE", "SIZES", "Contender", "Kind", "Workload"]
+__all__ = ["CONTENDERS", "REFERENCE_NAME", "SHAPES_OF_SIZES", "Contender", "Kind", "Workload"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -28,7 +28,12 @@ class Built(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-ADAMW: Final[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW_OPTIONS: Final[dict[str, Any]] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
 
 
 def repeated(*counted: tuple[int, tuple[int, ...]]) -> Shapes:
@@ -74,7 +79,7 @@ GPT2_BLOCK: Final = (
     (768,),
 )
 #: 50 tensors with 10.5 million parameters in all, and GPT-2's 148 with 124 million
-SIZES: Final[dict[str, Shapes]] = {
+SHAPES_OF_SIZES: Final[dict[str, Shapes]] = {
     "10M": MIXED,
     "124M": ((50257, 768), (1024, 768), *(GPT2_BLOCK * 12), (768,), (768,)),
 }
@@ -98,7 +103,7 @@ class Workload:
             factor = elements ** (1 / len(shape))
             return tuple(max(1, round(n * factor)) for n in shape)
 
-        return cls(tuple(map(scaled, SIZES[params])), device)
+        return cls(tuple(map(scaled, SHAPES_OF_SIZES[params])), device)
 
     @property
     def numel(self) -> int:
@@ -178,19 +183,21 @@ def optimi(label: str, dtype: torch.dtype) -> Contender:
         from optimi import AdamW
 
         weights = work.weights(dtype)
-        return Built([*weights], AdamW(weights, **ADAMW))
+        return Built([*weights], AdamW(weights, **ADAMW_OPTIONS))
 
     return Contender(Kind.PEER, label, build)
 
 
-def torchao(label: str, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Contender:
+def torchao_optimizer(
+    label: str, name: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> Contender:
     """Return one of torchao's low-bit optimizers."""
 
     def build(work: Workload) -> Built:
         import torchao.optim
 
         weights = work.weights(dtype)
-        optimizer = getattr(torchao.optim, name)(weights, **ADAMW, **options)
+        optimizer = getattr(torchao.optim, name)(weights, **ADAMW_OPTIONS, **options)
         return Built([*weights], optimizer)
 
     return Contender(Kind.PEER, label, build)
@@ -204,7 +211,7 @@ def torchao_int8(work: Workload) -> Built:
     )
 
     weights = with_matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
-    return Built(weights, _AdamW(weights, **ADAMW))
+    return Built(weights, _AdamW(weights, **ADAMW_OPTIONS))
 
 
 def torchao_int8_8bit(work: Workload) -> Built:
@@ -215,7 +222,7 @@ def torchao_int8_8bit(work: Workload) -> Built:
     )
 
     weights = with_matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
-    return Built(weights, AdamW8bit(weights, **ADAMW))
+    return Built(weights, AdamW8bit(weights, **ADAMW_OPTIONS))
 
 
 def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
@@ -234,7 +241,7 @@ def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
             )
 
         weights = with_matrices(work.weights(), convert)
-        options = {name: value for name, value in ADAMW.items() if name != "eps"}
+        options = {name: value for name, value in ADAMW_OPTIONS.items() if name != "eps"}
         make_optimizer = getattr(sdnq.optim, optimizer)
         return Built(weights, make_optimizer(list(weights), use_quantized_buffers=True, **options))
 
@@ -244,7 +251,7 @@ def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
 def geoopt_adam(work: Workload) -> Built:
     """Build geoopt's RiemannianAdam in flat space."""
     weights: list[Tensor] = [geoopt.ManifoldParameter(w.detach()) for w in work.weights()]
-    return Built(weights, geoopt.optim.RiemannianAdam(weights, **ADAMW))
+    return Built(weights, geoopt.optim.RiemannianAdam(weights, **ADAMW_OPTIONS))
 
 
 def bitsandbytes_8bit(work: Workload) -> Built:
@@ -252,7 +259,7 @@ def bitsandbytes_8bit(work: Workload) -> Built:
     import bitsandbytes
 
     weights = work.weights()
-    return Built([*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW))
+    return Built([*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW_OPTIONS))
 
 
 def ours(
@@ -269,7 +276,7 @@ def ours(
     Scales are powers of two, or with ``factors`` are not.
     """
     has_residual = str(options.get("writeback")).startswith("residual")
-    decay = ADAMW["weight_decay"]
+    decay = ADAMW_OPTIONS["weight_decay"]
 
     def convert(weight: Tensor, position: int) -> Tensor:
         parameter = fm.FP8Parameter(weight, fmt, seed=position, keep_remainder=has_residual)
@@ -290,7 +297,7 @@ def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options:
 
     That step has more to compute than the one with k = 0.
     """
-    settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")}
+    settings = {name: ADAMW_OPTIONS[name] for name in ("lr", "betas", "eps")}
     settings = settings | {"stiffness": 1.0} | options
     return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **settings)
 
@@ -303,16 +310,16 @@ def grid_adamw(work: Workload) -> Built:
         return geoopt.ManifoldParameter(manifold.projx(weight), manifold=manifold)
 
     weights = with_matrices(work.weights(), convert)
-    return Built(weights, fm.optim.StiffnessAdamW(weights, **ADAMW, stiffness=1.0))
+    return Built(weights, fm.optim.StiffnessAdamW(weights, **ADAMW_OPTIONS, stiffness=1.0))
 
 
-REFERENCE: Final = "adamw-fused"
+REFERENCE_NAME: Final = "adamw-fused"
 CONTENDERS: Final[dict[str, Contender]] = {
-    REFERENCE: torch_optimizer(
-        "torch AdamW fused, float32", torch.optim.AdamW, fused=True, **ADAMW
+    REFERENCE_NAME: torch_optimizer(
+        "torch AdamW fused, float32", torch.optim.AdamW, fused=True, **ADAMW_OPTIONS
     ),
     "adamw-loop": torch_optimizer(
-        "torch AdamW for-loop, float32", torch.optim.AdamW, foreach=False, **ADAMW
+        "torch AdamW for-loop, float32", torch.optim.AdamW, foreach=False, **ADAMW_OPTIONS
     ),
     "sgd-fused": torch_optimizer(
         "torch SGD fused, float32, no momentum (a floor)",
@@ -324,7 +331,7 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "optimi-float32": optimi("optimi AdamW float32", torch.float32),
     "optimi-kahan": optimi("optimi AdamW bfloat16, Kahan sums", torch.bfloat16),
     "geoopt-adam": Contender(Kind.PEER, "geoopt RiemannianAdam, Euclidean, float32", geoopt_adam),
-    "torchao-fp8": torchao("torchao AdamWFp8, float32 weights", "AdamWFp8"),
+    "torchao-fp8": torchao_optimizer("torchao AdamWFp8, float32 weights", "AdamWFp8"),
     "torchao-int8-weights": Contender(
         Kind.PEER, "torchao int8 weights, stochastic, _AdamW", torchao_int8
     ),
@@ -335,10 +342,10 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "sdnq-adamw-e4m3": sdnq("SDNQ AdamW, E4M3 weights, 8-bit averages", "AdamW", "float8_e4m3fn"),
     "sdnq-adamw-int8": sdnq("SDNQ AdamW, int8 weights, 8-bit averages", "AdamW", "int8"),
     "sdnq-muon-e2m5": sdnq("SDNQ Muon, E2M5 weights, 8-bit momentum", "Muon", "float8_e2m5fn"),
-    "torchao-bf16": torchao(
+    "torchao-bf16": torchao_optimizer(
         "torchao _AdamW bfloat16, stochastic", "_AdamW", torch.bfloat16, bf16_stochastic_round=True
     ),
-    "torchao-8bit": torchao("torchao AdamW8bit, float32 weights", "AdamW8bit"),
+    "torchao-8bit": torchao_optimizer("torchao AdamW8bit, float32 weights", "AdamW8bit"),
     "bitsandbytes-8bit": Contender(
         Kind.PEER, "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit
     ),

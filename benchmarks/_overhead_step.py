@@ -4,21 +4,21 @@ These are cases of `overhead.py`.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+from _timing import Step
 
 import fp8manifold as fm
 from fp8manifold._base import reading
 from fp8manifold._triton import launch
 from fp8manifold.optim import _backends, _plan
 
-Step = Callable[[], object]
-SIZES: Final = (8, 60, 172, 290)
+PARAMETER_COUNTS: Final = (8, 60, 172, 290)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class IdleKernel:
         return lambda *_, **__: None
 
 
-def pretend_a_card(until: ExitStack) -> None:
+def pretend_gpu_steps(until: ExitStack) -> None:
     """Let steps take the path that they take on a GPU, to kernels that do nothing."""
     kernel = IdleKernel()
     replacements: list[tuple[Any, str, Any]] = [
@@ -92,12 +92,12 @@ def step_cases(until: ExitStack) -> Iterator[StepCase]:
     """Yield the cases of a CPU, then pretend that there is a GPU and yield those of one."""
     yield from _cases_of(CPU_PATH)
     # From here on: the cases above have been measured by now.
-    pretend_a_card(until)
+    pretend_gpu_steps(until)
     yield from _cases_of(CARD_PATH)
 
 
 def _cases_of(path: StepPath) -> Iterator[StepCase]:
-    for moments, count in itertools.product(("float32", "8bit"), SIZES):
+    for moments, count in itertools.product(("float32", "8bit"), PARAMETER_COUNTS):
         parameters = one_byte_parameters(count, path.shape)
         yield StepCase(
             f"{count} parameters, {path.name}, {moments}",

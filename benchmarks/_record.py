@@ -20,7 +20,7 @@ import torch
 __all__ = ["Cell", "add_option", "machine", "record"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-FOLDER: Final = ROOT / "docs" / "measured"
+MEASURED_FOLDER: Final = ROOT / "docs" / "measured"
 ARCHITECTURES: Final = {"x86_64": "x86", "AMD64": "x86", "aarch64": "Arm", "arm64": "Arm"}
 #: text, a number, nothing, or a ratio as its median alone or with its smallest and
 #: largest
@@ -71,8 +71,8 @@ def record(
         "columns": list(columns),
     }
     rounded_rows = [[_rounded(cell) for cell in row] for row in rows]
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{script.stem}.json"
+    MEASURED_FOLDER.mkdir(parents=True, exist_ok=True)
+    path = MEASURED_FOLDER / f"{script.stem}.json"
     path.write_text(_json_by_lines(facts, rounded_rows), encoding="utf-8")
     return path
 

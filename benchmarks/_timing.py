@@ -9,7 +9,20 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Pair", "Ratio", "live_bytes", "paired_seconds", "seconds", "wall_seconds"]
+__all__ = [
+    "CPU",
+    "Pair",
+    "Ratio",
+    "Step",
+    "live_bytes",
+    "paired_seconds",
+    "seconds",
+    "wall_seconds",
+]
+
+CPU: Final = torch.device("cpu")
+#: what is timed: its calls one after the other
+Step = Callable[[], object]
 
 #: kinds of objects that hold no tensors of an optimizer, and lead everywhere
 OPAQUE: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -54,7 +67,7 @@ class Ratio(NamedTuple):
         return f"{self.median:.2f}x ({self.smallest:.2f} .. {self.largest:.2f})"
 
 
-def seconds(function: Callable[[], object], device: torch.device) -> float:
+def seconds(function: Step, device: torch.device) -> float:
     """Return the time of one call.
 
     It is the CPU time of the whole process, or on a GPU the time between two events of
@@ -74,7 +87,7 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - begin
 
 
-def wall_seconds(function: Callable[[], object], device: torch.device) -> float:
+def wall_seconds(function: Step, device: torch.device) -> float:
     """Return the wall-clock time of one call.
 
     It is what a user waits for, compilers included that run in other processes.
@@ -87,8 +100,8 @@ def wall_seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def paired_seconds(
-    function: Callable[[], object],
-    reference: Callable[[], object],
+    function: Step,
+    reference: Step,
     pairs: int,
     device: torch.device,
 ) -> list[Pair]:

@@ -18,20 +18,18 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from _record import Cell, add_option, record
-from _timing import Ratio, wall_seconds
+from _timing import CPU, Ratio, Step, wall_seconds
 from torch import Tensor
 
 from nanogpt_bench.checkpoint import Contents, commit_checkpoint, read_checkpoint, step_file
 
 #: weights of a layer
 LAYER = 1_000_000
-CPU = torch.device("cpu")
 
 
 def state_of(elements: int, weights: str) -> dict[str, dict[str, Tensor]]:
@@ -70,9 +68,7 @@ def durable_save(state: Any, path: Path) -> None:
     os.close(folder)
 
 
-def times_in_turn(
-    functions: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, list[float]]:
+def times_in_turn(functions: dict[str, Step], repeats: int) -> dict[str, list[float]]:
     """Return the times of functions that take turns, after one unmeasured call of each.
 
     They are wall-clock times, because process time would leave out the disk's.
@@ -86,13 +82,15 @@ def times_in_turn(
     return times
 
 
-def ratio_of(times: dict[str, list[float]], name: str, peer: str) -> Ratio:
+def ratio_in_turns(times: dict[str, list[float]], name: str, peer: str) -> Ratio:
     """Return the ratios of two contenders' times in the same turns."""
     pairs = zip(times[name], times[peer], strict=True)
     return Ratio.of(time / peer_time for time, peer_time in pairs)
 
 
-def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tuple[Cell, ...]]:
+def measure_states(
+    elements: int, weights: str, repeats: int, folder: Path
+) -> list[tuple[Cell, ...]]:
     """Print the rows of one kind of weights, and return them as numbers."""
     tensors = state_of(elements, weights)
     run_folder = folder / "run"
@@ -115,9 +113,9 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
         repeats,
     )
     ratios = {
-        "commit / torch.save": ratio_of(saving, "commit", "torch.save"),
-        "commit / torch.save, fsync and rename": ratio_of(saving, "commit", "durable"),
-        "read with its hashes / torch.load": ratio_of(loading, "read", "torch.load"),
+        "commit / torch.save": ratio_in_turns(saving, "commit", "torch.save"),
+        "commit / torch.save, fsync and rename": ratio_in_turns(saving, "commit", "durable"),
+        "read with its hashes / torch.load": ratio_in_turns(loading, "read", "torch.load"),
     }
     size = 0
     for part in tensors.values():
@@ -158,7 +156,7 @@ def main() -> None:
     for weights in ("E4M3", "float32"):
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
-            rows += measure(options.elements, weights, options.repeats, folder)
+            rows += measure_states(options.elements, weights, options.repeats, folder)
         finally:
             shutil.rmtree(folder)
     if options.record:

@@ -32,10 +32,10 @@ from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 
-ROOT = Path(nanogpt_bench.__file__).parent.parent
-PACKAGES = tuple(str(ROOT / name) for name in ("fp8manifold/", "nanogpt_bench/"))
+PACKAGES_ROOT = Path(nanogpt_bench.__file__).parent.parent
+PACKAGE_FOLDERS = tuple(str(PACKAGES_ROOT / name) for name in ("fp8manifold/", "nanogpt_bench/"))
 CONFIG = "rule: nearest\nmodel: {n_layer: 1, formats: {attn.qkv: E4M3}}\n"
-SWEEP = """
+SWEEP_TEXT = """
 settings: {{train.max_steps: 100, data.dir: {data}}}
 reference: {{rule: bf16-mixed}}
 axes:
@@ -60,7 +60,7 @@ class CallCounter:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         file = code.co_filename
-        if event == "call" and file.startswith(PACKAGES) and code.co_name != "<module>":
+        if event == "call" and file.startswith(PACKAGE_FOLDERS) and code.co_name != "<module>":
             self.calls += 1
             self.moves += file != self._last_file
             self.files.add(file)
@@ -97,7 +97,7 @@ def main() -> None:
         config.write_text(CONFIG)
         (folder / "text").write_text("to be or not to be " * 1000)
         prepare_text(folder / "text", folder / "data", "char")
-        sweep.write_text(SWEEP.format(seeds=seeds, data=folder / "data"))
+        sweep.write_text(SWEEP_TEXT.format(seeds=seeds, data=folder / "data"))
         for turn in ("first", "second"):
             model = GPT(GPTShape(n_layer=1, n_head=4, n_embd=128, block_size=64))
             counter = count_calls(partial(quantize_by_file, config, model))

@@ -19,7 +19,6 @@ import copy
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Final
@@ -27,18 +26,17 @@ from typing import Any, Final
 import torch
 from _forms import check_at_least
 from _record import add_option, record
-from _timing import Ratio, paired_seconds
-from linear_forward import Size, size_of, step_of
+from _timing import CPU, Ratio, Step, paired_seconds
+from linear_forward import LayerSize, size_of, step_of
 from torch import Tensor, nn
 
 import fp8manifold as fm
 
-GOAL: Final = 1.0
-CPU: Final = torch.device("cpu")
+TORCHAO_GOAL: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Row:
+class RecipeTimes:
     """One measurement."""
 
     layer: str
@@ -55,7 +53,7 @@ class Row:
     @property
     def met(self) -> bool:
         """True if this layer is no slower than torchao's."""
-        return self.ratio <= GOAL
+        return self.ratio <= TORCHAO_GOAL
 
     @property
     def ratios(self) -> Ratio:
@@ -92,7 +90,7 @@ def torchao_layer(linear: nn.Linear, recipe: str) -> nn.Module:
     return convert_to_float8_training(nn.Sequential(copy.deepcopy(linear)), config=config)[0]
 
 
-def results(layer: nn.Module, tokens: int) -> list[Tensor]:
+def output_and_gradients(layer: nn.Module, tokens: int) -> list[Tensor]:
     """Return the output and the gradients of one pass over a fixed batch."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, layer.in_features, generator=generator).requires_grad_()
@@ -103,25 +101,25 @@ def results(layer: nn.Module, tokens: int) -> list[Tensor]:
 
 def difference(first: nn.Module, second: nn.Module, tokens: int) -> float:
     """Return the largest relative difference, by norm, between the results of two layers."""
-    pairs = zip(results(first, tokens), results(second, tokens), strict=True)
+    pairs = zip(
+        output_and_gradients(first, tokens), output_and_gradients(second, tokens), strict=True
+    )
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def measure(size: Size, tokens: int, recipe: str, pairs: int) -> Row:
+def measure_recipe(size: LayerSize, tokens: int, recipe: str, pairs: int) -> RecipeTimes:
     """Time our layer against torchao's, and against ``nn.Linear``."""
     linear = nn.Linear(*size)
     layers = [library_layer(linear, recipe), torchao_layer(linear, recipe), linear]
     largest_difference = difference(layers[0], layers[1], tokens)
-    steps: list[Callable[[], object]] = [
-        step_of(layer, tokens, size, True, torch.empty(0)) for layer in layers
-    ]
+    steps: list[Step] = [step_of(layer, tokens, size, True, torch.empty(0)) for layer in layers]
     for step in steps:
         step()
     library_step, torchao_step, linear_step = steps
     times = paired_seconds(library_step, torchao_step, pairs, CPU)
     to_linear = Ratio.of_pairs(paired_seconds(library_step, linear_step, pairs, CPU))
     torchao_ms = 1e3 * statistics.median(pair.reference for pair in times)
-    return Row(
+    return RecipeTimes(
         str(size),
         tokens,
         recipe,
@@ -133,17 +131,17 @@ def measure(size: Size, tokens: int, recipe: str, pairs: int) -> Row:
     )
 
 
-def line(row: Row) -> str:
+def line(row: RecipeTimes) -> str:
     """Return the row as text."""
     return (
         f"{row.layer}, {row.tokens} tokens, a scale for each {row.recipe}: {row.ratios} "
-        f"torchao's {row.torchao_ms:.1f} ms, goal <= {GOAL:.1f}x: "
+        f"torchao's {row.torchao_ms:.1f} ms, goal <= {TORCHAO_GOAL:.1f}x: "
         f"{'met' if row.met else 'NOT met'}; {row.ratio_to_linear:.2f}x nn.Linear; "
         f"results {row.difference:.1e} apart"
     )
 
 
-def recorded(row: Row) -> tuple[object, ...]:
+def recipe_cells(row: RecipeTimes) -> tuple[object, ...]:
     """Return the row as numbers, for the site."""
     return (
         row.layer,
@@ -151,19 +149,26 @@ def recorded(row: Row) -> tuple[object, ...]:
         f"one a {row.recipe}",
         row.ratios,
         (row.ratio_to_linear,),
-        f"{GOAL:g}x, {'met' if row.met else 'not met'}",
+        f"{TORCHAO_GOAL:g}x, {'met' if row.met else 'not met'}",
     )
 
 
-RECORDED: Final = ("layer", "tokens", "scales", "ratio to torchao's", "ratio to nn.Linear", "goal")
+RECIPE_COLUMNS: Final = (
+    "layer",
+    "tokens",
+    "scales",
+    "ratio to torchao's",
+    "ratio to nn.Linear",
+    "goal",
+)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def recipe_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=size_of, nargs="+", default=[Size(512, 2048)])
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=[LayerSize(512, 2048)])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument(
         "--recipes", nargs="+", choices=("tensor", "channel"), default=["tensor", "channel"]
@@ -176,7 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Print the table, and return 1 if the goal is missed."""
-    parser = build_parser()
+    parser = recipe_parser()
     options = parser.parse_args()
     check_at_least(parser, options, 1, "tokens", "pairs")
     try:
@@ -187,7 +192,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = [
-        measure(size, options.tokens, recipe, options.pairs)
+        measure_recipe(size, options.tokens, recipe, options.pairs)
         for size, recipe in product(options.sizes, options.recipes)
     ]
     versions = f"torch {torch.__version__}, torchao {torchao.__version__}"
@@ -200,8 +205,8 @@ def main() -> int:
     if options.record:
         record(
             "torchao's emulated `Float8Linear`, and to `nn.Linear`",
-            RECORDED,
-            map(recorded, rows),
+            RECIPE_COLUMNS,
+            map(recipe_cells, rows),
             packages=("torchao",),
         )
     return 0 if all(row.met for row in rows) else 1

@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 #: by worth: the parts before ``eight_billion`` fill the time of a first call, and
 #: ``gpt2`` runs only where it is named
-PARTS: Final = (
+GPU_PARTS: Final = (
     Part(exact_steps, 30),
     Part(exact_arrays, 10),
     Part(exact_products, 40),
@@ -80,7 +80,7 @@ NAMED_ONLY: Final = ("gpt2",)
 BITS: Final = {"exact_steps", "exact_arrays", "exact_products"}
 
 
-def run(
+def run_parts(
     session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9.0
 ) -> dict[str, Any]:
     """Measure parts, and write the file after each; parts that it has already stay."""
@@ -138,12 +138,12 @@ def parts_of_earlier_calls(current_facts: dict[str, Any], out: Path) -> dict[str
     return dict(result["parts"])
 
 
-def chosen(names: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
+def parts_to_measure(names: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
     """Return the parts of some names, or all that are not measured yet, or failed."""
     if names:
-        return tuple(part for part in PARTS if part.name in names)
+        return tuple(part for part in GPU_PARTS if part.name in names)
     measured_parts = [name for name, part in measured.items() if "error" not in part["figures"]]
-    return tuple(part for part in PARTS if part.name not in (*measured_parts, *NAMED_ONLY))
+    return tuple(part for part in GPU_PARTS if part.name not in (*measured_parts, *NAMED_ONLY))
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -176,7 +176,7 @@ class Column(NamedTuple):
     decimals: int | None
 
 
-COLUMNS: Final = {
+PAGE_COLUMNS: Final = {
     "a call, ms": Column("ms", 3),
     "its kernels, ms": Column("kernels ms", 3),
     "bytes per weight": Column("bytes", 2),
@@ -190,17 +190,17 @@ COLUMNS: Final = {
 }
 
 
-def row(title: str, figures: dict[str, Any]) -> list[str | float | None]:
+def page_row(title: str, figures: dict[str, Any]) -> list[str | float | None]:
     """Return a row of the page's table, empty where nothing was measured."""
     cells: list[str | float | None] = [title]
-    for column in COLUMNS.values():
+    for column in PAGE_COLUMNS.values():
         value = figures.get(column.figure)
         is_number = value is not None and not isinstance(value, str)
         cells.append(round(value, column.decimals) if is_number else value)
     return cells
 
 
-def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
+def page_rows(result: dict[str, Any]) -> list[list[str | float | None]]:
     """Return the table of the page.
 
     Times are of one call of the step, of a layer, or of a whole step of training.
@@ -210,16 +210,16 @@ def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
         figures = part["figures"]
         if name.startswith("exact"):
             title = f"{name.removeprefix('exact_')}: values that differ from the CPU's"
-            table.append(row(title, {"count": sum(map(differing_count, figures.values()))}))
+            table.append(page_row(title, {"count": sum(map(differing_count, figures.values()))}))
             continue
         for title, case in figures.items():
             table.append(
-                row(f"{name}: {title}", case if isinstance(case, dict) else {"count": case})
+                page_row(f"{name}: {title}", case if isinstance(case, dict) else {"count": case})
             )
     return table
 
 
-def build_parser() -> argparse.ArgumentParser:
+def gpu_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -230,7 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path("gpu.json"),
         help="the file that is written after every part",
     )
-    names = [part.name for part in PARTS]
+    names = [part.name for part in GPU_PARTS]
     parser.add_argument(
         "--part", nargs="+", default=[], choices=names, metavar="NAME", help="these parts, again"
     )
@@ -251,9 +251,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measure, print what failed, and return the exit code."""
-    options = build_parser().parse_args()
+    options = gpu_parser().parse_args()
     if options.list:
-        print("\n".join(f"{part.seconds:5.0f} s  {part.name}" for part in PARTS))
+        print("\n".join(f"{part.seconds:5.0f} s  {part.name}" for part in GPU_PARTS))
         return 0
     if not options.dry and not torch.cuda.is_available():
         print("gpu.py: there is no GPU here: --dry runs it on a CPU", file=sys.stderr)
@@ -262,18 +262,18 @@ def main() -> int:
         torch.compiler.set_stance("force_eager")
     session = Session(options.dry)
     if options.dry and not options.part:
-        parts = PARTS
+        parts = GPU_PARTS
     else:
-        parts = chosen(options.part, parts_of_earlier_calls(facts(session), options.out))
+        parts = parts_to_measure(options.part, parts_of_earlier_calls(facts(session), options.out))
     names = ", ".join(part.name for part in parts)
     print(f"{names}: at most {sum(part.seconds for part in parts):.0f} s", flush=True)
-    result = run(session, parts, options.out, options.minutes)
+    result = run_parts(session, parts, options.out, options.minutes)
     lines = failures(result) + [f"no kernels: {reason}" for reason in _triton_step._given_up]
     print("\n".join(lines) or "every part ran, and every bit is the CPU's")
     is_exact = result["parts"].keys() >= BITS and not any(map(is_about_bits, lines))
     if options.record and not options.dry and is_exact:
         packages = ("triton", "torchao", "bitsandbytes")
-        record("", ["what", *COLUMNS], rows(result), "cuda", packages)
+        record("", ["what", *PAGE_COLUMNS], page_rows(result), "cuda", packages)
     return int(bool(lines))
 
 

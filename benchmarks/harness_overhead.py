@@ -35,7 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -43,7 +43,7 @@ from typing import Final
 import torch
 from _forms import add_form_options, check_at_least, print_titled, text_table
 from _record import add_option, record
-from _timing import Pair
+from _timing import Pair, Step
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
@@ -56,16 +56,15 @@ from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings, shipped
 
-Step = Callable[[], object]
 #: steps left out, but for compare's looks: first allocations
-WARM_UP: Final = 20
+UNCOUNTED_STEPS: Final = 20
 LOOP: Final = "bench / plain loop"
 MONITORS: Final = "with monitors / checked step"
 MONITORS_AND_CHECK: Final = "with monitors / step alone"
-LOOKS: Final = "compare's looks"
-GOALS: Final = {LOOP: 0.97, MONITORS: 0.95, LOOKS: 0.95}
+COMPARE_LOOKS: Final = "compare's looks"
+SPEED_GOALS: Final = {LOOP: 0.97, MONITORS: 0.95, COMPARE_LOOKS: 0.95}
 #: runs of ``compare``, with the storages whose monitors cost most and least
-ROWS: Final = ("stochastic", "master")
+TRAINED_RULES: Final = ("stochastic", "master")
 WITHOUT_MONITORS: Final = (
     "--monitor.watch=[trend]",
     "--alerts.enabled=false",
@@ -74,7 +73,7 @@ WITHOUT_MONITORS: Final = (
 
 
 @dataclass(frozen=True)
-class Figure:
+class SpeedRatio:
     """Two ratios of speeds."""
 
     name: str
@@ -88,12 +87,12 @@ class Figure:
     reference_ms: float
 
 
-def config_of(corpus: Path, steps: int, *overrides: str) -> Config:
+def run_config(corpus: Path, steps: int, *overrides: str) -> Config:
     """Return the configuration of a run of ``steps`` timed steps.
 
     It validates only before and after them.
     """
-    length = WARM_UP + steps + 1
+    length = UNCOUNTED_STEPS + steps + 1
     settings = (
         f"--data.dir={corpus}",
         f"--train.max_steps={length}",
@@ -188,12 +187,12 @@ def paired(config: Config, reference: Step, counted: range) -> list[Pair]:
     return times
 
 
-def figure(name: str, run_name: str, times: list[Pair]) -> Figure:
+def figure(name: str, run_name: str, times: list[Pair]) -> SpeedRatio:
     """Return the ratio of speeds: reference time over time of the run."""
     count = len(times)
     run_seconds = sum(pair.measured for pair in times)
     reference_seconds = sum(pair.reference for pair in times)
-    return Figure(
+    return SpeedRatio(
         name,
         run_name,
         ratio=reference_seconds / run_seconds,
@@ -204,13 +203,13 @@ def figure(name: str, run_name: str, times: list[Pair]) -> Figure:
     )
 
 
-def measure(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
+def measure_harness(options: argparse.Namespace, folder: Path) -> Iterator[SpeedRatio]:
     """Yield all figures."""
     prepare_stdlib(folder)
-    config = config_of(folder, options.steps, *WITHOUT_MONITORS)
+    config = run_config(folder, options.steps, *WITHOUT_MONITORS)
     corpus = load_corpus(folder, config.model.block_size or 0)
     # The step after these validates.
-    counted = range(WARM_UP + 1, WARM_UP + options.steps + 1)
+    counted = range(UNCOUNTED_STEPS + 1, UNCOUNTED_STEPS + options.steps + 1)
     yield figure(LOOP, "float32", paired(config, plain_loop(config, corpus), counted))
 
     master = (
@@ -221,23 +220,23 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
     )
     runs = {"float32": (), f"{options.format} master": master}
     for run_name, settings in runs.items():
-        config = config_of(folder, options.steps, *settings)
+        config = run_config(folder, options.steps, *settings)
         for name, checked in ((MONITORS, True), (MONITORS_AND_CHECK, False)):
             print(f"{name}: {run_name}", file=sys.stderr, flush=True)
             reference = step_alone(config, corpus, checked=checked)
             yield figure(name, run_name, paired(config, reference, counted))
 
-    for rule in ROWS:
+    for rule in TRAINED_RULES:
         run_name = f"{options.format} {rule}"
-        print(f"{LOOKS}: {run_name}", file=sys.stderr, flush=True)
+        print(f"{COMPARE_LOOKS}: {run_name}", file=sys.stderr, flush=True)
         config = row_of(folder, rule, options.format)
         corpus = load_corpus(folder, config.model.block_size or 0)
         reference = step_alone(config, corpus, checked=True)
         steps = range(2, (config.train.max_steps or 0) + 1)
-        yield figure(LOOKS, run_name, paired(config, reference, steps))
+        yield figure(COMPARE_LOOKS, run_name, paired(config, reference, steps))
 
 
-def table(figures: list[Figure], markdown: bool) -> str:
+def speed_table(figures: list[SpeedRatio], markdown: bool) -> str:
     """Return the figures as text or Markdown."""
     header = (
         "ratio",
@@ -266,20 +265,20 @@ def table(figures: list[Figure], markdown: bool) -> str:
     return text_table(rows, ("---",) * len(header), markdown)
 
 
-def recorded(one: Figure) -> tuple[str | float, ...]:
+def speed_cells(one: SpeedRatio) -> tuple[str | float, ...]:
     """Return a figure as numbers, for the site."""
     return (one.name, one.run, one.ratio, one.median, goal(one))
 
 
-def goal(one: Figure) -> str:
+def goal(one: SpeedRatio) -> str:
     """Return the goal, and whether it is met."""
-    least = GOALS.get(one.name)
+    least = SPEED_GOALS.get(one.name)
     if least is None:
         return "none"
     return f">= {least}, {'met' if one.ratio >= least else 'NOT met'}"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def harness_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -295,20 +294,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Print the table."""
-    parser = build_parser()
+    parser = harness_parser()
     options = parser.parse_args()
     check_at_least(parser, options, 1, "steps")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        figures = list(measure(options, Path(folder) / "corpus"))
+        figures = list(measure_harness(options, Path(folder) / "corpus"))
     title = f"torch {torch.__version__}, CPU, one thread, process CPU time"
     if options.json:
         print(json.dumps({"title": title, "figures": list(map(asdict, figures))}, indent=1))
     else:
-        print_titled(title, table(figures, options.markdown), markdown=options.markdown)
+        print_titled(title, speed_table(figures, options.markdown), markdown=options.markdown)
     if options.record:
         columns = ("ratio of speeds", "run", "of the sums", "median of the pairs", "goal")
-        record("the second of the two named", columns, map(recorded, figures))
+        record("the second of the two named", columns, map(speed_cells, figures))
 
 
 if __name__ == "__main__":

@@ -19,24 +19,23 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from _forms import add_form_options, print_titled, text_table
 from _record import add_option, record
-from _timing import Ratio, paired_seconds
+from _timing import Ratio, Step, paired_seconds
 from torch import Tensor, nn
 
 import fp8manifold as fm
 
-Step = Callable[[], object]
 FEWEST_PAIRS: Final = 3
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Size(NamedTuple):
+class LayerSize(NamedTuple):
     """The sizes of a layer."""
 
     inputs: int
@@ -48,7 +47,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cell:
+class PassTimes:
     """One measurement: where it was taken and what came out."""
 
     inputs: int
@@ -72,16 +71,18 @@ class Cell:
 class CellPair:
     """The measurements of one layer, mode and batch."""
 
-    forward: Cell
-    both: Cell
+    forward: PassTimes
+    both: PassTimes
 
     @property
     def layer(self) -> str:
         """The layer's sizes."""
-        return str(Size(self.forward.inputs, self.forward.outputs))
+        return str(LayerSize(self.forward.inputs, self.forward.outputs))
 
 
-def step_of(layer: nn.Module, tokens: int, size: Size, backward: bool, example: Tensor) -> Step:
+def step_of(
+    layer: nn.Module, tokens: int, size: LayerSize, backward: bool, example: Tensor
+) -> Step:
     """Return a function that runs the layer once over a fixed batch."""
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, size.inputs, generator=generator).to(example).requires_grad_(backward)
@@ -99,9 +100,9 @@ def step_of(layer: nn.Module, tokens: int, size: Size, backward: bool, example: 
     return forward_and_backward if backward else forward
 
 
-def measure(
-    options: argparse.Namespace, size: Size, tokens: int, mode: str, backward: bool
-) -> Cell:
+def measure_passes(
+    options: argparse.Namespace, size: LayerSize, tokens: int, mode: str, backward: bool
+) -> PassTimes:
     """Measure one layer, batch and mode."""
     example = torch.empty(0, dtype=DTYPES[options.dtype], device=options.device)
     linear = nn.Linear(size.inputs, size.outputs, dtype=example.dtype, device=example.device)
@@ -120,21 +121,21 @@ def measure(
     pairs = max(FEWEST_PAIRS, min(options.pairs, affordable))
     times = paired_seconds(*steps, pairs, example.device)
     linear_ms = 1e3 * statistics.median(pair.reference for pair in times)
-    return Cell(*size, tokens, mode, backward, pairs, linear_ms, *Ratio.of_pairs(times))
+    return PassTimes(*size, tokens, mode, backward, pairs, linear_ms, *Ratio.of_pairs(times))
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[CellPair]:
+def measure_layers(options: argparse.Namespace) -> Iterator[CellPair]:
     """Measure every combination of the command line."""
     for size, mode, tokens in itertools.product(options.sizes, options.modes, options.tokens):
         cells = []
         for backward in (False, True):
             name = f"{size}, {tokens} tokens, {mode}, backward={backward}"
             print(name, file=sys.stderr, flush=True)
-            cells.append(measure(options, size, tokens, mode, backward))
+            cells.append(measure_passes(options, size, tokens, mode, backward))
         yield CellPair(*cells)
 
 
-def measure_decoding(options: argparse.Namespace, size: Size) -> dict[str, Any]:
+def measure_decoding(options: argparse.Namespace, size: LayerSize) -> dict[str, Any]:
     """Return the ratio of ``dequantize`` to ``clone``.
 
     Both write the same float tensor once.
@@ -154,7 +155,7 @@ def measure_decoding(options: argparse.Namespace, size: Size) -> dict[str, Any]:
     }
 
 
-def recorded(measured: list[CellPair]) -> list[tuple[object, ...]]:
+def layer_cells(measured: list[CellPair]) -> list[tuple[object, ...]]:
     """Return the table's rows as numbers, for the site."""
     rows = []
     for pair in measured:
@@ -163,13 +164,20 @@ def recorded(measured: list[CellPair]) -> list[tuple[object, ...]]:
     return rows
 
 
-HEADER: Final = ("layer", "mode", "tokens", "forward", "forward and backward", "nn.Linear, ms")
-RULE: Final = ("---", "---", "---:", "---:", "---:", "---:")
+LAYER_HEADER: Final = (
+    "layer",
+    "mode",
+    "tokens",
+    "forward",
+    "forward and backward",
+    "nn.Linear, ms",
+)
+LAYER_RULE: Final = ("---", "---", "---:", "---:", "---:", "---:")
 
 
-def lines(measured: list[CellPair]) -> list[tuple[str, ...]]:
+def layer_rows(measured: list[CellPair]) -> list[tuple[str, ...]]:
     """Return the table's rows, the header first."""
-    rows: list[tuple[str, ...]] = [HEADER]
+    rows: list[tuple[str, ...]] = [LAYER_HEADER]
     for pair in measured:
         forward, both = pair.forward, pair.both
         rows.append(
@@ -185,14 +193,14 @@ def lines(measured: list[CellPair]) -> list[tuple[str, ...]]:
     return rows
 
 
-def size_of(text: str) -> Size:
+def size_of(text: str) -> LayerSize:
     """Parse the sizes of a layer, such as ``512x2048``."""
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not of the form inputs x outputs, such as 512x2048"
         )
-    return Size(*map(int, parts))
+    return LayerSize(*map(int, parts))
 
 
 def _decoding_remark(facts: dict[str, Any]) -> str:
@@ -200,7 +208,7 @@ def _decoding_remark(facts: dict[str, Any]) -> str:
     return f"decoding {facts['layer']}: {ratio} clone"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def layer_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -208,7 +216,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--storage", choices=("fp8", "grid", "master"), default="fp8")
     parser.add_argument("--format", choices=fm.NAMED_FORMATS, default="E4M3")
     parser.add_argument(
-        "--sizes", type=size_of, nargs="+", default=[Size(512, 2048), Size(2048, 8192)]
+        "--sizes", type=size_of, nargs="+", default=[LayerSize(512, 2048), LayerSize(2048, 8192)]
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument(
@@ -227,7 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Print the table."""
-    parser = build_parser()
+    parser = layer_parser()
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no GPU is at hand")
@@ -235,7 +243,7 @@ def main() -> None:
         parser.error(f"--tokens {min(options.tokens)}: at least 1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    measured = list(measure_all(options))
+    measured = list(measure_layers(options))
     decoding = []
     if options.storage == "fp8":
         decoding = [measure_decoding(options, size) for size in options.sizes]
@@ -250,11 +258,16 @@ def main() -> None:
             cells += [asdict(pair.forward), asdict(pair.both)]
         print(json.dumps({"title": title, "cells": cells, "decoding": decoding}, indent=1))
     else:
-        table = text_table(lines(measured), RULE, options.markdown)
+        table = text_table(layer_rows(measured), LAYER_RULE, options.markdown)
         remarks = [_decoding_remark(facts) for facts in decoding]
         print_titled(title, table, *remarks, markdown=options.markdown)
     if options.record:
-        record("`nn.Linear` of the same shape", HEADER[:-1], recorded(measured), options.device)
+        record(
+            "`nn.Linear` of the same shape",
+            LAYER_HEADER[:-1],
+            layer_cells(measured),
+            options.device,
+        )
 
 
 if __name__ == "__main__":

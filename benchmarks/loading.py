@@ -27,7 +27,7 @@ from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
 
 
-class Size(NamedTuple):
+class LlamaSize(NamedTuple):
     """Sizes of a Llama."""
 
     width: int
@@ -38,12 +38,12 @@ class Size(NamedTuple):
 
 
 #: by the number of weights
-SIZES: Final = {
-    "0.2M": Size(64, 192, 4, 64),
-    "50M": Size(1024, 4096, 3, 64),
-    "277M": Size(1024, 4096, 16, 8192),
-    "1.2B": Size(2048, 8192, 16, 128256),
-    "1.2B, 32k tokens": Size(2048, 8192, 17, 32000),
+LLAMA_SIZES: Final = {
+    "0.2M": LlamaSize(64, 192, 4, 64),
+    "50M": LlamaSize(1024, 4096, 3, 64),
+    "277M": LlamaSize(1024, 4096, 16, 8192),
+    "1.2B": LlamaSize(2048, 8192, 16, 128256),
+    "1.2B, 32k tokens": LlamaSize(2048, 8192, 17, 32000),
 }
 
 
@@ -69,7 +69,7 @@ class Method(StrEnum):
         return "fp8" if self in (Method.LOAD_FP8, Method.DECODE_FP8) else "floats"
 
 
-class Way(NamedTuple):
+class LoadingWay(NamedTuple):
     """A way to read a model."""
 
     method: Method
@@ -77,24 +77,24 @@ class Way(NamedTuple):
     dtype: str
 
 
-WAYS: Final = {
-    "from_pretrained(quantization_config=...)": Way(Method.FROM_PRETRAINED, "auto"),
-    "the same, dtype=torch.float32": Way(Method.FROM_PRETRAINED, "float32"),
-    "load_quantized, transformers' model on meta": Way(Method.LOAD_QUANTIZED, "bfloat16"),
-    "from_pretrained, bfloat16, then quantize_model": Way(Method.QUANTIZE_AFTER, "auto"),
-    "from_pretrained, float32, then quantize_model": Way(Method.QUANTIZE_AFTER, "float32"),
-    "load_fp8 of an FP8 folder": Way(Method.LOAD_FP8, "bfloat16"),
-    "the same FP8 folder, dtype=torch.float32": Way(Method.LOAD_FP8, "float32"),
-    "from_pretrained of the FP8 folder, bfloat16": Way(Method.DECODE_FP8, "bfloat16"),
+LOADING_WAYS: Final = {
+    "from_pretrained(quantization_config=...)": LoadingWay(Method.FROM_PRETRAINED, "auto"),
+    "the same, dtype=torch.float32": LoadingWay(Method.FROM_PRETRAINED, "float32"),
+    "load_quantized, transformers' model on meta": LoadingWay(Method.LOAD_QUANTIZED, "bfloat16"),
+    "from_pretrained, bfloat16, then quantize_model": LoadingWay(Method.QUANTIZE_AFTER, "auto"),
+    "from_pretrained, float32, then quantize_model": LoadingWay(Method.QUANTIZE_AFTER, "float32"),
+    "load_fp8 of an FP8 folder": LoadingWay(Method.LOAD_FP8, "bfloat16"),
+    "the same FP8 folder, dtype=torch.float32": LoadingWay(Method.LOAD_FP8, "float32"),
+    "from_pretrained of the FP8 folder, bfloat16": LoadingWay(Method.DECODE_FP8, "bfloat16"),
 }
-FORMATS: Final = {"*": "E4M3"}
+FORMATS_OF_NAMES: Final = {"*": "E4M3"}
 
 
-def config_of(size: str) -> Any:
+def llama_config(size: str) -> Any:
     """Return the settings of the model."""
     import transformers
 
-    width, inner, layers, tokens = SIZES[size]
+    width, inner, layers, tokens = LLAMA_SIZES[size]
     heads = width // 64
     return transformers.LlamaConfig(
         hidden_size=width,
@@ -116,7 +116,7 @@ def write(folder: Path, size: str, shards: int) -> None:
     import transformers
     from safetensors.torch import save_file
 
-    config = config_of(size)
+    config = llama_config(size)
     in_codes = folder.name == "fp8"
     config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
     if in_codes:
@@ -149,7 +149,7 @@ def write(folder: Path, size: str, shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
 
 
-def read(folder: Path, method: Method, dtype_name: str) -> Any:
+def load_model(folder: Path, method: Method, dtype_name: str) -> Any:
     """Read the model in one way."""
     import torch
     import transformers
@@ -164,17 +164,17 @@ def read(folder: Path, method: Method, dtype_name: str) -> Any:
     if method is Method.DECODE_FP8:
         return auto.from_pretrained(folder, dtype=dtype)
     if method is Method.FROM_PRETRAINED:
-        config = fm.huggingface.quantization_config(FORMATS, tied="leave")
+        config = fm.huggingface.quantization_config(FORMATS_OF_NAMES, tied="leave")
         return auto.from_pretrained(folder, quantization_config=config, dtype=dtype)
     if method is Method.LOAD_QUANTIZED:
         with torch.device("meta"):
             model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
-        return fm.load_quantized(model, folder, FORMATS, tied="leave")
+        return fm.load_quantized(model, folder, FORMATS_OF_NAMES, tied="leave")
     model = auto.from_pretrained(folder, dtype=dtype)
-    return fm.quantize_model(model, FORMATS, "fp8", tied="leave")
+    return fm.quantize_model(model, FORMATS_OF_NAMES, "fp8", tied="leave")
 
 
-def measure_here(folder: Path, method: Method, dtype: str) -> dict[str, int]:
+def load_in_this_process(folder: Path, method: Method, dtype: str) -> dict[str, int]:
     """Read in this process.
 
     Returns:
@@ -190,12 +190,12 @@ def measure_here(folder: Path, method: Method, dtype: str) -> dict[str, int]:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     small = fm.quantize_model(
-        transformers.LlamaForCausalLM(config_of("0.2M")), FORMATS, "fp8", tied="leave"
+        transformers.LlamaForCausalLM(llama_config("0.2M")), FORMATS_OF_NAMES, "fp8", tied="leave"
     )
     if method is Method.NOTHING:
         return {"peak": peak_resident_bytes(), "weights": 0, "largest": 0}
     del small
-    model = read(folder, method, dtype)
+    model = load_model(folder, method, dtype)
     sizes = [parameter.numel() for parameter in model.parameters()]
     width = 4 if dtype == "float32" else 2
     return {"peak": peak_resident_bytes(), "weights": sum(sizes), "largest": width * max(sizes)}
@@ -216,7 +216,7 @@ def check_linux() -> None:
         raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
 
 
-def run_child(*words: str) -> Any:
+def run_loading(*words: str) -> Any:
     """Run this script in a fresh process, and read the JSON that it prints."""
     command = [sys.executable, __file__, "--child", *words]
     process = subprocess.run(
@@ -231,7 +231,7 @@ def run_child(*words: str) -> Any:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-class Row(NamedTuple):
+class LoadingFigures(NamedTuple):
     """What was measured of one way."""
 
     way: str
@@ -243,17 +243,21 @@ class Row(NamedTuple):
     beyond: float
 
 
-def measure(folder: Path, size: str, shards: int, ways: dict[str, Way]) -> list[Row]:
+def measure_loading(
+    folder: Path, size: str, shards: int, ways: dict[str, LoadingWay]
+) -> list[LoadingFigures]:
     """Measure each way in a process of its own."""
     for name in sorted({way.method.folder for way in ways.values()}):
-        run_child("write", str(folder / name), size, str(shards))
-    empty = run_child("read", str(folder), Method.NOTHING, "auto")["peak"]
+        run_loading("write", str(folder / name), size, str(shards))
+    empty = run_loading("read", str(folder), Method.NOTHING, "auto")["peak"]
     rows = []
     for name, (method, dtype) in ways.items():
-        figures = run_child("read", str(folder / method.folder), method, dtype)
+        figures = run_loading("read", str(folder / method.folder), method, dtype)
         peak = figures["peak"] - empty
         weights = figures["weights"]
-        rows.append(Row(name, peak / 1e9, peak / weights, (peak - figures["largest"]) / weights))
+        rows.append(
+            LoadingFigures(name, peak / 1e9, peak / weights, (peak - figures["largest"]) / weights)
+        )
     return rows
 
 
@@ -264,7 +268,7 @@ def main() -> None:
     )
     parser.add_argument("--fp8", action="store_true", help="read the FP8 folder alone")
     parser.add_argument(
-        "--weights", choices=tuple(SIZES), default="277M", help="how many there are"
+        "--weights", choices=tuple(LLAMA_SIZES), default="277M", help="how many there are"
     )
     parser.add_argument("--shards", type=int, default=5, help="files that they are in")
     parser.add_argument(
@@ -277,17 +281,17 @@ def main() -> None:
     add_option(parser)
     args = parser.parse_args()
     if args.child:
-        run_task(*args.child)
+        run_loading_task(*args.child)
         return
     check_linux()
     if args.fp8 and args.record:
         parser.error("--record writes the whole table: leave out --fp8")
     ways = {}
-    for name, way in WAYS.items():
+    for name, way in LOADING_WAYS.items():
         if way.method.folder == "fp8" or not args.fp8:
             ways[name] = way
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        rows = measure(Path(folder), args.weights, args.shards, ways)
+        rows = measure_loading(Path(folder), args.weights, args.shards, ways)
     columns = (
         f"{args.weights} weights",
         "GB at the peak",
@@ -306,15 +310,15 @@ def main() -> None:
         record("", columns, cells, packages=("transformers", "safetensors"))
 
 
-def run_task(task: str, folder: str, *words: str) -> None:
-    """Do what `run_child` asks of a process, and print JSON."""
+def run_loading_task(task: str, folder: str, *words: str) -> None:
+    """Do what `run_loading` asks of a process, and print JSON."""
     if task == "write":
         size, shards = words
         write(Path(folder), size, int(shards))
         print("{}")
     else:
         method, dtype = words
-        print(json.dumps(measure_here(Path(folder), Method(method), dtype)))
+        print(json.dumps(load_in_this_process(Path(folder), Method(method), dtype)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 
-WARM_UP: Final = 2
+WARM_UP_PAIRS: Final = 2
 OPTIONS: Final[dict[str, Any]] = {
     "lr": 1e-3,
     "weight_decay": 0.1,
@@ -47,10 +47,10 @@ class GPTSize(NamedTuple):
     width: int
 
 
-SIZES: Final = {"0.86M": GPTSize(4, 128), "10M": GPTSize(6, 384)}
+GPT_SIZES: Final = {"0.86M": GPTSize(4, 128), "10M": GPTSize(6, 384)}
 
 
-class Contender(NamedTuple):
+class MuonContender(NamedTuple):
     """StiffnessMuon over some kind of weights."""
 
     #: format of the weights; None for float32
@@ -58,28 +58,30 @@ class Contender(NamedTuple):
     options: dict[str, Any]
 
 
-CONTENDERS: Final = {
-    "float32": Contender(None, {}),
-    "float32, products in bfloat16": Contender(None, {"ns_dtype": torch.bfloat16}),
-    "float32, products in float32": Contender(None, {"ns_dtype": torch.float32}),
-    "E4M3 stochastic": Contender("E4M3", {}),
-    "E4M3 stochastic, 8-bit momentum": Contender("E4M3", {"moments": "8bit"}),
-    "E4M3 residual8, 8-bit momentum": Contender(
+MUON_CONTENDERS: Final = {
+    "float32": MuonContender(None, {}),
+    "float32, products in bfloat16": MuonContender(None, {"ns_dtype": torch.bfloat16}),
+    "float32, products in float32": MuonContender(None, {"ns_dtype": torch.float32}),
+    "E4M3 stochastic": MuonContender("E4M3", {}),
+    "E4M3 stochastic, 8-bit momentum": MuonContender("E4M3", {"moments": "8bit"}),
+    "E4M3 residual8, 8-bit momentum": MuonContender(
         "E4M3", {"writeback": "residual8", "moments": "8bit"}
     ),
-    "E4M3 nearest, 8-bit momentum": Contender("E4M3", {"writeback": "nearest", "moments": "8bit"}),
+    "E4M3 nearest, 8-bit momentum": MuonContender(
+        "E4M3", {"writeback": "nearest", "moments": "8bit"}
+    ),
 }
 #: largest ratios: the one that has to be met, and the one that is aimed at
-BAR, GOAL = 1.3, 1.1
+MUON_BAR, MUON_GOAL = 1.3, 1.1
 
 
 def shapes(size: str) -> list[tuple[int, int]]:
     """Return the shapes of the matrices of a GPT's blocks."""
-    blocks, width = SIZES[size]
+    blocks, width = GPT_SIZES[size]
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * blocks
 
 
-def weights(size: str, fmt: str | None) -> list[Tensor]:
+def hidden_matrices(size: str, fmt: str | None) -> list[Tensor]:
     """Return parameters with gradients, the same values for all contenders."""
     generator = torch.Generator().manual_seed(0)
     parameters: list[Tensor] = []
@@ -91,13 +93,13 @@ def weights(size: str, fmt: str | None) -> list[Tensor]:
     return parameters
 
 
-def measure(label: str, size: str, pairs: int) -> dict[str, float]:
+def measure_muon(label: str, size: str, pairs: int) -> dict[str, float]:
     """Measure one contender in this process."""
-    contender = CONTENDERS[label]
-    parameters = weights(size, contender.fmt)
+    contender = MUON_CONTENDERS[label]
+    parameters = hidden_matrices(size, contender.fmt)
     optimizer = fm.optim.StiffnessMuon(parameters, **OPTIONS, **contender.options)
-    peer = torch.optim.Muon(weights(size, None), **OPTIONS)
-    for _ in range(WARM_UP):
+    peer = torch.optim.Muon(hidden_matrices(size, None), **OPTIONS)
+    for _ in range(WARM_UP_PAIRS):
         optimizer.step()
         peer.step()
     times = paired_seconds(_step(optimizer), _step(peer), pairs, torch.device("cpu"))
@@ -116,7 +118,7 @@ def _step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return lambda: optimizer.step()
 
 
-def measure_in_fresh_process(label: str, size: str, pairs: int) -> dict[str, float]:
+def measure_muon_in_fresh_process(label: str, size: str, pairs: int) -> dict[str, float]:
     """Measure one contender in a process of its own."""
     command = [sys.executable, __file__, "--worker", label, "--sizes", size, "--pairs", str(pairs)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -128,17 +130,17 @@ def measure_in_fresh_process(label: str, size: str, pairs: int) -> dict[str, flo
     return figures
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_muon_contenders(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each contender and size.
 
     Every contender runs once in each round, so that a drift of the machine affects all.
     """
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     for turn in range(options.processes):
-        for size, label in itertools.product(options.sizes, CONTENDERS):
+        for size, label in itertools.product(options.sizes, MUON_CONTENDERS):
             name = f"process {turn + 1} of {options.processes}: {label}, {size}"
             print(name, file=sys.stderr, flush=True)
-            figures = measure_in_fresh_process(label, size, options.pairs)
+            figures = measure_muon_in_fresh_process(label, size, options.pairs)
             runs.setdefault((size, label), []).append(figures)
     return [_row(size, label, figures) for (size, label), figures in runs.items()]
 
@@ -154,30 +156,30 @@ def _row(size: str, label: str, runs: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def verdict(ratio: float) -> str:
+def muon_verdict(ratio: float) -> str:
     """Say which of bar and goal a ratio meets.
 
-    >>> verdict(1.05), verdict(1.2), verdict(1.5)
+    >>> muon_verdict(1.05), muon_verdict(1.2), muon_verdict(1.5)
     ('goal met', 'bar met', 'bar not met')
     """
-    if ratio <= GOAL:
+    if ratio <= MUON_GOAL:
         return "goal met"
-    return "bar met" if ratio <= BAR else "bar not met"
+    return "bar met" if ratio <= MUON_BAR else "bar not met"
 
 
-HEADER: Final = (
+MUON_HEADER: Final = (
     "matrices",
     "StiffnessMuon",
     "bytes per weight",
     "ratio (processes)",
-    f"bar {BAR}x, goal {GOAL}x",
+    f"bar {MUON_BAR}x, goal {MUON_GOAL}x",
 )
-RECORDED: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio", "bar and goal")
+MUON_COLUMNS: Final = ("matrices", "StiffnessMuon", "bytes per weight", "ratio", "bar and goal")
 
 
-def table(rows: list[dict[str, Any]], markdown: bool) -> str:
+def muon_table(rows: list[dict[str, Any]], markdown: bool) -> str:
     """Return the rows as Markdown or in columns."""
-    lines: list[tuple[str, ...]] = [HEADER]
+    lines: list[tuple[str, ...]] = [MUON_HEADER]
     for row in rows:
         lines.append(
             (
@@ -185,17 +187,17 @@ def table(rows: list[dict[str, Any]], markdown: bool) -> str:
                 row["label"],
                 f"{row['bytes']:.2f}",
                 str(row["ratio"]),
-                verdict(row["ratio"].median),
+                muon_verdict(row["ratio"].median),
             )
         )
     return text_table(lines, ("---", "---", "---:", "---:", "---"), markdown)
 
 
-def recorded(row: dict[str, Any]) -> tuple[Cell, ...]:
+def muon_cells(row: dict[str, Any]) -> tuple[Cell, ...]:
     """Return a row as numbers, for the site."""
     ratio: Ratio = row["ratio"]
     size = round(row["bytes"], 2)
-    return (row["size"], row["label"], size, ratio, verdict(ratio.median))
+    return (row["size"], row["label"], size, ratio, muon_verdict(ratio.median))
 
 
 def main() -> int:
@@ -203,7 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(GPT_SIZES), default=list(GPT_SIZES))
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -212,9 +214,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.worker:
-        print(json.dumps(measure(options.worker, options.sizes[0], options.pairs)))
+        print(json.dumps(measure_muon(options.worker, options.sizes[0], options.pairs)))
         return 0
-    rows = run(options)
+    rows = run_muon_contenders(options)
     if options.json:
         print(json.dumps(rows))
     else:
@@ -222,10 +224,10 @@ def main() -> int:
             f"torch {torch.__version__}; {options.processes} processes of {options.pairs} pairs, "
             f"process CPU time"
         )
-        print(table(rows, options.markdown))
+        print(muon_table(rows, options.markdown))
     if options.record:
         peer = "torch.optim.Muon, float32 weights, products in bfloat16"
-        record(peer, RECORDED, map(recorded, rows))
+        record(peer, MUON_COLUMNS, map(muon_cells, rows))
     return 0
 
 

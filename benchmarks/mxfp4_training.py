@@ -49,12 +49,12 @@ TRAINING_MODULES: Final = (
     "optparse",
 )
 TEST_MODULES: Final = ("pickle", "configparser", "difflib")
-LENGTH, BATCH, WINDOWS = 64, 16, 128
+LENGTH, BATCH, TEST_WINDOWS = 64, 16, 128
 #: quantiles of Student's t for 95% intervals, by the number of values
 STUDENT: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
-def publish(base: Any, folder: Path, scheme: str) -> None:
+def write_compressed(base: Any, folder: Path, scheme: str) -> None:
     """Write a float model in bfloat16 as compressed-tensors does.
 
     Its scales are those of each group's range.
@@ -87,7 +87,7 @@ def publish(base: Any, folder: Path, scheme: str) -> None:
     compressor.update_config(str(folder))
 
 
-def read(folder: Path, writeback: str) -> Any:
+def read_folder(folder: Path, writeback: str) -> Any:
     """Return the folder's model with weights in codes, or decoded by compressed-tensors."""
     if writeback != "float32":
         return fm.load_fp8(folder, dtype=torch.float32)
@@ -106,9 +106,9 @@ def sources(modules: tuple[str, ...]) -> Tensor:
     return torch.tensor(list(text.encode("ascii", "replace")))
 
 
-def loss_of(model: nn.Module, text: Tensor) -> float:
+def loss_of_text(model: nn.Module, text: Tensor) -> float:
     """Return the loss over windows that are spread evenly."""
-    starts = torch.linspace(0, len(text) - LENGTH - 1, WINDOWS).long()[:, None]
+    starts = torch.linspace(0, len(text) - LENGTH - 1, TEST_WINDOWS).long()[:, None]
     tokens = text[starts + torch.arange(LENGTH)]
     with torch.no_grad():
         return float(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -121,15 +121,15 @@ class Losses(NamedTuple):
     after: float
 
 
-def train(folder: Path, writeback: str, lr: float, seed: int, steps: int) -> Losses:
+def train_folder(folder: Path, writeback: str, lr: float, seed: int, steps: int) -> Losses:
     """Train the folder's model at a rate that rises for ten steps and falls at the end."""
-    model = read(folder, writeback).eval()
+    model = read_folder(folder, writeback).eval()
     text, test_text = sources(TRAINING_MODULES), sources(TEST_MODULES)
     options: dict[str, Any] = {}
     if writeback != "float32":
         options = {"writeback": writeback, "seed": seed}
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=lr, weight_decay=0.0, **options)
-    first_loss = loss_of(model, test_text)
+    first_loss = loss_of_text(model, test_text)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -139,11 +139,11 @@ def train(folder: Path, writeback: str, lr: float, seed: int, steps: int) -> Los
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
-    return Losses(first_loss, loss_of(model, test_text))
+    return Losses(first_loss, loss_of_text(model, test_text))
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTrainings:
     """The trainings of one row, a seed each."""
 
     weights: str
@@ -157,24 +157,28 @@ class Measured:
         return [losses.after for losses in self.losses]
 
 
-def measure_all(args: Namespace, base: Any) -> Iterator[tuple[Measured, Measured]]:
+def measure_trainings(
+    args: Namespace, base: Any
+) -> Iterator[tuple[MeasuredTrainings, MeasuredTrainings]]:
     """Yield each row, with that of float32 weights at the same rate."""
     for scheme in args.weights:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            publish(base, folder, scheme)
+            write_compressed(base, folder, scheme)
             for lr in args.lr:
-                rows: list[Measured] = []
+                rows: list[MeasuredTrainings] = []
                 for writeback in WRITEBACKS:
                     seeds = range(args.seeds)
-                    losses = [train(folder, writeback, lr, seed, args.steps) for seed in seeds]
-                    rows.append(Measured(scheme, lr, writeback, losses))
+                    losses = [
+                        train_folder(folder, writeback, lr, seed, args.steps) for seed in seeds
+                    ]
+                    rows.append(MeasuredTrainings(scheme, lr, writeback, losses))
                     print(asdict(rows[-1]), file=sys.stderr, flush=True)
                     # float32 is the first of the write-backs.
                     yield rows[-1], rows[0]
 
 
-def table_row(row: Measured, reference: Measured) -> tuple[str, ...]:
+def table_row(row: MeasuredTrainings, reference: MeasuredTrainings) -> tuple[str, ...]:
     """Return a row as text, with its difference to float32 weights."""
     difference = ""
     if row is not reference:
@@ -216,7 +220,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     base, _ = small(args.reading)
-    measured = list(measure_all(args, base))
+    measured = list(measure_trainings(args, base))
     rows = [table_row(row, reference) for row, reference in measured]
     columns = ["weights", "lr", "writeback", "before", f"after {args.steps} steps", "minus float32"]
     if args.json:

@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from _contenders import CONTENDERS, REFERENCE, SIZES, Kind, Workload
+from _contenders import CONTENDERS, REFERENCE_NAME, SHAPES_OF_SIZES, Kind, Workload
 from _forms import add_form_options, print_titled, text_table
 from _record import Cell, add_option, record
-from _timing import Ratio, live_bytes, paired_seconds, wall_seconds
+from _timing import Ratio, Step, live_bytes, paired_seconds, wall_seconds
 
-WARM_UP: Final = 3
+WARM_UP_STEPS: Final = 3
 #: peers that are packages of their own
-PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes", "sdnq")
+CONTENDER_PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes", "sdnq")
 #: groups of contenders on the command line
 GROUPS: Final = {
     "all": tuple(Kind),
@@ -48,10 +48,9 @@ GROUPS: Final = {
     "peers": (Kind.PEER,),
     "ours": (Kind.OURS,),
 }
-Step = Callable[[], object]
 
 
-def prepare(name: str, work: Workload) -> tuple[Step, list[Any]]:
+def prepare_contender(name: str, work: Workload) -> tuple[Step, list[Any]]:
     """Return the step of one contender, and the objects that hold its memory."""
     parameters, optimizer = CONTENDERS[name].build(work)
     work.set_gradients(parameters)
@@ -64,19 +63,19 @@ def graphs_compiled() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
+def measure_contender(name: str, work: Workload, pairs: int) -> dict[str, Any]:
     """Measure one contender in this process."""
     try:
-        step, holders = prepare(name, work)
+        step, holders = prepare_contender(name, work)
     except (AttributeError, ImportError) as error:
         return {"missing": f"{type(error).__name__}: {error}"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         first = wall_seconds(step, work.device)
-        for _ in range(WARM_UP - 1):
+        for _ in range(WARM_UP_STEPS - 1):
             step()
-        reference, _ = prepare(REFERENCE, work)
-        for _ in range(WARM_UP):
+        reference, _ = prepare_contender(REFERENCE_NAME, work)
+        for _ in range(WARM_UP_STEPS):
             reference()
         graphs = graphs_compiled()
         times = paired_seconds(step, reference, pairs, work.device)
@@ -107,7 +106,9 @@ def is_about_run(category: type[Warning]) -> bool:
     return not issubclass(category, DeprecationWarning | FutureWarning)
 
 
-def measure_in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
+def measure_contender_in_fresh_process(
+    name: str, options: argparse.Namespace, cache: Path
+) -> dict[str, Any]:
     """Measure one contender in a process of its own."""
     command = [sys.executable, __file__, "--worker", name]
     for option in ("pairs", "params", "elements", "device"):
@@ -137,7 +138,9 @@ def reason(errors: str) -> str:
     return str(lines[-1])
 
 
-def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def run_contenders(
+    names: list[str], options: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
     """Return what was measured of each contender, once per process.
 
     Every contender runs once in each round, so that a drift of the machine affects all
@@ -151,11 +154,13 @@ def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[st
                     continue
                 title = f"process {turn + 1} of {options.processes}: {name}"
                 print(title, file=sys.stderr, flush=True)
-                runs_of_name.append(measure_in_fresh_process(name, options, Path(cache)))
+                runs_of_name.append(measure_contender_in_fresh_process(name, options, Path(cache)))
     return runs
 
 
-def row(name: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+def contender_row(
+    name: str, runs: list[dict[str, Any]], options: argparse.Namespace
+) -> dict[str, Any]:
     """Return a row: figures over the processes, or why there are none."""
     contender = CONTENDERS[name]
     head = {"name": name, "label": contender.label, "kind": contender.kind}
@@ -192,7 +197,7 @@ def cells(line: dict[str, Any]) -> tuple[str, ...]:
     return (line["label"], size, str(_ratio(line)), times, goal)
 
 
-def recorded(line: dict[str, Any]) -> tuple[Cell, ...]:
+def contender_cells(line: dict[str, Any]) -> tuple[Cell, ...]:
     """Return a measured row as numbers, for the site."""
     first, later = _first_step_times(line)
     goal = None
@@ -221,13 +226,26 @@ def _first_step_times(line: dict[str, Any]) -> tuple[float, float | None]:
     return first, statistics.median(later) if later else None
 
 
-RECORDED: Final = ("contender", "bytes per parameter", "ratio", "first step, s", "then, s", "goal")
-HEADER: Final = ("contender", "bytes per parameter", "ratio (processes)", "first step, s", "goal")
+CONTENDER_COLUMNS: Final = (
+    "contender",
+    "bytes per parameter",
+    "ratio",
+    "first step, s",
+    "then, s",
+    "goal",
+)
+CONTENDER_HEADER: Final = (
+    "contender",
+    "bytes per parameter",
+    "ratio (processes)",
+    "first step, s",
+    "goal",
+)
 
 
-def table(rows: list[dict[str, Any]], markdown: bool) -> str:
+def contender_table(rows: list[dict[str, Any]], markdown: bool) -> str:
     """Return the measured rows as Markdown or in columns."""
-    lines = [HEADER, *(cells(line) for line in rows if "ratio" in line)]
+    lines = [CONTENDER_HEADER, *(cells(line) for line in rows if "ratio" in line)]
     return text_table(lines, ("---", "---:", "---:", "---:", "---"), markdown)
 
 
@@ -266,7 +284,7 @@ def title(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     return f"{text}; fused AdamW takes {statistics.median(reference_times):.2f} ms"
 
 
-def chosen(patterns: list[str]) -> list[str]:
+def matching_contenders(patterns: list[str]) -> list[str]:
     """Return the contenders of groups, names and wildcards, in the table's order."""
     names: set[str] = set()
     for pattern in patterns:
@@ -295,7 +313,7 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def build_parser() -> argparse.ArgumentParser:
+def contender_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -313,7 +331,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--processes", type=positive(int), default=3, help="fresh processes for each contender"
     )
     parser.add_argument(
-        "--params", choices=SIZES, default="10M", help="50 tensors of mixed shapes, or GPT-2's 148"
+        "--params",
+        choices=SHAPES_OF_SIZES,
+        default="10M",
+        help="50 tensors of mixed shapes, or GPT-2's 148",
     )
     parser.add_argument(
         "--elements", type=positive(float), default=1.0, help="factor on each tensor's elements"
@@ -333,7 +354,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    parser = build_parser()
+    parser = contender_parser()
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{name:32s} {contender.label}" for name, contender in CONTENDERS.items()))
@@ -343,21 +364,30 @@ def main() -> int:
     torch.set_num_threads(1)
     if options.worker:
         work = Workload.sized(options.params, options.elements, torch.device(options.device))
-        print(json.dumps(measure(options.worker, work, options.pairs)))
+        print(json.dumps(measure_contender(options.worker, work, options.pairs)))
         return 0
     try:
-        names = chosen(options.contenders)
+        names = matching_contenders(options.contenders)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
-    rows = [row(name, timing, options) for name, timing in run(names, options).items()]
+    rows = [
+        contender_row(name, timing, options)
+        for name, timing in run_contenders(names, options).items()
+    ]
     if options.json:
         print(json.dumps({"title": title(rows, options), "rows": rows}, indent=1))
     else:
-        parts = (title(rows, options), table(rows, options.markdown), *remarks(rows))
+        parts = (title(rows, options), contender_table(rows, options.markdown), *remarks(rows))
         print_titled(*parts, markdown=options.markdown)
     if options.record:
-        measured = [recorded(line) for line in rows if "ratio" in line]
-        record("fused float32 AdamW of torch", RECORDED, measured, options.device, PACKAGES)
+        measured = [contender_cells(line) for line in rows if "ratio" in line]
+        record(
+            "fused float32 AdamW of torch",
+            CONTENDER_COLUMNS,
+            measured,
+            options.device,
+            CONTENDER_PACKAGES,
+        )
     return int(any(map(is_failure, rows)))
 
 

@@ -36,19 +36,18 @@ import torch
 from _forms import add_form_options, check_at_least, print_titled, text_table
 from _overhead_step import step_cases
 from _record import add_option, record
-from _timing import Ratio, paired_seconds
+from _timing import Ratio, Step, paired_seconds
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold._encoded import storage
 from fp8manifold.nn import _products
 
-Step = Callable[[], object]
 #: width of a small layer
 SMALL: Final = 32
 #: width of a layer whose kernels do next to nothing on this CPU
 TINY: Final = 8
-TOKENS: Final = 4
+LAYER_TOKENS: Final = 4
 DEPTH: Final = 12
 
 
@@ -69,7 +68,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Figure:
+class CaseFigures:
     """What was measured of a case; times are per layer or parameter."""
 
     what: str
@@ -84,7 +83,7 @@ class Figure:
     goal_us: float | None
 
 
-def forward_and_backward(model: nn.Module, x: Tensor, *, autocast: bool) -> Step:
+def passes_of_model(model: nn.Module, x: Tensor, *, autocast: bool) -> Step:
     """Return a function that goes forward and backward."""
     parameters = list(model.parameters())
     gradient = torch.randn(x.shape)
@@ -109,10 +108,10 @@ class Layers(NamedTuple):
 
     def steps(self, *, autocast: bool) -> tuple[Step, Step]:
         """Return forward and backward of either."""
-        x = torch.randn(TOKENS, _width(self.dense), requires_grad=True)
+        x = torch.randn(LAYER_TOKENS, _width(self.dense), requires_grad=True)
         return (
-            forward_and_backward(self.coded, x, autocast=autocast),
-            forward_and_backward(self.dense, x, autocast=autocast),
+            passes_of_model(self.coded, x, autocast=autocast),
+            passes_of_model(self.dense, x, autocast=autocast),
         )
 
 
@@ -145,7 +144,7 @@ def layer_cases(on_card: ExitStack) -> Iterator[Case]:
     yield Case("a layer, a CPU's path, float32", "E4M3", *steps, 1, goal=1.5)
 
     # From here on: the case above has been measured by now.
-    pretend_a_card(on_card)
+    pretend_gpu_decodes(on_card)
     layers = one_layer("E4M3", TINY)
     weight = layers.coded.weight
     weight.kept_scale = weight.kept_scale.bfloat16()
@@ -179,7 +178,7 @@ def optimizer_cases(on_card: ExitStack) -> Iterator[Case]:
         )
 
 
-PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {
+CASES_OF_PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {
     "layer": layer_cases,
     "compiled": compiled_cases,
     "step": optimizer_cases,
@@ -190,7 +189,7 @@ Each makes its cases, and may pretend that there is a GPU until the stack is clo
 """
 
 
-def pretend_a_card(until: ExitStack) -> None:
+def pretend_gpu_decodes(until: ExitStack) -> None:
     """Decode as on a GPU, with a driver and a compiled kernel that do nothing.
 
     Triton itself launches the kernel.
@@ -235,7 +234,7 @@ KERNEL: Final = SimpleNamespace(
 )
 
 
-def measure(case: Case, pairs: int, calls: int) -> Figure:
+def measure_case(case: Case, pairs: int, calls: int) -> CaseFigures:
     """Measure one case, many calls at a time."""
 
     def repeated(step: Step) -> Step:
@@ -253,7 +252,7 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
     microseconds = 1e6 / calls / case.size
     ours_us = microseconds * min(pair.measured for pair in times)
     theirs_us = microseconds * min(pair.reference for pair in times)
-    return Figure(
+    return CaseFigures(
         case.what,
         case.format,
         ratio=ours_us / theirs_us,
@@ -265,7 +264,7 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
     )
 
 
-def goal_text(figure: Figure) -> str:
+def case_goal_text(figure: CaseFigures) -> str:
     """Return the goal, and whether it is met."""
     if figure.goal_us is not None:
         met = "met" if figure.ours_us <= figure.goal_us else "NOT met"
@@ -276,7 +275,7 @@ def goal_text(figure: Figure) -> str:
     return "none"
 
 
-HEADER: Final = (
+OVERHEAD_HEADER: Final = (
     "what",
     "format",
     "ratio of the least",
@@ -285,12 +284,12 @@ HEADER: Final = (
     "µs",
     "reference, µs",
 )
-RULE: Final = ("---", "---", "---:", "---:", "---", "---:", "---:")
+OVERHEAD_RULE: Final = ("---", "---", "---:", "---:", "---", "---:", "---:")
 
 
-def lines(figures: list[Figure]) -> list[tuple[str, ...]]:
+def overhead_rows(figures: list[CaseFigures]) -> list[tuple[str, ...]]:
     """Return the table's rows, the header first."""
-    rows: list[tuple[str, ...]] = [HEADER]
+    rows: list[tuple[str, ...]] = [OVERHEAD_HEADER]
     for figure in figures:
         rows.append(
             (
@@ -298,7 +297,7 @@ def lines(figures: list[Figure]) -> list[tuple[str, ...]]:
                 figure.format,
                 f"{figure.ratio:.2f}x",
                 str(figure.pairs),
-                goal_text(figure),
+                case_goal_text(figure),
                 f"{figure.ours_us:.1f}",
                 f"{figure.theirs_us:.1f}",
             )
@@ -306,24 +305,24 @@ def lines(figures: list[Figure]) -> list[tuple[str, ...]]:
     return rows
 
 
-def recorded(figure: Figure) -> tuple[object, ...]:
+def overhead_cells(figure: CaseFigures) -> tuple[object, ...]:
     """Return a figure as numbers, for the site."""
     return (
         figure.what,
         figure.format,
         figure.ratio,
         figure.pairs,
-        goal_text(figure),
+        case_goal_text(figure),
         figure.ours_us,
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def overhead_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=CASES_OF_PARTS, default=list(CASES_OF_PARTS))
     parser.add_argument("--pairs", type=int, default=60, help="pairs of each case")
     parser.add_argument("--calls", type=int, default=50, help="calls of each side of a pair")
     add_form_options(parser)
@@ -333,7 +332,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Print the table."""
-    parser = build_parser()
+    parser = overhead_parser()
     options = parser.parse_args()
     check_at_least(parser, options, 1, "pairs", "calls")
     torch.set_num_threads(1)
@@ -341,18 +340,18 @@ def main() -> None:
     figures = []
     for name in options.parts:
         with ExitStack() as on_card:
-            for case in PARTS[name](on_card):
+            for case in CASES_OF_PARTS[name](on_card):
                 print(f"{case.what}: {case.format}", file=sys.stderr, flush=True)
-                figures.append(measure(case, options.pairs, options.calls))
+                figures.append(measure_case(case, options.pairs, options.calls))
     title = f"torch {torch.__version__}, CPU, one thread, process CPU time"
     if options.json:
         print(json.dumps({"title": title, "figures": list(map(asdict, figures))}, indent=1))
     else:
-        table = text_table(lines(figures), RULE, options.markdown)
+        table = text_table(overhead_rows(figures), OVERHEAD_RULE, options.markdown)
         print_titled(title, table, markdown=options.markdown)
     if options.record:
         peer = "`nn.Linear` of the same shape, or fused AdamW over as many parameters"
-        record(peer, HEADER[:6], map(recorded, figures))
+        record(peer, OVERHEAD_HEADER[:6], map(overhead_cells, figures))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 #: of a square
 SIDE: Final = 128
-LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
+LARGEST_FLOAT8: Final = torch.finfo(torch.float8_e4m3fn).max
 
 
 def scale_of_every_weight(scales: Tensor, shape: torch.Size) -> Tensor:
@@ -45,7 +45,7 @@ def in_squares(weight: Tensor) -> Squares:
     amax = []
     for rows in weight.float().split(SIDE):
         amax.append(torch.stack([square.abs().max() for square in rows.split(SIDE, 1)]))
-    scales = torch.stack(amax) / LARGEST
+    scales = torch.stack(amax) / LARGEST_FLOAT8
     scaled = weight.float() / scale_of_every_weight(scales, weight.shape)
     return Squares(scaled.to(torch.float8_e4m3fn), scales)
 
@@ -97,7 +97,7 @@ LAYOUTS: Final[dict[str, Callable[[Any, Path], None]]] = {
 }
 
 
-def decoded(folder: Path) -> dict[str, Tensor]:
+def decoded_folder(folder: Path) -> dict[str, Tensor]:
     """Return the values of a folder's tensors in float32."""
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -138,7 +138,7 @@ def main() -> None:
     vars(settings).pop("quantization_config", None)
     settings.dtype = torch.float32
     plain = transformers.AutoModelForCausalLM.from_config(settings)
-    plain.load_state_dict(decoded(args.out), strict=not settings.tie_word_embeddings)
+    plain.load_state_dict(decoded_folder(args.out), strict=not settings.tie_word_embeddings)
     plain.save_pretrained(float_folder)
     transformers.AutoTokenizer.from_pretrained(args.model, **gguf).save_pretrained(args.out)
     for file in args.out.glob("*token*"):

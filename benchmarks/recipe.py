@@ -43,14 +43,14 @@ from nanogpt_bench.setup.task import EVAL_SEED
 
 README: Final = Path(__file__).parent.parent / "README.md"
 NAME: Final = "HuggingFaceTB/SmolLM2-135M"
-STEPS: Final = 200
-BLOCK: Final = 256
-WINDOWS: Final = 12
-WAYS: Final = ("readme", "float32", "bfloat16")
+TRAINING_STEPS: Final = 200
+WINDOW_LENGTH: Final = 256
+EVAL_WINDOWS: Final = 12
+RECIPE_WAYS: Final = ("readme", "float32", "bfloat16")
 #: of Student's t for 95% intervals, by degrees of freedom
 QUANTILES: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
-ADAMW: Final = """
+ADAMW_RECIPE: Final = """
 model = AutoModelForCausalLM.from_pretrained(
     "HuggingFaceTB/SmolLM2-135M", dtype=torch.{dtype}
 ).train()
@@ -85,7 +85,7 @@ def code_of(way: str, folder: Path, seed: int) -> str:
             raise SystemExit('README\'s lines have no place for the seed, beside moments="8bit"')
         code = code.replace('moments="8bit"', f'moments="8bit", seed={seed}')
     else:
-        code = IMPORTS + ADAMW.format(dtype=way)
+        code = IMPORTS + ADAMW_RECIPE.format(dtype=way)
     if code.count(NAME) != 1:
         raise SystemExit(f"the lines name {NAME} {code.count(NAME)} times")
     return code.replace(NAME, folder.as_posix())
@@ -98,19 +98,19 @@ def batches_of(corpus: Corpus, way: str, seed: int, steps: int) -> Iterator[Tens
         if step and step % 20 == 0:
             seconds = time.perf_counter() - begin
             print(f"{way}, seed {seed}: {step} steps, {seconds:.0f} s", flush=True)
-        inputs, targets = batch(corpus.train, 1, BLOCK, seed=seed, step=step)
+        inputs, targets = batch(corpus.train, 1, WINDOW_LENGTH, seed=seed, step=step)
         yield torch.cat([inputs, targets[:, -1:]], dim=1)
 
 
-def loss_of(model: Any, windows: Tensor) -> float:
+def loss_of_windows(model: Any, windows: Tensor) -> float:
     """Return the mean loss of the windows, in nats per token."""
     return mean(window_losses(model, windows, 1))
 
 
-def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[str, Any]:
+def train_way(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[str, Any]:
     """Train by the lines of a way, and measure the model and its state."""
     windows = []
-    for inputs, targets in eval_batches(corpus.val, WINDOWS, 1, BLOCK, seed=EVAL_SEED):
+    for inputs, targets in eval_batches(corpus.val, EVAL_WINDOWS, 1, WINDOW_LENGTH, seed=EVAL_SEED):
         windows.append(torch.cat([inputs, targets[:, -1:]], dim=1))
     names: dict[str, Any] = {"batches": batches_of(corpus, way, seed, steps)}
     torch.manual_seed(seed)
@@ -123,8 +123,8 @@ def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[s
         "way": way,
         "seed": seed,
         "steps": steps,
-        "loss": loss_of(model, torch.cat(windows)),
-        "loss_in_float32": loss_of(plain, torch.cat(windows)),
+        "loss": loss_of_windows(model, torch.cat(windows)),
+        "loss_in_float32": loss_of_windows(plain, torch.cat(windows)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": held_bytes(model, names["optimizer"]),
         "seconds": seconds,
@@ -144,7 +144,7 @@ def write_floats(model: Path, out: Path) -> None:
     causal.save_pretrained(out)
 
 
-HEADER: Final = (
+RECIPE_HEADER: Final = (
     "way",
     "seeds",
     "loss by seed",
@@ -154,12 +154,12 @@ HEADER: Final = (
 )
 
 
-def table(runs: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) -> str:
+def ways_table(runs: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bool) -> str:
     """Return a line per way, with losses by seed and bytes per parameter."""
     by_way: dict[str, dict[int, dict[str, Any]]] = {way: {} for way in ways}
     for line in runs:
         by_way.setdefault(line["way"], {})[line["seed"]] = line
-    rows = [HEADER]
+    rows = [RECIPE_HEADER]
     for way in ways:
         by_seed = by_way[way]
         if not by_seed:
@@ -211,11 +211,11 @@ def main() -> None:
     parser.add_argument("--seeds", default="42,43,44", help="separated by commas")
     parser.add_argument(
         "--ways",
-        default=",".join(WAYS),
+        default=",".join(RECIPE_WAYS),
         help="in their order, for one seed after the other",
     )
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help="fewer than the lines say, to try it"
+        "--steps", type=int, default=TRAINING_STEPS, help="fewer than the lines say, to try it"
     )
     parser.add_argument("--threads", type=int, default=1)
     add_form_options(parser)
@@ -223,10 +223,10 @@ def main() -> None:
     ways = args.ways.split(",")
     seeds = [int(seed) for seed in args.seeds.split(",")]
     for way in ways:
-        if way not in WAYS:
-            raise SystemExit(f"--ways: {way!r} is unknown; give some of {', '.join(WAYS)}")
+        if way not in RECIPE_WAYS:
+            raise SystemExit(f"--ways: {way!r} is unknown; give some of {', '.join(RECIPE_WAYS)}")
     torch.set_num_threads(args.threads)
-    corpus = load_corpus(args.data, BLOCK)
+    corpus = load_corpus(args.data, WINDOW_LENGTH)
     runs = []
     if args.out.exists():
         runs = [json.loads(line) for line in args.out.read_text().splitlines()]
@@ -236,11 +236,11 @@ def main() -> None:
         for seed, way in itertools.product(seeds, ways):
             if (way, seed, args.steps) in recorded_keys:
                 continue
-            runs.append(run(way, Path(folder), corpus, seed, args.steps))
+            runs.append(train_way(way, Path(folder), corpus, seed, args.steps))
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(runs[-1]) + "\n")
     shown = [line for line in runs if line["steps"] == args.steps]
-    print(json.dumps(shown, indent=1) if args.json else table(shown, ways, args.markdown))
+    print(json.dumps(shown, indent=1) if args.json else ways_table(shown, ways, args.markdown))
 
 
 if __name__ == "__main__":

@@ -9,31 +9,30 @@ with a note if they are not installed.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from _record import Cell, add_option, record
-from _timing import Ratio, wall_seconds
+from _timing import CPU, Ratio, Step, wall_seconds
 
 import fp8manifold as fm
 
-GOALS = {"nearest": 1.1, "stochastic": 1.5}
-CPU = torch.device("cpu")
+ROUNDING_GOALS = {"nearest": 1.1, "stochastic": 1.5}
 
 
-class Contender(NamedTuple):
+class RoundingFunction(NamedTuple):
     """A function that is timed."""
 
     name: str
-    function: Callable[[], object]
+    function: Step
     #: elements that it rounds
     size: int
 
 
-def ratio_of(function: Callable[[], object], peer: Callable[[], object], repeats: int) -> Ratio:
+def rounding_ratio(function: Step, peer: Step, repeats: int) -> Ratio:
     """Return the ratios of the two wall-clock times over interleaved pairs."""
     function()
     peer()
@@ -44,31 +43,31 @@ def ratio_of(function: Callable[[], object], peer: Callable[[], object], repeats
     return Ratio.of(ratios)
 
 
-def library_functions(x: torch.Tensor) -> Iterator[Contender]:
+def library_functions(x: torch.Tensor) -> Iterator[RoundingFunction]:
     """Yield the library's functions, eager and compiled."""
     size = x.numel()
     for name in ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ"):
         nearest = partial(fm.round_to_grid, x, name)
-        yield Contender(f"round_to_grid {name} nearest", nearest, size)
+        yield RoundingFunction(f"round_to_grid {name} nearest", nearest, size)
         stochastic = partial(fm.round_to_grid, x, name, "stochastic", seed=1)
-        yield Contender(f"round_to_grid {name} stochastic", stochastic, size)
+        yield RoundingFunction(f"round_to_grid {name} stochastic", stochastic, size)
     compiled = torch.compile(fm.round_to_grid)
     for name in ("E4M3", "E7M0"):
         nearest = partial(compiled, x, name)
-        yield Contender(f"round_to_grid {name} nearest, torch.compile", nearest, size)
+        yield RoundingFunction(f"round_to_grid {name} nearest, torch.compile", nearest, size)
     stochastic = partial(compiled, x, "E4M3", "stochastic", seed=1)
-    yield Contender("round_to_grid E4M3 stochastic, torch.compile", stochastic, size)
-    yield Contender("encode E4M3", partial(fm.encode, x, "E4M3"), size)
+    yield RoundingFunction("round_to_grid E4M3 stochastic, torch.compile", stochastic, size)
+    yield RoundingFunction("encode E4M3", partial(fm.encode, x, "E4M3"), size)
     codes = fm.encode(x, "E4M3")
-    yield Contender("decode E4M3", partial(fm.decode, codes, "E4M3"), size)
+    yield RoundingFunction("decode E4M3", partial(fm.decode, codes, "E4M3"), size)
 
 
-def peer_functions(x: torch.Tensor) -> Iterator[Contender]:
+def peer_functions(x: torch.Tensor) -> Iterator[RoundingFunction]:
     """Yield functions of other packages that round to FP8.
 
     One rounds a smaller tensor, as the full one would take minutes.
     """
-    yield Contender(
+    yield RoundingFunction(
         "torch float8_e4m3fn, there and back",
         lambda: x.to(torch.float8_e4m3fn).float(),
         x.numel(),
@@ -79,7 +78,7 @@ def peer_functions(x: torch.Tensor) -> Iterator[Contender]:
         print("ml_dtypes is not installed: left out")
     else:
         array = x.numpy()
-        yield Contender(
+        yield RoundingFunction(
             "ml_dtypes float8_e4m3fn, there and back",
             lambda: array.astype(ml_dtypes.float8_e4m3fn).astype(np.float32),
             x.numel(),
@@ -93,12 +92,12 @@ def peer_functions(x: torch.Tensor) -> Iterator[Contender]:
         part = x[: x.numel() // 16].numpy()
         info = gfloat.formats.format_info_ocp_e4m3
         rounding = partial(gfloat.round_ndarray, info, part, sat=True)
-        yield Contender("gfloat E4M3 nearest", rounding, part.size)
+        yield RoundingFunction("gfloat E4M3 nearest", rounding, part.size)
 
 
-def goal_text(name: str) -> str:
+def rounding_goal_text(name: str) -> str:
     """Return the goal of a function; "" without one."""
-    for rounding, goal in GOALS.items():
+    for rounding, goal in ROUNDING_GOALS.items():
         if "round_to_grid" in name and rounding in name:
             return f"<= {goal}"
     return ""
@@ -124,8 +123,8 @@ def main() -> None:
     rows: list[tuple[Cell, ...]] = []
     for contender in (*library_functions(x), *peer_functions(x)):
         values = x[: contender.size].clone()
-        ratio = ratio_of(contender.function, values.clone, options.repeats)
-        goal = goal_text(contender.name)
+        ratio = rounding_ratio(contender.function, values.clone, options.repeats)
+        goal = rounding_goal_text(contender.name)
         rows.append((contender.name, ratio, goal))
         ends = f"({ratio.smallest:.2f} .. {ratio.largest:.2f})"
         print(f"{contender.name:48s} {ratio.median:21.2f}x  {ends:>16s}  {goal}", flush=True)

@@ -166,7 +166,7 @@ def known_losses(search: Search, rule: str) -> dict[int, float]:
             return losses
 
 
-def train(search: Search, rules: Sequence[str], workers: int) -> None:
+def run_trainings(search: Search, rules: Sequence[str], workers: int) -> None:
     """Do the trainings that are left, in rounds.
 
     A grid grows only when its points are known.
@@ -207,7 +207,7 @@ def _train_in_pool(search: Search, trainings: Sequence[Training], pool: Pool) ->
         print(f"{ended} of {len(jobs)}: {training}: {loss:.3f}", file=sys.stderr, flush=True)
 
 
-def table(search: Search, rules: Iterable[str]) -> str:
+def rates_table(search: Search, rules: Iterable[str]) -> str:
     """Return the losses as Markdown, with a column for each multiple of the centre.
 
     The best of a row is in bold.
@@ -259,10 +259,10 @@ def main(words: Sequence[str] | None = None) -> int:
         prepare_stdlib(search.corpus)
     interrupted = False
     try:
-        train(search, rules, args.workers)
+        run_trainings(search, rules, args.workers)
     except KeyboardInterrupt:
         interrupted = True
-    text = table(search, rules)
+    text = rates_table(search, rules)
     (args.out / "table.md").write_text(text, encoding="utf-8")
     print(text, end="")
     # 130 is the exit code of a shell's command that Ctrl-C ended.

@@ -48,15 +48,15 @@ from torch.nn.utils import parametrize
 import fp8manifold as fm
 
 #: rows and columns of the weights that share a scale; None for those of a row
-Block = tuple[int, int] | None
+BlockSides = tuple[int, int] | None
 SQUARES: Final = (128, 128)
 #: samples of one prompt
-GROUP: Final = 8
+ANSWERS_OF_PROMPT: Final = 8
 #: tokens of a prompt
 PROMPT: Final = 16
 E4M3: Final = torch.float8_e4m3fn
 #: the largest number of E4M3
-LARGEST: Final = 448
+LARGEST_E4M3: Final = 448
 
 
 class Rounded(NamedTuple):
@@ -66,17 +66,17 @@ class Rounded(NamedTuple):
     scale: Tensor
 
 
-def rounded(weight: Tensor, block: Block) -> Rounded:
+def rounded_to_codes(weight: Tensor, block: BlockSides) -> Rounded:
     """Round a float matrix to codes."""
     rows, columns = block or (1, weight.shape[1])
     padded = F.pad(weight.float(), (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
     blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = blocks.abs().amax((1, 3)) / LARGEST
+    scale = blocks.abs().amax((1, 3)) / LARGEST_E4M3
     codes = (blocks / scale[:, None, :, None]).to(E4M3).view_as(padded)
     return Rounded(codes[: weight.shape[0], : weight.shape[1]], scale)
 
 
-def decoded(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
+def decoded_codes(codes: Tensor, scale: Tensor, block: BlockSides) -> Tensor:
     """Return the values of codes: code times scale, in float32."""
     rows, columns = block or (1, codes.shape[1])
     scale = scale.view(-1, scale.shape[-1])
@@ -107,13 +107,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 class RoundedInTraining(nn.Module):
     """A parametrisation: the rounded weight forward, and its gradient straight through."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: BlockSides) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the rounded weight."""
-        values = decoded(*rounded(weight.detach(), self.block), self.block)
+        values = decoded_codes(*rounded_to_codes(weight.detach(), self.block), self.block)
         return _StraightThrough.apply(weight, values)  # type: ignore[no-any-return]
 
 
@@ -158,12 +158,12 @@ ROWS_SETTINGS: Final = {
 }
 
 
-def publish(model: Any, folder: Path, block: Block, dtype: torch.dtype) -> None:
+def write_fp8(model: Any, folder: Path, block: BlockSides, dtype: torch.dtype) -> None:
     """Write a float model as models are published in FP8, other tensors in a dtype."""
     scale_suffix = _scale_suffix(block)
     tensors = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     for name, layer in linear_layers(model).items():
-        codes, scale = rounded(layer.weight.detach(), block)
+        codes, scale = rounded_to_codes(layer.weight.detach(), block)
         tensors[f"{name}.weight"] = codes
         tensors[f"{name}.weight{scale_suffix}"] = scale
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -177,7 +177,7 @@ def publish(model: Any, folder: Path, block: Block, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
 
 
-def _scale_suffix(block: Block) -> str:
+def _scale_suffix(block: BlockSides) -> str:
     """Return what follows the name of a weight in that of its scales."""
     return "_scale_inv" if block else "_scale"
 
@@ -185,13 +185,13 @@ def _scale_suffix(block: Block) -> str:
 def in_place(
     base: Any,
     lr: float,
-    block: Block,
+    block: BlockSides,
     dtype: torch.dtype = torch.float32,
     muon: bool = False,
 ) -> Policy:
     """Return the policy of a published folder's codes: trained, written, read by hand."""
     with tempfile.TemporaryDirectory() as folder:
-        publish(base, Path(folder), block, dtype)
+        write_fp8(base, Path(folder), block, dtype)
         model = fm.load_fp8(folder, dtype=dtype).eval()
 
     def served() -> dict[str, Tensor]:
@@ -200,7 +200,7 @@ def in_place(
             tensors = load_file(Path(folder) / "model.safetensors")
         for name in [name for name, tensor in tensors.items() if tensor.dtype is E4M3]:
             scale = tensors.pop(f"{name}{_scale_suffix(block)}")
-            tensors[name] = decoded(tensors[name], scale, block).to(dtype)
+            tensors[name] = decoded_codes(tensors[name], scale, block).to(dtype)
         return tensors
 
     if muon:
@@ -217,7 +217,7 @@ def in_place(
 def from_master(
     base: Any,
     lr: float,
-    block: Block,
+    block: BlockSides,
     dtype: torch.dtype = torch.float32,
     trained_rounded: bool = False,
     copied_in: torch.dtype | None = None,
@@ -240,15 +240,15 @@ def from_master(
             if ".parametrizations." not in name:
                 tensors[name] = parameter.detach()
         for name, weight in masters.items():
-            codes, scale = rounded(weight.detach().to(copied_in or dtype), block)
-            tensors[f"{name}.weight"] = decoded(codes, scale, block).to(dtype)
+            codes, scale = rounded_to_codes(weight.detach().to(copied_in or dtype), block)
+            tensors[f"{name}.weight"] = decoded_codes(codes, scale, block).to(dtype)
         return tensors
 
     return Policy(model, torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0), served)
 
 
 BF16: Final = torch.bfloat16
-WAYS: Final[dict[str, Callable[[Any, float], Policy]]] = {
+POLICIES: Final[dict[str, Callable[[Any, float], Policy]]] = {
     "codes in place, squares": partial(in_place, block=SQUARES),
     "codes in place, rows": partial(in_place, block=None),
     "codes in place, squares, products in bfloat16": partial(in_place, block=SQUARES, dtype=BF16),
@@ -318,7 +318,7 @@ def mismatch(trained: Tensor, sampling: Tensor, drawn: Tensor) -> dict[str, floa
     }
 
 
-def measure(
+def measure_policy(
     policy: Policy, base: Any, text: Tensor, args: argparse.Namespace
 ) -> list[dict[str, float]]:
     """Return the mismatch and the reward before the first update and after each."""
@@ -326,11 +326,13 @@ def measure(
     figures = []
     for update in range(args.updates + 1):
         torch.manual_seed(update)
-        starts = torch.randint(len(text) - PROMPT, (args.prompts, 1)).repeat_interleave(GROUP, 0)
+        starts = torch.randint(len(text) - PROMPT, (args.prompts, 1)).repeat_interleave(
+            ANSWERS_OF_PROMPT, 0
+        )
         prompts = text[starts + torch.arange(PROMPT)]
         rollout = roll_out(policy, server, prompts, args.written)
         answers = rollout.tokens[:, PROMPT:]
-        rewards = (answers % 2 == 0).float().mean(1).view(-1, GROUP)
+        rewards = (answers % 2 == 0).float().mean(1).view(-1, ANSWERS_OF_PROMPT)
         figures.append(rollout.mismatch | {"reward": rewards.mean().item()})
         if update < args.updates:
             advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std() + 1e-6)
@@ -397,7 +399,7 @@ def large() -> tuple[Any, Tensor]:
     return transformers.LlamaForCausalLM(config), english_bytes()
 
 
-def read(path: Path) -> tuple[Any, Tensor]:
+def read_causal_model(path: Path) -> tuple[Any, Tensor]:
     """Return a causal model of transformers, in float32, and English in its tokens."""
     source: Any = {"pretrained_model_name_or_path": path}
     if path.suffix == ".gguf":
@@ -425,7 +427,7 @@ def short_text(number: float) -> str:
     return f"{number:.2g}"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def policy_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -454,7 +456,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Train in every way, and print the table."""
-    parser = build_parser()
+    parser = policy_parser()
     args = parser.parse_args()
     check_at_least(parser, args, 1, "updates", "prompts", "written")
     if args.large and (args.model or args.record):
@@ -469,11 +471,11 @@ def main() -> None:
     elif args.model is None:
         base, text = small(args.reading)
     else:
-        base, text = read(args.model)
+        base, text = read_causal_model(args.model)
     base.eval()
     figures = {}
-    for name, make_policy in (LARGE if args.large else WAYS).items():
-        figures[name] = measure(make_policy(base, args.lr), base, text, args)
+    for name, make_policy in (LARGE if args.large else POLICIES).items():
+        figures[name] = measure_policy(make_policy(base, args.lr), base, text, args)
     if args.json:
         print(json.dumps(figures, indent=1))
         return

@@ -22,9 +22,9 @@ import torch
 import fp8manifold as fm
 
 PACKAGE = Path(fm.__file__).parent
-OPTIMIZERS = ("StiffnessAdamW", "StiffnessMuon", "RiemannianAdam")
+WALKED_OPTIMIZERS = ("StiffnessAdamW", "StiffnessMuon", "RiemannianAdam")
 """Optimizers that are walked through by default."""
-STEPS = ("first", "later", "steady")
+WALKED_STEPS = ("first", "later", "steady")
 """The step that begins a state, one that is planned, and one that reuses that plan."""
 
 
@@ -61,7 +61,7 @@ def walk(step: Any, package: Path = PACKAGE) -> Counter[Entered]:
     return entered
 
 
-def lengths(entered: Counter[Entered]) -> Lengths:
+def walk_lengths(entered: Counter[Entered]) -> Lengths:
     """Count the files, the functions, the moves and the calls of a walk."""
     files = [function.file for function in entered]
     moves = sum(one != other for one, other in pairwise(files))
@@ -87,7 +87,7 @@ def record_of(optimizer: str, name: str, entered: Counter[Entered]) -> dict[str,
     return {
         "optimizer": optimizer,
         "step": name,
-        **lengths(entered)._asdict(),
+        **walk_lengths(entered)._asdict(),
         "entered": functions,
     }
 
@@ -96,7 +96,7 @@ def print_walk(
     optimizer: str, name: str, entered: Counter[Entered], *, with_functions: bool
 ) -> None:
     """Print how long a step's way is, and the functions on it if they are asked for."""
-    files, functions, moves, calls = lengths(entered)
+    files, functions, moves, calls = walk_lengths(entered)
     print(
         f"{optimizer}, {name} step: {calls} calls of {functions} functions in {files} files, "
         f"{moves} moves"
@@ -114,14 +114,14 @@ def main() -> None:
     parser.add_argument(
         "--optimizer",
         action="append",
-        help=f"a class of fp8manifold.optim, once or several times (default: {OPTIMIZERS})",
+        help=f"a class of fp8manifold.optim, once or several times (default: {WALKED_OPTIMIZERS})",
     )
     parser.add_argument("--list", action="store_true", help="print their names too")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()
     records = []
-    for optimizer in options.optimizer or OPTIMIZERS:
-        for name, entered in walks(optimizer, STEPS):
+    for optimizer in options.optimizer or WALKED_OPTIMIZERS:
+        for name, entered in walks(optimizer, WALKED_STEPS):
             records.append(record_of(optimizer, name, entered))
             if not options.json:
                 print_walk(optimizer, name, entered, with_functions=options.list)

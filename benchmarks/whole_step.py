@@ -32,11 +32,10 @@ from typing import Any, Final, NamedTuple
 
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
-from loading import SIZES, check_linux, peak_resident_bytes, write
+from loading import FORMATS_OF_NAMES, LLAMA_SIZES, check_linux, peak_resident_bytes, write
 
-TOKENS: Final = 128
+STEP_TOKENS: Final = 128
 SHARDS: Final = 5
-FORMATS: Final = {"*": "E4M3"}
 MAX_NORM: Final = 1.0
 
 
@@ -47,7 +46,7 @@ def adamw(model: Any, _: int) -> Any:
     return torch.optim.AdamW(model.parameters(), 1e-5)
 
 
-def torchao(model: Any, _: int) -> Any:
+def torchao_adamw(model: Any, _: int) -> Any:
     """Return torchao's AdamW with moments of 8 bits."""
     from torchao.optim import AdamW8bit
 
@@ -61,7 +60,7 @@ def stiffness(model: Any, _: int) -> Any:
     return fm.optim.StiffnessAdamW(model.parameters(), 1e-5, moments="8bit")
 
 
-def muon(model: Any, iterations: int) -> Any:
+def stiffness_muon(model: Any, iterations: int) -> Any:
     """Return StiffnessMuon over a whole model, with so many iterations."""
     import fp8manifold as fm
 
@@ -83,12 +82,12 @@ class Recipe:
 
 RECIPES: Final = {
     "adamw": Recipe("bfloat16, torch AdamW", adamw, codes=False, in_backward=False),
-    "torchao": Recipe("bfloat16, torchao AdamW8bit", torchao, codes=False, in_backward=False),
+    "torchao": Recipe("bfloat16, torchao AdamW8bit", torchao_adamw, codes=False, in_backward=False),
     "bf16": Recipe("bfloat16, StiffnessAdamW", stiffness, codes=False, in_backward=False),
     "loop": Recipe("one byte, StiffnessAdamW", stiffness, codes=True, in_backward=False),
     "backward": Recipe("the same, steps in backward", stiffness, codes=True, in_backward=True),
     "muon": Recipe(
-        "one byte, StiffnessMuon, steps in backward", muon, codes=True, in_backward=True
+        "one byte, StiffnessMuon, steps in backward", stiffness_muon, codes=True, in_backward=True
     ),
 }
 
@@ -105,7 +104,7 @@ def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
     model.gradient_checkpointing_enable()
     model.train()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=generator)
+    tokens = torch.randint(0, model.config.vocab_size, (1, STEP_TOKENS), generator=generator)
     optimizer = recipe.make_optimizer(model, iterations)
 
     def backward() -> None:
@@ -126,7 +125,7 @@ def take_steps(model: Any, recipe: Recipe, iterations: int) -> None:
         raise SystemExit(f"not every parameter has taken both steps: {sorted(steps)}")
 
 
-def read(folder: Path, recipe: Recipe) -> Any:
+def read_for_recipe(folder: Path, recipe: Recipe) -> Any:
     """Read the model in bfloat16, or into codes, its embedding too."""
     import transformers
 
@@ -134,12 +133,14 @@ def read(folder: Path, recipe: Recipe) -> Any:
 
     config = None
     if recipe.codes:
-        config = fm.huggingface.quantization_config(FORMATS, tied="leave", embeddings="E4M3")
+        config = fm.huggingface.quantization_config(
+            FORMATS_OF_NAMES, tied="leave", embeddings="E4M3"
+        )
     auto = transformers.AutoModelForCausalLM
     return auto.from_pretrained(folder, quantization_config=config, dtype="auto")
 
 
-def measure_here(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
+def step_in_this_process(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
     """Read and step in this process.
 
     Returns:
@@ -157,14 +158,14 @@ def measure_here(folder: Path, recipe: Recipe, iterations: int) -> dict[str, flo
     config = transformers.AutoConfig.from_pretrained(folder, num_hidden_layers=1)
     small = transformers.LlamaForCausalLM(config).bfloat16()
     if recipe.codes:
-        fm.quantize_model(small, FORMATS, "fp8", tied="leave", embeddings="E4M3")
+        fm.quantize_model(small, FORMATS_OF_NAMES, "fp8", tied="leave", embeddings="E4M3")
     take_steps(small, recipe, iterations)
     del small
     gc.collect()
     # This resets the largest resident set to the present one.
     Path("/proc/self/clear_refs").write_text("5")
     empty = peak_resident_bytes()
-    model = read(folder, recipe)
+    model = read_for_recipe(folder, recipe)
     after_reading = peak_resident_bytes()
     parameters = list(model.parameters())
     take_steps(model, recipe, iterations)
@@ -177,7 +178,7 @@ def measure_here(folder: Path, recipe: Recipe, iterations: int) -> dict[str, flo
     }
 
 
-def run_child(*words: str) -> Any:
+def run_stepping(*words: str) -> Any:
     """Run this script in a fresh process, and read the JSON that it prints."""
     command = [sys.executable, __file__, "--child", *words]
     # glibc gives every block of 64 kB and more back at once, so that none counts twice.
@@ -188,7 +189,7 @@ def run_child(*words: str) -> Any:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-class Row(NamedTuple):
+class RecipeFigures(NamedTuple):
     """What was measured of one recipe."""
 
     #: name of the recipe
@@ -201,15 +202,19 @@ class Row(NamedTuple):
     bytes: float
 
 
-def measure(folder: Path, size: str, names: list[str], iterations: int) -> list[Row]:
+def measure_recipes(
+    folder: Path, size: str, names: list[str], iterations: int
+) -> list[RecipeFigures]:
     """Measure each recipe in a process of its own."""
-    run_child("write", str(folder), size)
+    run_stepping("write", str(folder), size)
     rows = []
     for name in names:
-        figures = run_child("step", str(folder), name, str(iterations))
+        figures = run_stepping("step", str(folder), name, str(iterations))
         reading = figures["read"] - figures["empty"]
         peak = figures["stepped"] - figures["empty"]
-        rows.append(Row(RECIPES[name].name, reading / 1e9, peak / 1e9, peak / figures["weights"]))
+        rows.append(
+            RecipeFigures(RECIPES[name].name, reading / 1e9, peak / 1e9, peak / figures["weights"])
+        )
         print(f"{name}: {json.dumps(figures)}", file=sys.stderr)
     return rows
 
@@ -220,7 +225,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--weights", choices=tuple(SIZES), default="277M", help="how many there are"
+        "--weights", choices=tuple(LLAMA_SIZES), default="277M", help="how many there are"
     )
     parser.add_argument(
         "--recipes", default=",".join(RECIPES), help="separated by commas; by default all"
@@ -236,7 +241,7 @@ def main() -> None:
     add_option(parser)
     args = parser.parse_args()
     if args.child:
-        run_task(*args.child)
+        run_stepping_task(*args.child)
         return
     names = args.recipes.split(",")
     for name in names:
@@ -244,9 +249,9 @@ def main() -> None:
             raise SystemExit(f"--recipes: {name!r} is unknown; give some of {', '.join(RECIPES)}")
     check_linux()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        rows = measure(Path(folder), args.weights, names, args.iterations)
+        rows = measure_recipes(Path(folder), args.weights, names, args.iterations)
     columns = (
-        f"{args.weights} weights, 1 x {TOKENS} tokens",
+        f"{args.weights} weights, 1 x {STEP_TOKENS} tokens",
         "GB to read",
         "GB at the peak",
         "bytes per weight",
@@ -263,15 +268,15 @@ def main() -> None:
         record("", columns, cells, packages=("transformers", "safetensors", "torchao"))
 
 
-def run_task(task: str, folder: str, *words: str) -> None:
-    """Do what `run_child` asks of a process, and print JSON."""
+def run_stepping_task(task: str, folder: str, *words: str) -> None:
+    """Do what `run_stepping` asks of a process, and print JSON."""
     if task == "write":
         (size,) = words
         write(Path(folder), size, SHARDS)
         print("{}")
     else:
         recipe, iterations = words
-        print(json.dumps(measure_here(Path(folder), RECIPES[recipe], int(iterations))))
+        print(json.dumps(step_in_this_process(Path(folder), RECIPES[recipe], int(iterations))))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from nanogpt_bench.report.rows import Row, find_reference, row_label, row_runs, 
 from nanogpt_bench.sweep.plan import baseline_of
 
 #: names of texts on pages, by the last part of `data.dir`
-TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW", "stdlib_pairs": "STDLIB in byte pairs"}
+NAMES_OF_TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW", "stdlib_pairs": "STDLIB in byte pairs"}
 #: float rows that serve as baselines where a file has them
 BASELINES = ("fp32", "muon")
 
@@ -76,10 +76,13 @@ def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
     """Yield the name of each text, with the results of its rows that have runs."""
     with_runs = [result for result in results if result.row.runs]
     for text in dict.fromkeys(map(text_of, with_runs)):
-        yield TEXTS.get(text, text), [result for result in with_runs if text_of(result) == text]
+        yield (
+            NAMES_OF_TEXTS.get(text, text),
+            [result for result in with_runs if text_of(result) == text],
+        )
 
 
-def table(file: Exported, against: Sequence[str]) -> str:
+def compared_table(file: Exported, against: Sequence[str]) -> str:
     """Return a table for each text.
 
     A line has a row's rates, bytes and losses, and its paired difference to each of the
@@ -94,7 +97,9 @@ def table(file: Exported, against: Sequence[str]) -> str:
     for text, results in by_text(list(by_label[against[0]].values())):
         rows = []
         for result in results:
-            differences = [_difference_cell(by_label[name][result.row.label]) for name in against]
+            differences = [
+                _compared_difference(by_label[name][result.row.label]) for name in against
+            ]
             rows.append([*_row_cells(result), *differences])
         parts.append(f"{text}:\n\n" + markdown(header, rows))
     return "\n".join(parts)
@@ -128,7 +133,7 @@ def rates_text(result: Result) -> str:
     return "; ".join([format_rates(result), *(f"{rate:g}" for rate in sorted(float_rates))])
 
 
-def _difference_cell(result: Result) -> str:
+def _compared_difference(result: Result) -> str:
     if result.reference or result.difference is None:
         return "-"
     return difference_text(result.difference)

@@ -24,7 +24,7 @@ from nanogpt_bench.report.results import Result, mean_of
 from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.rows import Row, row_label
 
-FOLDER = Path(__file__).parent / "measured" / "finetune"
+FINETUNE_FOLDER = Path(__file__).parent / "measured" / "finetune"
 PUBLISHED = Path(__file__).parent / "measured" / "published"
 BASELINE = "fp32"
 #: the format that the tables and the figure show
@@ -34,7 +34,7 @@ LINEAR = 0.01
 
 ReadDifference = Callable[[Result], Difference | None]
 #: the difference on the text that is trained on, and on the one of the first training
-TEXTS: dict[str, ReadDifference] = {
+DIFFERENCES_OF_TEXTS: dict[str, ReadDifference] = {
     "new": lambda result: result.difference,
     "old": lambda result: result.also_difference,
 }
@@ -64,7 +64,7 @@ def rate_text(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
 
 
-def groups(folder: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
+def groups(folder: Path = FINETUNE_FOLDER) -> Iterator[tuple[str, list[Exported]]]:
     """Yield the name of each group and its files, by increasing rate."""
     paths = sorted(folder.glob("*.json"))
     for name, paths_of_group in groupby(paths, key=lambda path: path.stem.split("-")[0]):
@@ -101,13 +101,13 @@ def _difference_table(by_rate: Mapping[float, Sequence[Result]]) -> str:
             if result.row.format == FORMAT:
                 by_rule.setdefault(result.row.rule, {})[rate] = result
     header = ["rule", "bytes"]
-    for text in TEXTS:
+    for text in DIFFERENCES_OF_TEXTS:
         header += [f"{text}, {rate_text(rate)}" for rate in by_rate]
     rows = []
     for rule, result_by_rate in by_rule.items():
         first = next(iter(result_by_rate.values()))
         cells = [f"`{rule}`", bytes_text(first)]
-        for read_difference in TEXTS.values():
+        for read_difference in DIFFERENCES_OF_TEXTS.values():
             for rate in by_rate:
                 result = result_by_rate.get(rate)
                 difference = None if result is None else read_difference(result)
@@ -149,9 +149,9 @@ def table_of_rows(files: Sequence[Exported]) -> str:
                 bytes_text(result),
                 str(len(row.runs)),
                 format_figure(result.final_val_loss),
-                _difference_cell(result, result.difference),
+                _finetuned_difference(result, result.difference),
                 "-" if old_loss is None else f"{old_loss:.3f}",
-                _difference_cell(result, result.also_difference),
+                _finetuned_difference(result, result.also_difference),
             ]
         )
     return f"{markdown(header, rows)}\n{source_line(file)}"
@@ -187,7 +187,7 @@ def table_of_folders(files: Mapping[str, Exported]) -> str:
                     str(len(row.runs)),
                     f"{_mean(row, 'first_val_loss'):.4f}",
                     format_figure(result.final_val_loss),
-                    _difference_cell(result, result.difference),
+                    _finetuned_difference(result, result.difference),
                 ]
             )
     together = with_rows_of_all(list(files.values()))
@@ -195,7 +195,7 @@ def table_of_folders(files: Mapping[str, Exported]) -> str:
     return "\n".join(parts)
 
 
-def _difference_cell(result: Result, difference: Difference | None) -> str:
+def _finetuned_difference(result: Result, difference: Difference | None) -> str:
     return "" if result.reference else difference_text(difference)
 
 
@@ -217,8 +217,10 @@ def difference_text(difference: Difference | None) -> str:
 
 def draw(files: Sequence[Exported]) -> Figure:
     """Draw a panel per text with a curve per rule over the rates, in one format."""
-    figure, axes = plt.subplots(1, len(TEXTS), figsize=(9, 3.6), layout="constrained", sharey=True)
-    for panel, (text, read_difference) in zip(axes, TEXTS.items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(DIFFERENCES_OF_TEXTS), figsize=(9, 3.6), layout="constrained", sharey=True
+    )
+    for panel, (text, read_difference) in zip(axes, DIFFERENCES_OF_TEXTS.items(), strict=True):
         _draw_panel(panel, files, read_difference)
         panel.set_title(f"the {text} text")
     axes[0].set_ylabel(f"loss minus that of {BASELINE}, nats")
@@ -246,7 +248,7 @@ def _draw_panel(axis: Axes, files: Sequence[Exported], read_difference: ReadDiff
     axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
 
 
-def write_finetune(folder: Path, results: Path = FOLDER) -> None:
+def write_finetune(folder: Path, results: Path = FINETUNE_FOLDER) -> None:
     """Write the tables of all groups into the folder, and figures of groups by rate."""
     paths = sorted(PUBLISHED.glob("*.json"), reverse=True)
     published = {path.stem: read_export(path) for path in paths}

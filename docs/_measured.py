@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "measured"
+RECORDS_FOLDER = Path(__file__).parent / "measured"
 
 
 def shown(cell: Any, decimals: int = 2) -> str:
@@ -40,7 +40,7 @@ def places(column: Iterable[Any]) -> int:
     return max((len(str(number).partition(".")[2]) for number in numbers), default=0)
 
 
-def table(facts: dict[str, Any]) -> str:
+def recorded_table(facts: dict[str, Any]) -> str:
     """Return one file as Markdown.
 
     Below the rows stand the command, the date, the machine, the versions, and what the
@@ -63,6 +63,6 @@ def table(facts: dict[str, Any]) -> str:
 
 def write_measured(folder: Path) -> None:
     """Write the table of every file into the folder."""
-    for path in sorted(FOLDER.glob("*.json")):
+    for path in sorted(RECORDS_FOLDER.glob("*.json")):
         facts = json.loads(path.read_text(encoding="utf-8"))
-        (folder / f"measured-{path.stem}.md").write_text(table(facts), encoding="utf-8")
+        (folder / f"measured-{path.stem}.md").write_text(recorded_table(facts), encoding="utf-8")

@@ -19,7 +19,7 @@ from nanogpt_bench.runs.load import Run
 Course = Mapping[int, Difference]
 """Differences by step."""
 PANELS_IN_A_ROW = 4
-LOOKS_OF_TEXTS = (
+LINES_OF_TEXTS = (
     {"color": STOCHASTIC, "linestyle": "-"},
     {"color": "#E69F00", "linestyle": (0, (4, 1.5))},
 )
@@ -80,7 +80,7 @@ def draw_along(courses_by_text: Mapping[str, Mapping[str, Course]], name: str) -
         differences_by_text = {
             text: courses.get(label, {}) for text, courses in courses_by_text.items()
         }
-        _draw_panel(axis, label, differences_by_text)
+        _draw_courses(axis, label, differences_by_text)
     for axis in axes.flat[len(labels) :]:
         axis.set_axis_off()
     handles, words = axes.flat[0].get_legend_handles_labels()
@@ -90,11 +90,11 @@ def draw_along(courses_by_text: Mapping[str, Mapping[str, Course]], name: str) -
     return figure
 
 
-def _draw_panel(axis: Axes, label: str, differences_by_text: Mapping[str, Course]) -> None:
+def _draw_courses(axis: Axes, label: str, differences_by_text: Mapping[str, Course]) -> None:
     axis.axhline(0, color="#999999", linewidth=1)
     axis.set_title(label, fontsize=8.5)
     axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-    for (text, differences), look in zip(differences_by_text.items(), LOOKS_OF_TEXTS, strict=False):
+    for (text, differences), look in zip(differences_by_text.items(), LINES_OF_TEXTS, strict=False):
         means = [paired.mean for paired in differences.values()]
         axis.plot(list(differences), means, **look, linewidth=1.4, label=text)
         with_interval = {step: paired for step, paired in differences.items() if not paired.is_lead}

@@ -14,9 +14,9 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from _compared import TEXTS, result_label, text_of_row
+from _compared import NAMES_OF_TEXTS, result_label, text_of_row
 from _markdown import markdown
-from _study import FOLDER, against_baseline, read_with_added_rows
+from _study import RESULTS_FOLDER, against_baseline, read_with_added_rows
 from scipy.stats import t as student_t
 
 from nanogpt_bench.report.paired import Difference
@@ -25,7 +25,7 @@ from nanogpt_bench.report.rows import row_runs
 
 CLAIMED_P = 0.01
 EQUAL_WITHIN = 0.02
-HEADER = (
+CLAIMS_HEADER = (
     "training",
     "text",
     "n",
@@ -78,12 +78,12 @@ def claim_level(seeds: int) -> float:
     return float(student_t.ppf(1 - CLAIMED_P / 2, seeds - 1))
 
 
-def verdict(difference: Difference, sigma: float) -> str:
+def claim_verdict(difference: Difference, sigma: float) -> str:
     """Return the claim that a difference allows: above, below, equal or not decided.
 
     >>> def verdict_on(mean, half):
     ...     difference = Difference(mean, 5, mean - half, mean + half)
-    ...     return verdict(difference, sigma_of(difference))
+    ...     return claim_verdict(difference, sigma_of(difference))
     >>> verdict_on(0.2, 0.03), verdict_on(0.01, 0.005), verdict_on(0.0, 0.03)
     ('above', 'above, by less than 0.02', 'not decided')
     """
@@ -119,11 +119,11 @@ def gain_per_step(longer: Mapping[int, float], shorter: Mapping[int, float]) -> 
     return mean / LONGER_BY if abs(mean) > half else None
 
 
-def losses(name: str, rule: str, text: str) -> dict[int, float]:
+def final_losses(name: str, rule: str, text: str) -> dict[int, float]:
     """Return the final losses of a rule of a results file by seed, on one text."""
     rows = []
-    for row in read_with_added_rows(FOLDER / f"{name}.json").rows:
-        if row.rule == rule and TEXTS[text_of_row(row)] == text:
+    for row in read_with_added_rows(RESULTS_FOLDER / f"{name}.json").rows:
+        if row.rule == rule and NAMES_OF_TEXTS[text_of_row(row)] == text:
             rows.append(row)
     return {run.seed: run.summary["final_val_loss"] for _, run in row_runs(rows)}
 
@@ -143,7 +143,7 @@ def claims_table(rows: Sequence[ComparedRow]) -> str:
     lines = []
     for lines_of_text in lines_by_text.values():
         lines += lines_of_text
-    return markdown(HEADER, lines)
+    return markdown(CLAIMS_HEADER, lines)
 
 
 def _claim_line(text: str, row: ComparedRow, result: Result) -> list[str] | None:
@@ -152,8 +152,8 @@ def _claim_line(text: str, row: ComparedRow, result: Result) -> list[str] | None
     sigma = sigma_of(difference) if difference else None
     if difference is None or sigma is None:
         return None
-    longer = losses(LONGER_RUNS, row.baseline, text)
-    shorter = losses(BASELINE_FILES[row.baseline], row.baseline, text)
+    longer = final_losses(LONGER_RUNS, row.baseline, text)
+    shorter = final_losses(BASELINE_FILES[row.baseline], row.baseline, text)
     gain = gain_per_step(longer, shorter)
     return [
         row.title,
@@ -164,5 +164,5 @@ def _claim_line(text: str, row: ComparedRow, result: Result) -> list[str] | None
         f"{difference.mean / gain:+.0f}" if gain else "",
         f"{difference.mean * sqrt(difference.seeds) / sigma:+.1f}",
         f"{claim_level(difference.seeds):.1f}",
-        verdict(difference, sigma),
+        claim_verdict(difference, sigma),
     ]

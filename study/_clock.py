@@ -23,7 +23,7 @@ from nanogpt_bench.runs.load import Run
 
 Clock = Mapping[int, float]
 """Seconds until a step, by step."""
-STEPS = Path(__file__).parent.parent / "docs" / "measured" / "study_steps.json"
+STEP_TIMES_FILE = Path(__file__).parent.parent / "docs" / "measured" / "study_steps.json"
 DASHES = ("-", (0, (4, 1.5)))
 
 
@@ -32,7 +32,7 @@ def paces_of(sweep: str) -> dict[str, float]:
 
     Each was measured alone, by `study/benchmarks/study_steps.py`.
     """
-    rows = json.loads(STEPS.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(STEP_TIMES_FILE.read_text(encoding="utf-8"))["rows"]
     return {label: ms / 1e3 for name, label, ms, _ in rows if name == sweep}
 
 

@@ -21,7 +21,7 @@ from nanogpt_bench.report.row_styles import RULE_ORDER, THEMES, theme_colours
 from nanogpt_bench.report.svg_figures import svg
 from nanogpt_bench.report.vega_spec import CHART_CONFIG, coloured, ink, over, quantity
 
-FOLDER = Path(__file__).parent.parent / "docs" / "_static"
+PICTURES_FOLDER = Path(__file__).parent.parent / "docs" / "_static"
 #: GitHub's dark background, which differs from that of a report's dark theme
 DARK_PAGE = "#0D1117"
 WIDTH, HEIGHT = 372, 236
@@ -374,7 +374,7 @@ def themed(name: str) -> dict[Path, Spec]:
     """Return a picture's descriptions by file, one for light and one for dark pages."""
     spec = {**PICTURES[name](), "config": CHART_CONFIG, "padding": 8}
     backgrounds = {"light": THEMES["light"]["page"], "dark": DARK_PAGE}
-    paths = {"light": FOLDER / f"{name}.svg", "dark": FOLDER / f"{name}-dark.svg"}
+    paths = {"light": PICTURES_FOLDER / f"{name}.svg", "dark": PICTURES_FOLDER / f"{name}-dark.svg"}
     specs = {}
     for theme, path in paths.items():
         background = backgrounds[theme]

@@ -16,7 +16,7 @@ from nanogpt_bench.report.setting_charts import sensitivity_charts
 from nanogpt_bench.report.studies import SensitivityMap
 from nanogpt_bench.report.svg_figures import side_by_side, svg
 
-END = 1.0
+RUN_END = 1.0
 """Share of a run's steps after which its metrics are read."""
 
 
@@ -75,7 +75,7 @@ def warp_table(file: Exported) -> str:
     It is over layers and formats, and its interval over formats.
     """
     reference = find_reference(file.rows, file.baseline)
-    points = early_points(file.rows, reference, at=END, group=Group.FORMAT)
+    points = early_points(file.rows, reference, at=RUN_END, group=Group.FORMAT)
     lines = []
     for predictor in rank_predictors(list(points.values())):
         if predictor.name.startswith("geometry/warp_"):

@@ -14,7 +14,7 @@ from nanogpt_bench.sweep.plan import baseline_of
 
 #: every run's final gap is to this row of its file, or to the file's own reference where
 #: it has no such row
-REFERENCE = "fp32"
+REFERENCE_RULE = "fp32"
 
 
 def monitors_table(*files: Exported) -> str:
@@ -42,7 +42,7 @@ def monitors_table(*files: Exported) -> str:
     lines = []
     for predictor in shown:
         name = predictor.name if predictor.name in TRIVIAL else f"`{predictor.name}`"
-        cells = [*_cells(predictor), *_cells(over_all.get(predictor.name))]
+        cells = [*_predictor_cells(predictor), *_predictor_cells(over_all.get(predictor.name))]
         lines.append([name, str(predictor.runs), *cells])
     return markdown(header, lines)
 
@@ -61,7 +61,7 @@ def looked_early(file: Exported) -> bool:
 
 
 def _has_reference(file: Exported) -> bool:
-    return any(row.rule == REFERENCE for row in file.rows)
+    return any(row.rule == REFERENCE_RULE for row in file.rows)
 
 
 def _points(files: Sequence[Exported], is_wanted: Callable[[Row], bool]) -> list[Point]:
@@ -70,7 +70,7 @@ def _points(files: Sequence[Exported], is_wanted: Callable[[Row], bool]) -> list
     for file in files:
         wanted_rows = [row for row in file.rows if is_wanted(row)]
         settings = {setting_of(run) for _, run in row_runs(wanted_rows)}
-        name = baseline_of(REFERENCE, file.rows) if _has_reference(file) else file.baseline
+        name = baseline_of(REFERENCE_RULE, file.rows) if _has_reference(file) else file.baseline
         for key, point in early_points(file.rows, find_reference(file.rows, name)).items():
             if point.group in settings:
                 points[key] = point
@@ -87,7 +87,7 @@ def is_predictive(predictor: Predictor) -> bool:
     return not predictor.low <= 0 <= predictor.high and predictor.holm < LEVEL
 
 
-def _cells(predictor: Predictor | None) -> tuple[str, str]:
+def _predictor_cells(predictor: Predictor | None) -> tuple[str, str]:
     """Return the rank correlation with its interval, and the AUC."""
     if predictor is None or predictor.spearman is None:
         return "-", "-"

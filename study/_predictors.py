@@ -22,7 +22,7 @@ from nanogpt_bench.report.rows import Row, identity, references_by_label, seed_o
 from nanogpt_bench.runs.load import Run
 
 #: share of a run's steps within which metrics count as early
-TENTH = 0.1
+EARLY_SHARE = 0.1
 #: a run is behind if its loss exceeds the reference's by this share of the reference's
 BEHIND = 0.01
 #: a metric that fewer runs have is not judged
@@ -31,9 +31,9 @@ FEWEST = 5
 RESAMPLES = 999
 LEVEL = 0.05
 #: the early loss, and that loss minus the reference's at the same step
-LOSS = "training loss"
+LOSS_FIGURE = "training loss"
 LOSS_GAP = "training loss minus the reference's"
-TRIVIAL = (LOSS, LOSS_GAP)
+TRIVIAL = (LOSS_FIGURE, LOSS_GAP)
 
 
 class Group(Enum):
@@ -86,7 +86,7 @@ def early_points(
     rows: Sequence[Row],
     reference: Row | None,
     *,
-    at: float = TENTH,
+    at: float = EARLY_SHARE,
     group: Group = Group.SETTING,
 ) -> dict[Hashable, Point]:
     """Return the runs that have figures and a finished reference of the same seed.
@@ -134,7 +134,7 @@ def _point(run: Run, reference: Run, share: float, group: str) -> Point | None:
     early_loss = _training_loss(figures)
     early_reference_loss = _training_loss(_figures_at(reference, share))
     if early_loss is not None and math.isfinite(early_loss):
-        figures[LOSS] = early_loss
+        figures[LOSS_FIGURE] = early_loss
         if early_reference_loss is not None and math.isfinite(early_reference_loss):
             figures[LOSS_GAP] = early_loss - early_reference_loss
     return Point(figures, gap, gap > BEHIND * reference_loss, group)
@@ -170,9 +170,9 @@ def rank_predictors(points: Sequence[Point]) -> list[Predictor]:
 
 def _judge(name: str, points: Sequence[Point]) -> Predictor:
     """Judge one metric and the loss, over the runs that have both."""
-    runs = [point for point in points if name in point.figures and LOSS in point.figures]
+    runs = [point for point in points if name in point.figures and LOSS_FIGURE in point.figures]
     values = [point.figures[name] for point in runs]
-    losses = [point.figures[LOSS] for point in runs]
+    losses = [point.figures[LOSS_FIGURE] for point in runs]
     gaps = [point.gap for point in runs]
     is_behind = [point.is_behind for point in runs]
     predictor = Predictor(

@@ -28,7 +28,7 @@ FEWEST_FORMATS = 3
 """Fewer formats than this make no line."""
 LOWEST = 0.002
 """Lower end of the figure's axis, in nats."""
-LOOKS_OF_TEXTS = (
+MARKERS_OF_TEXTS = (
     {"marker": "o", "color": STOCHASTIC},
     {"marker": "s", "color": "#E69F00"},
 )
@@ -70,7 +70,7 @@ def spacing_table(points: Sequence[FormatPoint]) -> str:
     Below the table stands how the two correlate.
     """
     folders = list(dict.fromkeys(point.data for point in points))
-    cells = {(point.format, point.data): _cells(point) for point in points}
+    cells = {(point.format, point.data): _point_cells(point) for point in points}
     header = ["format"]
     for data in folders:
         header += [f"mean ULP, {text_name(data)}", f"distance, {text_name(data)}"]
@@ -87,7 +87,7 @@ def spacing_table(points: Sequence[FormatPoint]) -> str:
     return f"{markdown(header, lines)}\n{'; '.join(correlations)}.\n"
 
 
-def _cells(point: FormatPoint) -> tuple[str, str]:
+def _point_cells(point: FormatPoint) -> tuple[str, str]:
     return f"{point.ulp:.4f}", in_figures(point.distance)
 
 
@@ -130,7 +130,7 @@ def draw_spacing(points: Sequence[FormatPoint], texts: Mapping[str, str], name: 
         ends, [slope * ulp for ulp in ends], color="#aaaaaa", linewidth=1.2, linestyle=(0, (4, 2))
     )
     folders = dict.fromkeys(point.data for point in points)
-    for data, look in zip(folders, LOOKS_OF_TEXTS, strict=False):
+    for data, look in zip(folders, MARKERS_OF_TEXTS, strict=False):
         on_text = [point for point in above if point.data == data]
         axis.plot(
             [point.ulp for point in on_text],

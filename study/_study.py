@@ -20,14 +20,14 @@ from _along import Course, course, draw_along, table_along
 from _clock import draw_by_clock, paces_of, table_by_clock
 from _compared import (
     BASELINES,
-    TEXTS,
+    NAMES_OF_TEXTS,
     baselines,
     by_text,
+    compared_table,
     measured_against,
     result_label,
     short_label,
     source_line,
-    table,
     text_of,
     text_of_row,
 )
@@ -52,7 +52,7 @@ from nanogpt_bench.report.rows import Row, find_reference, references_by_label, 
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.plan import baseline_of
 
-FOLDER = Path(__file__).parent / "results"
+RESULTS_FOLDER = Path(__file__).parent / "results"
 #: the baselines of files whose rows are not measured against BASELINES
 AGAINST = {
     "study_q2_muon": (
@@ -135,7 +135,7 @@ def against_baseline(names: str, baseline: str) -> Iterator[tuple[str, list[Resu
         baseline: the label of the baseline.
     """
     for name in names.split():
-        file = read_with_added_rows(FOLDER / f"{name}.json")
+        file = read_with_added_rows(RESULTS_FOLDER / f"{name}.json")
         if not any(row_label(row.rule, row.format) == baseline for row in file.rows):
             texts = {text_of_row(row) for row in file.rows}
             file = replace(file, rows=(*file.rows, *_baseline_rows_of_q1(baseline, texts)))
@@ -143,7 +143,7 @@ def against_baseline(names: str, baseline: str) -> Iterator[tuple[str, list[Resu
 
 
 def _baseline_rows_of_q1(baseline: str, texts: set[str]) -> Iterator[Row]:
-    for row in read_with_added_rows(FOLDER / "study_q1.json").rows:
+    for row in read_with_added_rows(RESULTS_FOLDER / "study_q1.json").rows:
         if short_label(row.label) == baseline and text_of_row(row) in texts:
             yield row
 
@@ -249,13 +249,13 @@ def draw_differences(file: Exported, name: str) -> Figure:
         sharey=True,
     )
     for axis, (text, results) in zip(axes[0], panels, strict=True):
-        _draw_panel(axis, {result_label(result): result for result in results}, order)
+        _draw_results(axis, {result_label(result): result for result in results}, order)
         axis.set_title(text)
     figure.supxlabel(f"final loss minus that of {name}, nats per byte", fontsize="medium")
     return figure
 
 
-def _draw_panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> None:
+def _draw_results(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> None:
     axis.axvline(0, color="#999999", linewidth=1)
     for place, label in enumerate(order):
         result = results.get(label)
@@ -282,7 +282,10 @@ def _draw_panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str])
 def tables_of_rows(name: str, file: Exported) -> Iterator[tuple[str, str]]:
     """Yield the tables of a file of rows, each after the suffix of its name."""
     against = baselines(file, AGAINST.get(name, BASELINES))
-    yield "", f"{table(file, against)}\n{_verdicts(name, file, against)}{source_line(file)}"
+    yield (
+        "",
+        f"{compared_table(file, against)}\n{_verdicts(name, file, against)}{source_line(file)}",
+    )
     yield "-weights", kurtosis_table(file)
     logarithms = logarithms_table(file)
     if logarithms:
@@ -319,7 +322,7 @@ def _verdicts(name: str, file: Exported, against: Sequence[str]) -> str:
     return f"Over all texts:\n\n{verdict_table(file, against)}\n"
 
 
-def write_study(folder: Path, results: Path = FOLDER) -> None:
+def write_study(folder: Path, results: Path = RESULTS_FOLDER) -> None:
     """Write the tables and figures of every results file into the folder."""
     matplotlib.use("Agg")
     added = set(chain.from_iterable(ADDED_FILES.values()))
@@ -380,4 +383,4 @@ def _figures_of_rows(
     points = format_points(file)
     if is_drawable(points):
         rule = (file.baseline or "").split()[0]
-        yield "-spacing", draw_spacing(points, TEXTS, rule)
+        yield "-spacing", draw_spacing(points, NAMES_OF_TEXTS, rule)

@@ -9,7 +9,7 @@ from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run
 
-TENTH = 0.1
+FIRST_SHARE = 0.1
 """The share of a run's steps within which a measurement is early."""
 ReadMetric = Callable[[Run, str], float | None]
 """A function that reads a metric from one of a run's measurements."""
@@ -95,7 +95,7 @@ def _read_at_a_tenth(run: Run, name: str) -> float | None:
 
     Returns None if the first measurement came later.
     """
-    limit = TENTH * (run.number("steps") or 0)
+    limit = FIRST_SHARE * (run.number("steps") or 0)
     early_steps = [step for step in run.looks if step <= limit]
     return run.looks[max(early_steps)].get(name) if early_steps else None
 

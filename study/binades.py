@@ -38,7 +38,7 @@ from nanogpt_bench.runs.trained import Trained, choose, load  # noqa: E402
 
 #: the quantiles of the magnitudes between which binades count
 FIRST, LAST = 0.01, 0.5
-HEADER = ("run", "layer", "mean over deviation", "binades", "slope", "normal", "off by")
+BINADES_HEADER = ("run", "layer", "mean over deviation", "binades", "slope", "normal", "off by")
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def _late_mean(run: Run, name: str) -> float | None:
     return fmean(values[-max(1, len(values) // 4) :]) if values else None
 
 
-def table(layers: Mapping[str, Sequence[Layer]]) -> str:
+def binades_table(layers: Mapping[str, Sequence[Layer]]) -> str:
     """A line for the quarter of each run's layers with the least and with the most mean."""
     lines = []
     for run, sorted_layers in layers.items():
         quarter = max(1, len(sorted_layers) // 4)
         for layer in (*sorted_layers[:quarter], *sorted_layers[-quarter:]):
             lines.append(_line(run, layer))
-    return markdown(HEADER, lines)
+    return markdown(BINADES_HEADER, lines)
 
 
 def _line(run: str, layer: Layer) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def main() -> None:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     folders = parser.parse_args().runs
-    print(table({str(path): layers_of(path, load_run(path)) for path in folders}), end="")
+    print(binades_table({str(path): layers_of(path, load_run(path)) for path in folders}), end="")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from _markdown import markdown  # noqa: E402
 
 from nanogpt_bench.runs.load import Run, load_run  # noqa: E402
 
-LOSS = "train/loss"
+LOSS_METRIC = "train/loss"
 #: the step after which the loss should not fall
 PLATEAU = 10
 #: the least width of the moving average, in steps
 WINDOW = 10
 #: the fewest steps to judge by
-SHORTEST = 20
+FEWEST_STEPS = 20
 #: a fall by less than this share of the loss's whole fall counts as none
 NO_FALL = 0.02
 
@@ -97,10 +97,10 @@ def _series(run: Run, name: str) -> list[tuple[float, float]]:
 def _check_plateau(run: Run) -> Prediction:
     """Compare the mean loss just after the predicted step with the run's lowest mean."""
     statement = f"plateau within {PLATEAU} steps: the training loss does not fall after that"
-    series = _series(run, LOSS)
+    series = _series(run, LOSS_METRIC)
     late = [value for step, value in series if step >= PLATEAU]
-    if len(series) < SHORTEST or not late:
-        text = f"the run has {len(series)} steps; {SHORTEST} would tell"
+    if len(series) < FEWEST_STEPS or not late:
+        text = f"the run has {len(series)} steps; {FEWEST_STEPS} would tell"
         return Prediction(statement, Answer.NOT_JUDGED, text)
     values = [value for _, value in series]
     width = max(WINDOW, len(values) // 40)
@@ -145,7 +145,7 @@ def _check_share(run: Run, share: PredictedShare) -> Prediction:
     return Prediction(statement, Answer.of(mean >= share.limit), text)
 
 
-def table(runs: Sequence[Run]) -> str:
+def predictions_table(runs: Sequence[Run]) -> str:
     """Return a line for every prediction and every run of E7M0 with nearest rounding."""
     lines = []
     for run in filter(is_e7m0_nearest, runs):
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders, such as runs/e7m0"
     )
-    print(table([load_run(path) for path in parser.parse_args().runs]), end="")
+    print(predictions_table([load_run(path) for path in parser.parse_args().runs]), end="")
 
 
 if __name__ == "__main__":

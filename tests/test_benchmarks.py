@@ -208,7 +208,7 @@ def test_bytes_are_counted_whole_gradients_that_an_optimizer_holds_too(modules, 
             super().step(closure)
             self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
 
-    contenders, measure = modules["_contenders"], modules["optimizer_step"].measure
+    contenders, measure = modules["_contenders"], modules["optimizer_step"].measure_contender
     small, gpt2 = (
         contenders.Workload.sized(*size, torch.device("cpu"))
         for size in (("10M", 0.001), ("124M", 1.0))
@@ -225,7 +225,7 @@ def test_bytes_are_counted_whole_gradients_that_an_optimizer_holds_too(modules, 
 
 def test_a_goal_that_is_missed_says_so(modules):
     script = modules["optimizer_step"]
-    options = script.build_parser().parse_args([])
+    options = script.contender_parser().parse_args([])
     ratios = (1.9, 1.5, 1.7)
     common = {
         "ratio_of_sums": 1.0,
@@ -238,7 +238,7 @@ def test_a_goal_that_is_missed_says_so(modules):
         common | {"ratio": r, "first_step_s": r, "graphs_while_timed": 0, "warnings": []}
         for r in ratios
     ]
-    line = script.row("stiffness-adamw", runs, options)
+    line = script.contender_row("stiffness-adamw", runs, options)
     assert (line["ratio"], line["ratio_min"], line["ratio_max"], line["met"]) == (
         1.7,
         1.5,
@@ -251,8 +251,8 @@ def test_a_goal_that_is_missed_says_so(modules):
         "1.9, then 1.6",
         "<= 1.3x: NOT met",
     )
-    elsewhere = script.build_parser().parse_args(["--params", "124M"])
-    assert script.row("stiffness-adamw", runs, elsewhere)["met"] is None
+    elsewhere = script.contender_parser().parse_args(["--params", "124M"])
+    assert script.contender_row("stiffness-adamw", runs, elsewhere)["met"] is None
 
 
 def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules):
@@ -352,7 +352,7 @@ def test_a_policy_that_is_served_one_update_late_is_found(modules):
     policy = script.in_place(base, 1e-2, script.SQUARES)
     late = policy.served()
     policy.served = lambda: late
-    first, second = script.measure(policy, base, text, options)
+    first, second = script.measure_policy(policy, base, text, options)
     assert first["k3"] == 0 < second["k3"]
 
 
@@ -421,14 +421,16 @@ def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_p
 
     def three_steps(config: object, folder: Path, on_progress):
         # Two are counted: after the warm-up, and before the last.
-        for number in range(script.WARM_UP + 4):
+        for number in range(script.UNCOUNTED_STEPS + 4):
             next(clock)  # a unit of work of the run's own
-            on_progress(Progress(number, script.WARM_UP + 3, None, None, None, None, 0.0, 0.0, 0.0))
+            on_progress(
+                Progress(number, script.UNCOUNTED_STEPS + 3, None, None, None, None, 0.0, 0.0, 0.0)
+            )
 
     monkeypatch.setattr(script, "run", three_steps)
     # From leaving the callback to entering it: one reading and one unit of work; the
     # reference does three units.
-    counted = range(script.WARM_UP + 1, script.WARM_UP + 3)
+    counted = range(script.UNCOUNTED_STEPS + 1, script.UNCOUNTED_STEPS + 3)
     times = script.paired(None, lambda: [next(clock) for _ in range(3)], counted)
     assert times == [(2.0, 4.0)] * 2
     one = script.figure("bench / plain loop", "float32", times)
@@ -448,7 +450,7 @@ def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_p
 
 def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, monkeypatch, corpus):
     script, calls = modules["harness_overhead"], []
-    config = script.config_of(
+    config = script.run_config(
         corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0"
     )
     opened = load_corpus(corpus, 8)
@@ -510,7 +512,7 @@ def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, r
     """
     script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
     gradient[:, 0] = 1.0
-    moment = script.StoredMoment(gradient.shape, optimizer, script.Way("E2M5"), rounding, 1)
+    moment = script.StoredMoment(gradient.shape, optimizer, script.MomentWay("E2M5"), rounding, 1)
     ratio = torch.stack([moment.advance(gradient)[:, 1:] for _ in range(300)])[150:].mean() / 0.003
     if rounding == "independent":
         assert abs(ratio - 1) < 0.03
@@ -526,7 +528,9 @@ def test_values_of_a_fitted_grid_stay(modules):
     `power_above` rounds up to powers of two.
     """
     script = modules["moment_formats"]
-    for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
+    for way in (
+        way for way in script.MOMENT_WAYS if way.scale == "fitted" and way.fmt != "bfloat16"
+    ):
         values = (
             torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
         )
@@ -554,9 +558,9 @@ def test_all_of_a_small_movement_arrives_here(modules):
 
 def test_draws_from_end_to_end(modules, monkeypatch):
     script = modules["draws"]
-    monkeypatch.setattr(script, "FORMATS", ("E5M2",))
-    options = script.build_parser().parse_args(["--steps", "200", "--rows", "50"])
-    header, lines = ("format", "draws", *script.STREAMS), script.rows(options)
+    monkeypatch.setattr(script, "PULLED_FORMATS", ("E5M2",))
+    options = script.draws_parser().parse_args(["--steps", "200", "--rows", "50"])
+    header, lines = ("format", "draws", *script.STREAMS), script.pull_rows(options)
     rows = {line[1]: dict(zip(header, line, strict=True)) for line in lines}
     assert list(rows) == ["independent", "dither"]
     pull, error = map(float, rows["dither"]["every fifth"].split(" ± "))
@@ -579,7 +583,7 @@ def test_an_exact_write_back_leaves_no_error(residual_bits, modules, draws):
     start[:, ::32] = 3.9375  # decides every scale
     moves = torch.randint(-1, 2, (10, 16, 128), generator=generator) * 0.125
     moves[:, :, ::32] = 0
-    way = script.Way("E2M5", room=2, residual_bits=residual_bits)
+    way = script.WriteBack("E2M5", room=2, residual_bits=residual_bits)
     code, exact = script.replayed(start, list(moves), way, draws, **KEY)
     assert torch.equal(code.double(), exact), residual_bits
     assert torch.equal(exact, (start + sum(moves)).double())
@@ -591,7 +595,7 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules):
         torch.randn(256, 128, generator=torch.Generator().manual_seed(1)),
     )
     updates = [start * 0.02 + 0.003] * 60  # more than twice as large in the end
-    for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2):
+    for way in (way for way in modules["write_back_noise"].WRITE_BACKS if way.every < 2):
         code, exact = script.replayed(start, updates, way, "independent", **KEY)
         for error in (code - exact, (code - exact) * start.sign()):
             assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
@@ -602,6 +606,6 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules):
             biases = [script.error_of(start, updates, way, "dither", **key).bias for key in keys]
             assert abs(sum(biases) / len(biases)) < 0.003
     fixed_scale = script.error_of(
-        start[:64], [start[:64] * 0.02] * 60, script.Way("E2M5", every=1000), "dither", **KEY
+        start[:64], [start[:64] * 0.02] * 60, script.WriteBack("E2M5", every=1000), "dither", **KEY
     )
     assert fixed_scale.bias < -0.05  # a scale that nobody widened cuts weights off

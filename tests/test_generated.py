@@ -102,13 +102,13 @@ def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_
         median, *ends = ratio
         assert not ends or ends[0] <= median <= ends[1]
     assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1
-    shown = import_module("_measured").table(facts)
+    shown = import_module("_measured").recorded_table(facts)
     assert all(facts[name] in shown for name in ("command", "date", "machine"))
 
 
 def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch, tmp_path):
     recorder = import_module("_record")
-    monkeypatch.setattr(recorder, "FOLDER", tmp_path)
+    monkeypatch.setattr(recorder, "MEASURED_FOLDER", tmp_path)
     script = ROOT / "benchmarks" / "round_to_grid.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--record"])
     rows = [("E4M3", (1.23456, 1.0, 2.0), ""), ("E5M2", (1.5,), None), ("E3M4", 7, 2.5)]
@@ -126,7 +126,7 @@ def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch, tmp_path):
         ["E5M2", [1.5], None],
         ["E3M4", 7, 2.5],
     ]
-    lines = import_module("_measured").table(facts).splitlines()
+    lines = import_module("_measured").recorded_table(facts).splitlines()
     assert lines[:2] == ["| function | ratio | goal |", "| --- | ---: | --- |"]
     assert lines[2].split() == ["|", "E4M3", "|", "1.23x", "(1.00", "..", "2.00)", "|", "|"]
     assert lines[3:5] == ["| E5M2 | 1.50x |  |", "| E3M4 | 7 | 2.5 |"]

@@ -99,17 +99,17 @@ def test_a_part_that_fails_leaves_the_others_and_the_file(gpu, tmp_path):
         return {"first": {"ms": 1.23456, "peak GB": "out of memory"}, "second": {"error": "killed"}}
 
     parts = tuple(gpu.Part(part, 1) for part in (exact_broken, exact_other, rows_of))
-    result = gpu.run(gpu.Session(True), parts, tmp_path / "gpu.json")
+    result = gpu.run_parts(gpu.Session(True), parts, tmp_path / "gpu.json")
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == result
     assert gpu.failures(result) == [
         *("exact_broken: ValueError: broken", "exact_other: E4M3 differs in 2"),
         *("exact_other: sums differs in 1", "rows_of: second: killed"),
     ]
     del result["parts"]["exact_broken"]
-    columns = ["what", *gpu.COLUMNS]
+    columns = ["what", *gpu.PAGE_COLUMNS]
     rows = [
         {c: x for c, x in zip(columns, row, strict=True) if x is not None}
-        for row in gpu.rows(result)
+        for row in gpu.page_rows(result)
     ]
     assert rows[0] == {"what": "other: values that differ from the CPU's", "count": 3}
     assert rows[1] == {"what": "rows_of: first", "a call, ms": 1.235, "peak GB": "out of memory"}
@@ -162,7 +162,9 @@ def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_
             ("Llama-3.1-8B", 8_030_261_248),
             ("Llama-2-7B", 6_738_415_616),
         ):  # their publishers' own
-            assert sum(p.numel() for p in llama.Llama(llama.SHAPES[name]).parameters()) == count
+            assert (
+                sum(p.numel() for p in llama.Llama(llama.LLAMA_SHAPES[name]).parameters()) == count
+            )
     # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup
     # shares; attention of 1,024
     assert (
@@ -177,7 +179,7 @@ def test_llama_is_that_of_transformers(gpu):
 
     llama = import_module("_gpu.llama")
     torch.manual_seed(0)
-    shape = llama.SHAPES["tiny"]
+    shape = llama.LLAMA_SHAPES["tiny"]
     sizes = {
         "hidden_size": shape.width,
         "intermediate_size": shape.inner,

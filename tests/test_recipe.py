@@ -286,7 +286,7 @@ def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(cards, llama):
     assert code.replace(", seed=7", "") == recipe(README)
     ways = ("readme", "float32", "bfloat16")
     untrained, results = (
-        {way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12)
+        {way: measured.train_way(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12)
     )
     assert all(results[way]["loss"] < untrained[way]["loss"] - 0.01 for way in ways)
     model = cards.Model("llama", *SHAPE, tied=True)

@@ -107,7 +107,7 @@ def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding
         assert [prediction.answer.value for prediction in script.predictions(run)] == [answer] * 3
     nearest = run_of(STUCK, 0.97, 0.2, optimizer={"writeback": "nearest"})
     stochastic = run_of(STUCK, 0.97, 0.2, optimizer={"writeback": "stochastic"})
-    lines = script.table([nearest, stochastic]).splitlines()[2:]
+    lines = script.predictions_table([nearest, stochastic]).splitlines()[2:]
     assert [line.split("|")[3].strip() for line in lines] == ["confirmed", "confirmed", "refuted"]
     assert "97.0%, 97.0% at step 20 and 97.0% at step 200" in lines[1]
 
@@ -148,6 +148,6 @@ def test_the_layers_with_the_least_and_the_most_mean_gradient_have_a_line(monkey
     assert layers[0].snr == 7.5
     weight = model[3].weight
     assert torch.equal(layers[0].units * weight.scale, weight.dequantize())
-    cells = [line.split("|") for line in script.table({"runs/a": layers}).splitlines()[2:]]
+    cells = [line.split("|") for line in script.binades_table({"runs/a": layers}).splitlines()[2:]]
     assert [row[2].strip() for row in cells] == ["`3`", "`0`"]
     assert all(0.8 < float(row[5]) < 1.2 for row in cells)

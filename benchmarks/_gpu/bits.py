@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from _gpu.session import PRODUCTS, Session, bits, on_card, one_byte, seeded
-from _gpu.steps import WAYS, Way
+from _gpu.steps import ADAMW_WAYS, AdamWWay
 
 __all__ = ["exact_arrays", "exact_products", "exact_steps"]
 
@@ -36,11 +36,11 @@ if PRODUCTS != ("decoded",):
         Products("E1M6", "int8"),
     )
 #: the largest number of E4M3
-LARGEST: Final = 448.0
-FORMATS: Final = ("E4M3", "E5M2", "E3M4", "E2M5", "E7M0", "E4M3FNUZ")
+LARGEST_OF_E4M3: Final = 448.0
+STEPPED_FORMATS: Final = ("E4M3", "E5M2", "E3M4", "E2M5", "E7M0", "E4M3FNUZ")
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Sizes of a product."""
 
     rows: int
@@ -48,19 +48,19 @@ class Shape(NamedTuple):
     outputs: int
 
 
-SHAPES: Final = (
-    Shape(16, 16, 16),
-    Shape(32, 64, 48),
-    Shape(128, 768, 768),
-    Shape(128, 768, 3072),
-    Shape(128, 3072, 768),
-    Shape(512, 1024, 1024),
-    Shape(48, 2048, 2048),
-    Shape(64, 2048, 8192),
-    Shape(64, 8192, 2048),
-    Shape(256, 4096, 4096),
-    Shape(32, 4096, 11_008),
-    Shape(32, 11_008, 4096),
+PRODUCT_SHAPES: Final = (
+    ProductShape(16, 16, 16),
+    ProductShape(32, 64, 48),
+    ProductShape(128, 768, 768),
+    ProductShape(128, 768, 3072),
+    ProductShape(128, 3072, 768),
+    ProductShape(512, 1024, 1024),
+    ProductShape(48, 2048, 2048),
+    ProductShape(64, 2048, 8192),
+    ProductShape(64, 8192, 2048),
+    ProductShape(256, 4096, 4096),
+    ProductShape(32, 4096, 11_008),
+    ProductShape(32, 11_008, 4096),
 )
 
 
@@ -70,8 +70,8 @@ def exact_steps(session: Session) -> dict[str, Any]:
     They are bytes of weights and of state.
     """
     figures: dict[str, Any] = {}
-    for fmt in FORMATS[: 1 if session.dry else None]:
-        for way in WAYS[: 2 if session.dry else None]:
+    for fmt in STEPPED_FORMATS[: 1 if session.dry else None]:
+        for way in ADAMW_WAYS[: 2 if session.dry else None]:
             if not session.has_time:
                 return figures
             name = f"{fmt} {way.writeback} {way.moments}"
@@ -79,7 +79,7 @@ def exact_steps(session: Session) -> dict[str, Any]:
     return figures
 
 
-def differing_bytes_of_steps(session: Session, fmt: str, way: Way) -> int:
+def differing_bytes_of_steps(session: Session, fmt: str, way: AdamWWay) -> int:
     """Count the bytes in which one way to step differs."""
     on_cpu: list[Any] = []
     for seed in range(3):
@@ -123,7 +123,7 @@ def exact_arrays(session: Session) -> dict[str, Any]:
     y = x.to(session.device)
     stochastic: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     figures = {}
-    for fmt in FORMATS:
+    for fmt in STEPPED_FORMATS:
         codes = fm.encode(x, fmt)
         figures[fmt] = sum(
             (
@@ -146,7 +146,7 @@ def exact_products(session: Session) -> dict[str, Any]:
         through_a_layer = partial(differing_in_a_layer, session)
         session.case(figures, "bfloat16 values, through a layer", through_a_layer)
     for fmt, units in CODE_PRODUCTS:
-        for shape in SHAPES[: 2 if session.dry else None]:
+        for shape in PRODUCT_SHAPES[: 2 if session.dry else None]:
             name = f"{fmt}, {units}, {' x '.join(map(str, shape))}"
             session.case(figures, name, partial(beyond_the_bound, session, shape, units, fmt))
     return figures
@@ -155,7 +155,7 @@ def exact_products(session: Session) -> dict[str, Any]:
 def values_of_bfloat16() -> Tensor:
     """Return all bfloat16 values that a row at scale 1 may hold, both zeros among them."""
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
-    return values[values.abs() <= LARGEST]
+    return values[values.abs() <= LARGEST_OF_E4M3]
 
 
 def differing_conversions(session: Session) -> int:
@@ -172,7 +172,7 @@ def differing_in_a_layer(session: Session) -> int:
     """
     x = values_of_bfloat16()
     padded = torch.cat([x, x.new_zeros(-len(x) % 15)]).view(-1, 15)
-    rows = torch.cat([padded, x.new_full((len(padded), 1), LARGEST)], 1)
+    rows = torch.cat([padded, x.new_full((len(padded), 1), LARGEST_OF_E4M3)], 1)
     layer = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     nn.init.eye_(layer.weight)
     layer = one_byte(nn.Sequential(layer), "fp8").to(session.device)

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from _gpu.llama import SHAPES, Llama
+from _gpu.llama import LLAMA_SHAPES, Llama
 from _gpu.session import Session, one_byte
 from _gpu.steps import PEERS, find_peer
 
 __all__ = ["eight_billion"]
 
 PEER: Final = "torchao's AdamW8bit"
-OPTIMIZERS: Final = ("StiffnessMuon", "StiffnessAdamW", PEER)
+TRAINED_OPTIMIZERS: Final = ("StiffnessMuon", "StiffnessAdamW", PEER)
 
 
-class Row(NamedTuple):
+class CappedTraining(NamedTuple):
     """A training."""
 
     shape: str
@@ -42,15 +42,15 @@ class Row(NamedTuple):
 
 
 #: by worth; the peer is expected to run out of memory, or to say what it needs
-ROWS: Final = (
-    Row("Llama-3.1-8B", "StiffnessMuon", 24),
-    Row("Llama-2-7B", "StiffnessMuon", 16),
-    Row("Llama-3.1-8B", "StiffnessAdamW", 24),
-    Row("Llama-2-7B", "StiffnessAdamW", 16),
-    Row("Llama-3.1-8B", PEER, 24),
+TRAININGS: Final = (
+    CappedTraining("Llama-3.1-8B", "StiffnessMuon", 24),
+    CappedTraining("Llama-2-7B", "StiffnessMuon", 16),
+    CappedTraining("Llama-3.1-8B", "StiffnessAdamW", 24),
+    CappedTraining("Llama-2-7B", "StiffnessAdamW", 16),
+    CappedTraining("Llama-3.1-8B", PEER, 24),
 )
 #: of a step: the second where the first does not fit
-TOKENS: Final = (2048, 512)
+TOKENS_OF_STEPS: Final = (2048, 512)
 OUT_OF_MEMORY: Final = "out of memory"
 
 
@@ -60,11 +60,11 @@ def eight_billion(session: Session) -> dict[str, Any]:
     Figures are peak memory, tokens per second, and the first and the last loss.
     """
     figures: dict[str, Any] = {}
-    for row in ROWS[:: 2 if session.dry else 1]:
+    for row in TRAININGS[:: 2 if session.dry else 1]:
         peer = PEERS[PEER]
         if row.optimizer == PEER and find_peer(peer.package, peer.name) is None:
             continue
-        for tokens in TOKENS:
+        for tokens in TOKENS_OF_STEPS:
             if not session.has_time:
                 return figures
             name = f"{row.shape}, {row.optimizer}, {row.gigabytes} GB, {tokens} tokens"
@@ -74,7 +74,7 @@ def eight_billion(session: Session) -> dict[str, Any]:
     return figures
 
 
-def train_in_a_process(row: Row, tokens: int, session: Session) -> dict[str, Any]:
+def train_in_a_process(row: CappedTraining, tokens: int, session: Session) -> dict[str, Any]:
     """Return a row's figures, from a fresh process, or why there are none."""
     command = [sys.executable, "-m", "_gpu.eight_billion"]
     command += ["--optimizer", row.optimizer, "--gb", str(row.gigabytes)]
@@ -99,7 +99,7 @@ def train_in_a_process(row: Row, tokens: int, session: Session) -> dict[str, Any
     return dict(json.loads(process.stdout.splitlines()[-1]))
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
+def train_row(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one row."""
     session = Session(options.dry)
     if not options.dry:
@@ -111,7 +111,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     try:
         model = random_model(session, options.shape, in_codes=options.optimizer != PEER)
         optimizer = make_optimizer(session, model, options.optimizer)
-        vocabulary = SHAPES[options.shape].vocabulary
+        vocabulary = LLAMA_SHAPES[options.shape].vocabulary
         successors = torch.randint(0, vocabulary, (vocabulary,))
         for _ in range(options.steps):
             text = random_text(successors, options.tokens + 1).to(session.device)
@@ -142,7 +142,7 @@ def random_model(session: Session, shape: str, in_codes: bool) -> Llama:
     They are in one byte each except the norms, or in bfloat16.
     """
     with torch.device("meta"):
-        model = Llama(SHAPES[shape]).to(torch.bfloat16)
+        model = Llama(LLAMA_SHAPES[shape]).to(torch.bfloat16)
     for block in model.blocks:
         set_random(session, block)
         if in_codes:
@@ -199,16 +199,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
+    parser.add_argument("--shape", choices=LLAMA_SHAPES, default="Llama-3.1-8B")
+    parser.add_argument("--optimizer", choices=TRAINED_OPTIMIZERS, default=TRAINED_OPTIMIZERS[0])
     parser.add_argument("--gb", type=float, default=24.0, help="the cap, in 10^9 bytes")
-    parser.add_argument("--tokens", type=int, default=TOKENS[0], help="of a step")
+    parser.add_argument("--tokens", type=int, default=TOKENS_OF_STEPS[0], help="of a step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dry", action="store_true", help="on a CPU")
     options = parser.parse_args()
     if options.dry:
         torch.compiler.set_stance("force_eager")
-    print(json.dumps(train(options)))
+    print(json.dumps(train_row(options)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from _gpu.session import Session
 __all__ = ["gpt2"]
 
 #: one of the bench's
-SWEEP: Final = "gpt2_rules.yaml"
+SWEEP_FILE: Final = "gpt2_rules.yaml"
 DATA: Final = Path("data/packages")
 RUNS: Final = Path("runs/gpt2")
 #: seconds in which an interrupted run writes its checkpoint
@@ -37,7 +37,7 @@ def gpt2(session: Session) -> dict[str, Any]:
         if not DATA.is_dir():
             prepare = "nanogpt-bench prepare packages --tokenizer gpt2"
             raise FileNotFoundError(f"no text in {str(DATA)!r}; prepare one: {prepare}")
-        return sweep(session, DATA, RUNS)
+        return run_sweep(session, DATA, RUNS)
     # The packages of the bench are not everywhere.
     from nanogpt_bench.data.text import prepare_text
 
@@ -45,12 +45,12 @@ def gpt2(session: Session) -> dict[str, Any]:
         text, data = Path(folder) / "text.txt", Path(folder) / "data"
         text.write_text("The quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
         prepare_text(text, data, "byte")
-        return sweep(session, data, Path(folder) / "runs", "--smoke")
+        return run_sweep(session, data, Path(folder) / "runs", "--smoke")
 
 
-def sweep(session: Session, data: Path, out: Path, *arguments: str) -> dict[str, Any]:
+def run_sweep(session: Session, data: Path, out: Path, *arguments: str) -> dict[str, Any]:
     """Train until the part's time is up, and read the results so far."""
-    words = ["sweep", SWEEP, "--data.dir", str(data), "--out", str(out), *arguments]
+    words = ["sweep", SWEEP_FILE, "--data.dir", str(data), "--out", str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "nanogpt_bench", *words]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

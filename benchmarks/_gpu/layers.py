@@ -13,7 +13,7 @@ from _gpu.session import PRODUCTS, Session, one_byte
 
 __all__ = ["kernels", "layers", "products"]
 
-TOKENS = 8192
+BATCH_TOKENS = 8192
 
 
 def layers(session: Session) -> dict[str, Any]:
@@ -30,12 +30,14 @@ def layers(session: Session) -> dict[str, Any]:
             layers_by_name[f"one byte, {kind}"] = coded[0]
         decoded = layers_by_name["one byte, decoded"]
         figures[f"{d} x {d}, decoding"] = session.times(decoded.weight.dequantize)
-        x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16).requires_grad_()
+        x = session.normal(
+            16 if session.dry else BATCH_TOKENS, d, dtype=torch.bfloat16
+        ).requires_grad_()
         gradient = torch.randn_like(x)
         for name, layer in layers_by_name.items():
             calls = {
                 "forward": partial(layer, x),
-                "forward and backward": partial(forward_and_backward, layer, x, gradient),
+                "forward and backward": partial(run_layer, layer, x, gradient),
             }
             for title, call in calls.items():
                 case = f"{d} x {d}, {name}, {title}"
@@ -43,7 +45,7 @@ def layers(session: Session) -> dict[str, Any]:
     return figures
 
 
-def forward_and_backward(layer: Any, x: Tensor, gradient: Tensor) -> None:
+def run_layer(layer: Any, x: Tensor, gradient: Tensor) -> None:
     """Go forward and backward."""
     layer(x).backward(gradient)
     x.grad = None
@@ -56,7 +58,7 @@ def products(session: Session) -> dict[str, Any]:
     They are in bfloat16, and in FP8 at one scale per tensor and at one per row.
     """
     figures: dict[str, Any] = {}
-    tokens = 16 if session.dry else TOKENS
+    tokens = 16 if session.dry else BATCH_TOKENS
     for d in (32,) if session.dry else (768, 2048, 4096, 8192):
         for inputs, outputs in ((d, d), (d, 4 * d), (4 * d, d)):
             giga_operations = 2e-9 * tokens * inputs * outputs
@@ -128,7 +130,7 @@ def kernels_of_width(session: Session, d: int) -> Iterator[Kernel]:
 
     A code is one byte, a bfloat16 two. Columns are read twice.
     """
-    x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16)
+    x = session.normal(16 if session.dry else BATCH_TOKENS, d, dtype=torch.bfloat16)
     weight = fm.FP8Parameter(session.normal(d, d, dtype=torch.bfloat16), "E4M3")
     size = f"{len(x)} x {d}"
     yield Kernel(f"decoding {d} x {d}", weight.dequantize, 3 * d * d)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["SHAPES", "Block", "Llama", "Shape"]
+__all__ = ["LLAMA_SHAPES", "Llama", "LlamaBlock", "LlamaShape"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """Sizes of a model."""
 
     width: int
@@ -24,17 +24,17 @@ class Shape:
     base: float = 10_000.0
 
 
-SHAPES: Final = {
-    "Llama-3.1-8B": Shape(4096, 14_336, 32, 32, 8, 128_256, 500_000.0),
-    "Llama-2-7B": Shape(4096, 11_008, 32, 32, 32, 32_000),
-    "tiny": Shape(64, 128, 2, 4, 2, 512),
+LLAMA_SHAPES: Final = {
+    "Llama-3.1-8B": LlamaShape(4096, 14_336, 32, 32, 8, 128_256, 500_000.0),
+    "Llama-2-7B": LlamaShape(4096, 11_008, 32, 32, 32, 32_000),
+    "tiny": LlamaShape(64, 128, 2, 4, 2, 512),
 }
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and a gated layer, each after a norm and added: (B, T, C) -> (B, T, C)."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         width, head = shape.width, shape.width // shape.heads
         self.head, self.base = head, shape.base
@@ -78,10 +78,10 @@ class Llama(nn.Module):
     It is computed in chunks, so that all logits never exist at once.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 

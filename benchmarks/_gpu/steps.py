@@ -12,8 +12,8 @@ import fp8manifold as fm
 from _gpu.session import Session, on_card
 
 __all__ = [
+    "ADAMW_WAYS",
     "PEERS",
-    "WAYS",
     "Peer",
     "find_peer",
     "fused",
@@ -25,19 +25,19 @@ __all__ = [
 ]
 
 
-class Way(NamedTuple):
+class AdamWWay(NamedTuple):
     """A way of StiffnessAdamW to step."""
 
     writeback: str
     moments: str
 
 
-WAYS: Final = (
-    Way("stochastic", "8bit"),
-    Way("stochastic", "float32"),
-    Way("stochastic", "bfloat16"),
-    Way("residual8", "8bit"),
-    Way("nearest", "8bit"),
+ADAMW_WAYS: Final = (
+    AdamWWay("stochastic", "8bit"),
+    AdamWWay("stochastic", "float32"),
+    AdamWWay("stochastic", "bfloat16"),
+    AdamWWay("residual8", "8bit"),
+    AdamWWay("nearest", "8bit"),
 )
 
 
@@ -58,7 +58,7 @@ PEERS: Final = {
 MakeOptimizer = Callable[[Any], Any]
 
 
-def weights(
+def parameters_with_gradients(
     session: Session, shapes: Iterable[tuple[int, int]], one_byte: bool, dtype: torch.dtype
 ) -> list[Any]:
     """Return parameters with gradients."""
@@ -92,7 +92,9 @@ def step_figures(
     The bytes are those that torch has allocated.
     """
     memory_before = 0 if session.dry else torch.cuda.memory_allocated()
-    optimizer = make_optimizer(weights(session, shapes_of(session, count), one_byte, dtype))
+    optimizer = make_optimizer(
+        parameters_with_gradients(session, shapes_of(session, count), one_byte, dtype)
+    )
     optimizer.step()
     used = 0 if session.dry else torch.cuda.memory_allocated() - memory_before
     return session.times(optimizer.step) | {"bytes": used / count}
@@ -123,7 +125,7 @@ def step_times(session: Session) -> dict[str, Any]:
     """
     figures: dict[str, Any] = {}
     for count in sizes(session):
-        for writeback, moments in WAYS:
+        for writeback, moments in ADAMW_WAYS:
             stiffness: Any = partial(
                 fm.optim.StiffnessAdamW, lr=1e-3, writeback=writeback, moments=moments
             )
@@ -141,10 +143,10 @@ def step_calls(session: Session) -> dict[str, Any]:
     for count in (3,) if session.dry else (8, 60, 172, 290):
         shapes = [(8, 256) if session.dry else (256, 1024)] * count
         with on_card(session):
-            coded = weights(session, shapes, True, torch.float32)
+            coded = parameters_with_gradients(session, shapes, True, torch.float32)
             optimizer = fm.optim.StiffnessAdamW(coded, 1e-3, moments="8bit")
             figures[f"{count} parameters, StiffnessAdamW"] = session.times(optimizer.step)
-        reference = fused(session)(weights(session, shapes, False, torch.float32))
+        reference = fused(session)(parameters_with_gradients(session, shapes, False, torch.float32))
         figures[f"{count} parameters, torch's fused AdamW"] = session.times(reference.step)
     return figures
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from _gpu.llama import Block, Shape
+from _gpu.llama import LlamaBlock, LlamaShape
 from _gpu.session import PRODUCTS, Session, on_card, one_byte
 from _gpu.steps import PEERS, Peer, find_peer, fused
 from nanogpt_bench.model.gpt import GPT, GPTShape
@@ -25,7 +25,7 @@ __all__ = ["flops_per_token", "losses", "one_block", "training_768", "training_2
 #: FLOP/s in bfloat16 of an H100 SXM, by its data sheet
 PEAK: Final = 989e12
 LR: Final = 3e-4
-REFERENCE: Final = "bfloat16, fused AdamW"
+REFERENCE_KIND: Final = "bfloat16, fused AdamW"
 #: rows of weights in one byte, and how their layers multiply
 ONE_BYTE: Final = {f"one byte, {products}": products for products in PRODUCTS}
 if PRODUCTS != ("decoded",):
@@ -60,12 +60,12 @@ def flops_per_token(model: GPT) -> float:
     return 6.0 * weights + 12.0 * shape.n_layer * shape.n_embd * shape.block_size
 
 
-def prepare(session: Session, model: GPT, kind: str) -> Any:
+def prepare_model(session: Session, model: GPT, kind: str) -> Any:
     """Turn a float32 model into the model of a row, and return its optimizer.
 
     Returns None if a package is missing.
     """
-    if kind == REFERENCE:
+    if kind == REFERENCE_KIND:
         return fused(session)(model.parameters(), lr=LR)
     if kind in ONE_BYTE:
         one_byte(model, ONE_BYTE[kind], left_out=("lm_head",))
@@ -88,7 +88,7 @@ def training_step(
 
     Returns None if a package is missing. A dry run records no graphs.
     """
-    optimizer = prepare(session, model, kind)
+    optimizer = prepare_model(session, model, kind)
     if optimizer is None:
         return None
     loss_of = model.loss if way == "eager" else torch.compile(model.loss)
@@ -113,9 +113,9 @@ def training(session: Session, width: int) -> dict[str, Any]:
     """
     # by worth: the last ones may find no time
     rows = [
-        ("compiled", REFERENCE),
+        ("compiled", REFERENCE_KIND),
         *product(("compiled", "graphed"), ONE_BYTE),
-        *product(("eager",), (REFERENCE, *ONE_BYTE)),
+        *product(("eager",), (REFERENCE_KIND, *ONE_BYTE)),
         *product(("compiled",), PEER_FORMS),
     ]
     figures: dict[str, Any] = {}
@@ -163,9 +163,9 @@ def one_block(session: Session) -> dict[str, Any]:
 
     Its weights are in bfloat16 or in one byte.
     """
-    shape = Shape(4096, 11_008, layers=1, heads=32, kv_heads=32, vocabulary=1)
+    shape = LlamaShape(4096, 11_008, layers=1, heads=32, kv_heads=32, vocabulary=1)
     if session.dry:
-        shape = Shape(64, 128, layers=1, heads=4, kv_heads=4, vocabulary=1)
+        shape = LlamaShape(64, 128, layers=1, heads=4, kv_heads=4, vocabulary=1)
     figures: dict[str, Any] = {}
     for compiled, kind in product((True, False), ("bfloat16", *ONE_BYTE)):
         name = f"{kind}, {'compiled' if compiled else 'eager'}"
@@ -173,21 +173,21 @@ def one_block(session: Session) -> dict[str, Any]:
     return figures
 
 
-def block_times(session: Session, shape: Shape, kind: str, compiled: bool) -> dict[str, float]:
+def block_times(session: Session, shape: LlamaShape, kind: str, compiled: bool) -> dict[str, float]:
     """Return the times of one row."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    block: Any = Block(shape).to(session.device, torch.bfloat16)
+    block: Any = LlamaBlock(shape).to(session.device, torch.bfloat16)
     if kind in ONE_BYTE:
         block = one_byte(block, ONE_BYTE[kind])
     length = 16 if session.dry else 4096
     x = session.normal(2, length, shape.width, dtype=torch.bfloat16).requires_grad_()
     forward = torch.compile(block) if compiled else block
-    call = partial(forward_and_backward, block, forward, x, torch.randn_like(x))
+    call = partial(run_block, block, forward, x, torch.randn_like(x))
     return session.times(call, repeats=8)
 
 
-def forward_and_backward(block: nn.Module, forward: Any, x: Tensor, gradient: Tensor) -> None:
+def run_block(block: nn.Module, forward: Any, x: Tensor, gradient: Tensor) -> None:
     """Go forward and backward, and free the gradients."""
     forward(x).backward(gradient)
     x.grad = None
@@ -200,11 +200,11 @@ def losses(session: Session) -> dict[str, Any]:
     Figures are the mean loss of the last 20 steps, and that minus bfloat16's.
     """
     figures: dict[str, Any] = {}
-    for kind in (REFERENCE, *ONE_BYTE):
+    for kind in (REFERENCE_KIND, *ONE_BYTE):
         session.case(figures, kind, partial(last_loss, session, kind))
         case = figures.get(kind, {})
-        if "loss" in case and "loss" in figures[REFERENCE]:
-            case["loss over bfloat16's"] = case["loss"] - figures[REFERENCE]["loss"]
+        if "loss" in case and "loss" in figures[REFERENCE_KIND]:
+            case["loss over bfloat16's"] = case["loss"] - figures[REFERENCE_KIND]["loss"]
     return figures
 
 

@@ -22,7 +22,7 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings
 
-__all__ = ["RULES", "read_options", "text_for", "train", "trainer_of"]
+__all__ = ["RULES", "read_options", "take_training_steps", "text_for", "trainer_of"]
 
 RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
 #: hidden matrices, which Muon steps: four in each of four blocks
@@ -82,7 +82,7 @@ def trainer_of(
     return trainer, [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
 
 
-def train(trainer: Trainer, max_steps: int) -> None:
+def take_training_steps(trainer: Trainer, max_steps: int) -> None:
     """Take the steps."""
     for number in range(1, max_steps + 1):
         trainer.train_step(trainer.new_step(number, last=number == max_steps), [])

@@ -18,14 +18,16 @@ from fp8manifold.formats import as_format
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import BLOCK_SIZE, amax_of, amax_scale, storage_scale, widened_scale
 
-__all__ = ["Error", "Way", "error_of", "replayed"]
+__all__ = ["DRAWS", "WriteBack", "WriteBackError", "error_of", "replayed"]
 
+#: kinds of draws that a write-back rounds by
+DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
 #: weights in a row, for the bytes that scales take
-ROW: Final = 128
+ROW_LENGTH: Final = 128
 
 
 @dataclass(frozen=True)
-class Way:
+class WriteBack:
     """One way to write back: a format, its scales, and the bits of a residual."""
 
     fmt: str
@@ -68,16 +70,16 @@ class Way:
         Scales are float32, but powers of two in blocks take one byte.
         """
         if self.granularity == "channel":
-            return 4 / ROW
+            return 4 / ROW_LENGTH
         return (1 if self.pow2 else 4) / BLOCK_SIZE
 
 
-def expanded(scale: Tensor, way: Way) -> Tensor:
+def expanded(scale: Tensor, way: WriteBack) -> Tensor:
     """Return scales as they broadcast against the weights."""
     return scale.repeat_interleave(BLOCK_SIZE, -1) if way.granularity == "block" else scale
 
 
-def fresh_scale(weights: Tensor, way: Way) -> Tensor:
+def fresh_scale(weights: Tensor, way: WriteBack) -> Tensor:
     """Return the scale of weights that have none yet."""
     if way.pow2:
         return storage_scale(weights, way.fmt, way.granularity, headroom=way.room)
@@ -86,7 +88,7 @@ def fresh_scale(weights: Tensor, way: Way) -> Tensor:
     return amax_scale(blocks.flatten(0, -2), way.fmt, "channel").view(blocks.shape[:-1])
 
 
-def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
+def next_scale(target: Tensor, scale: Tensor, way: WriteBack, step: int) -> Tensor:
     """Return the scale that a step writes under.
 
     It is widened where a target is beyond its end, or fitted again.
@@ -111,7 +113,9 @@ class Stored(NamedTuple):
         return Stored(self.values * factor, self.code_values * factor)
 
 
-def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws) -> Stored:
+def rounded_weights(
+    x: Tensor, way: WriteBack, step: int, stream: int, seed: int, draws: Draws
+) -> Stored:
     """Return weights as they are stored, in units of their scale."""
     key: dict[str, Any] = {"seed": seed, "step": step, "stream": stream, "draws": draws}
     if not way.residual_bits:
@@ -136,7 +140,7 @@ class Replay(NamedTuple):
 
 
 def replayed(
-    start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int
+    start: Tensor, updates: Iterable[Tensor], way: WriteBack, draws: Draws, **key: int
 ) -> Replay:
     """Write updates back in a way, and add them up without rounding.
 
@@ -148,19 +152,19 @@ def replayed(
     scale = fresh_scale(start, way)
     factor = expanded(scale, way)
     # Another seed is independent of the steps' draws.
-    stored = rounded(start / factor, way, 0, stream, seed + 1, "independent").scaled(factor)
+    stored = rounded_weights(start / factor, way, 0, stream, seed + 1, "independent").scaled(factor)
     exact = stored.values.double()
     for step, update in enumerate(updates, first):
         exact += update
         target = stored.values + update
         scale = next_scale(target, scale, way, step)
         factor = expanded(scale, way)
-        stored = rounded(target / factor, way, step, stream, seed, draws).scaled(factor)
+        stored = rounded_weights(target / factor, way, step, stream, seed, draws).scaled(factor)
     return Replay(stored.code_values, exact)
 
 
 def replayed_by_optimizer(
-    start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int
+    start: Tensor, updates: Iterable[Tensor], way: WriteBack, draws: Draws, seed: int
 ) -> Replay:
     """Write updates back by steps of an optimizer whose gradients they are."""
     weight = fm.FP8Parameter(
@@ -184,7 +188,7 @@ def replayed_by_optimizer(
     return Replay(weight.dequantize(), exact)
 
 
-class Error(NamedTuple):
+class WriteBackError(NamedTuple):
     """The error of a write-back over the weights of a layer."""
 
     #: the root mean square of the error over that of the weights
@@ -194,10 +198,12 @@ class Error(NamedTuple):
     bias: float
 
 
-def error_of(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> Error:
+def error_of(
+    start: Tensor, updates: Iterable[Tensor], way: WriteBack, draws: Draws, **key: int
+) -> WriteBackError:
     """Return the error of a replay."""
     code_values, exact = replayed(start, updates, way, draws, **key)
     error = code_values - exact
     moved = exact - start
     noise = error.square().mean().sqrt() / exact.square().mean().sqrt()
-    return Error(float(noise), float((error * moved).sum() / moved.square().sum()))
+    return WriteBackError(float(noise), float((error * moved).sum() / moved.square().sum()))

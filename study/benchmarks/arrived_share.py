@@ -45,12 +45,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _forms import check_at_least, text_table
 from _record import Cell, add_option, record
 
-STEPS: Final = (0.02, 0.1, 0.3)
-COLUMNS: Final = 128
+STEP_SIZES: Final = (0.02, 0.1, 0.3)
+MATRIX_COLUMNS: Final = 128
 #: weights of which the first is the format's largest number and never moves
-GROUP: Final = 32
+SCALE_GROUP: Final = 32
 INTEGERS: Final = "int8"
-FORMATS: Final = ("E4M3", "E2M5", "E3M4", "E1M6", INTEGERS)
+SHARE_FORMATS: Final = ("E4M3", "E2M5", "E3M4", "E1M6", INTEGERS)
 RANGES: Final = ("subnormal", "normal")
 
 
@@ -80,9 +80,11 @@ class Grid:
         low = steps if span == "normal" else 0
         # Rounding cannot lead beyond the end of the format.
         high = min(low + steps - room, int(self.largest) - 8 * room)
-        weights = torch.randint(low + room, high, (rows, COLUMNS), generator=generator).float()
-        weights *= torch.randint(0, 2, (rows, COLUMNS), generator=generator) * 2.0 - 1
-        weights[:, ::GROUP] = self.largest
+        weights = torch.randint(
+            low + room, high, (rows, MATRIX_COLUMNS), generator=generator
+        ).float()
+        weights *= torch.randint(0, 2, (rows, MATRIX_COLUMNS), generator=generator) * 2.0 - 1
+        weights[:, ::SCALE_GROUP] = self.largest
         return weights
 
 
@@ -177,11 +179,11 @@ class Writer(NamedTuple):
     build: BuildWeights
 
 
-FLOAT_FORMATS: Final = tuple(fmt for fmt in FORMATS if fmt != INTEGERS)
+FLOAT_FORMATS: Final = tuple(fmt for fmt in SHARE_FORMATS if fmt != INTEGERS)
 WRITERS: Final = {
     "here": Writer(FLOAT_FORMATS, library_weights("independent")),
     "here, dithered draws": Writer(FLOAT_FORMATS, library_weights("dither")),
-    "SDNQ": Writer(FORMATS, sdnq_weights),
+    "SDNQ": Writer(SHARE_FORMATS, sdnq_weights),
     "torchao": Writer((INTEGERS,), torchao_weights),
 }
 
@@ -192,7 +194,7 @@ def share(writer: str, fmt: str, span: str, step: float, options: argparse.Names
     grid = grid_of(fmt, sdnq=writer == "SDNQ")
     start = grid.start(span, options.rows, options.movement, generator)
     signs = torch.randint(0, 2, start.shape, generator=generator) * 2.0 - 1
-    signs[:, ::GROUP] = 0.0
+    signs[:, ::SCALE_GROUP] = 0.0
     weights = WRITERS[writer].build(fmt, start, options.seed)
     first = weights.read().clone()
     count = round(options.movement / step)
@@ -209,7 +211,7 @@ def cell(writer: str, fmt: str, span: str, options: argparse.Namespace) -> str |
     """
     if fmt not in WRITERS[writer].formats:
         return None
-    shares = [share(writer, fmt, span, step, options) for step in STEPS]
+    shares = [share(writer, fmt, span, step, options) for step in STEP_SIZES]
     return f"{statistics.fmean(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})"
 
 
@@ -218,7 +220,7 @@ def installed_writers() -> list[str]:
     installed = []
     for name, writer in WRITERS.items():
         try:
-            writer.build(writer.formats[0], torch.ones(1, COLUMNS), 0)
+            writer.build(writer.formats[0], torch.ones(1, MATRIX_COLUMNS), 0)
         except ImportError as error:
             print(f"{name}: missing: {error}", file=sys.stderr)
         else:
@@ -226,16 +228,16 @@ def installed_writers() -> list[str]:
     return installed
 
 
-def rows(names: list[str], options: argparse.Namespace) -> list[tuple[Cell, ...]]:
+def share_rows(names: list[str], options: argparse.Namespace) -> list[tuple[Cell, ...]]:
     """Return a line for every format and range."""
     lines: list[tuple[Cell, ...]] = []
-    for fmt in FORMATS:
+    for fmt in SHARE_FORMATS:
         for span in ("whole",) if fmt == INTEGERS else RANGES:
             lines.append((fmt, span, *(cell(name, fmt, span, options) for name in names)))
     return lines
 
 
-def build_parser() -> argparse.ArgumentParser:
+def share_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -243,7 +245,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--movement", type=int, default=2, help="ULPs that every weight is asked to move by in all"
     )
-    parser.add_argument("--rows", type=int, default=256, help=f"rows of {COLUMNS} weights")
+    parser.add_argument("--rows", type=int, default=256, help=f"rows of {MATRIX_COLUMNS} weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_option(parser)
@@ -252,7 +254,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    parser = build_parser()
+    parser = share_parser()
     options = parser.parse_args()
     if not 1 <= options.movement <= 3:
         parser.error(f"--movement {options.movement}: 1 to 3, half of the subnormal range of E4M3")
@@ -262,7 +264,7 @@ def main() -> int:
     torch.set_num_threads(1)
     names = installed_writers()
     header = ("format", "range", *names)
-    lines = rows(names, options)
+    lines = share_rows(names, options)
     if options.json:
         print(json.dumps([dict(zip(header, line, strict=True)) for line in lines], indent=1))
     else:

@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from _forms import check_at_least, text_table
 from _record import Cell, add_option, record
+from _write_back import DRAWS
 
-FORMATS: Final = ("E7M0", "E5M2", "E4M3", "E3M4", "E1M6", "E2M5")
-DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
+PULLED_FORMATS: Final = ("E7M0", "E5M2", "E4M3", "E3M4", "E1M6", "E2M5")
 SPREAD: Final = 0.05
 """The weights' standard deviation."""
 
@@ -122,7 +122,9 @@ class Distances(NamedTuple):
     rounded: Tensor
 
 
-def take_steps(fmt: str, draws: Draws, stream: Stream, options: argparse.Namespace) -> Distances:
+def take_both_steps(
+    fmt: str, draws: Draws, stream: Stream, options: argparse.Namespace
+) -> Distances:
     """Step bytes and floats by the same gradients."""
     generator = torch.Generator().manual_seed(options.seed)
     shape = (options.rows, options.rows)
@@ -148,7 +150,7 @@ def take_steps(fmt: str, draws: Draws, stream: Stream, options: argparse.Namespa
     return Distances(start * side, exact.detach() * side, weight.dequantize() * side)
 
 
-class Figure(NamedTuple):
+class Pull(NamedTuple):
     """A figure of the table, in %."""
 
     value: float
@@ -159,38 +161,38 @@ class Figure(NamedTuple):
         return f"{self.value:+.1f} ± {2 * self.standard_error:.1f}"
 
 
-def pull(distances: Distances) -> Figure:
+def pull(distances: Distances) -> Pull:
     """Return how much further from 0 the bytes are, in % of the mean magnitude at the start."""
     start = float(distances.start.mean())
     error = distances.rounded - distances.exact
     deviation = float(error.std()) / math.sqrt(error.numel())
-    return Figure(100 * float(error.mean()) / start, 100 * deviation / start)
+    return Pull(100 * float(error.mean()) / start, 100 * deviation / start)
 
 
-def excess_decay(distances: Distances) -> Figure:
+def excess_decay(distances: Distances) -> Pull:
     """Return by how much the bytes' rate of decay exceeds the floats', in %."""
     start, exact, rounded = (float(part.mean()) for part in distances)
     error = distances.rounded - distances.exact
     deviation = float(error.std()) / math.sqrt(error.numel())
     exact_decay = math.log(exact / start)
     excess = math.log(rounded / start) / exact_decay - 1
-    return Figure(100 * excess, 100 * deviation / exact / -exact_decay)
+    return Pull(100 * excess, 100 * deviation / exact / -exact_decay)
 
 
-def rows(options: argparse.Namespace) -> list[tuple[Cell, ...]]:
+def pull_rows(options: argparse.Namespace) -> list[tuple[Cell, ...]]:
     """Return a line for every format and kind of draws."""
     lines: list[tuple[Cell, ...]] = []
-    for fmt, draws in itertools.product(FORMATS, DRAWS):
+    for fmt, draws in itertools.product(PULLED_FORMATS, DRAWS):
         print(fmt, draws, file=sys.stderr, flush=True)
         figures = []
         for name, stream in STREAMS.items():
-            distances = take_steps(fmt, draws, stream, options)
+            distances = take_both_steps(fmt, draws, stream, options)
             figures.append(excess_decay(distances) if name == "decay" else pull(distances))
         lines.append((fmt, draws, *map(str, figures)))
     return lines
 
 
-def build_parser() -> argparse.ArgumentParser:
+def draws_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,12 +207,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    parser = build_parser()
+    parser = draws_parser()
     options = parser.parse_args()
     check_at_least(parser, options, 1, "steps", "rows")
     torch.set_num_threads(1)
     header = ("format", "draws", *STREAMS)
-    lines = rows(options)
+    lines = pull_rows(options)
     if options.json:
         print(json.dumps([dict(zip(header, line, strict=True)) for line in lines], indent=1))
     else:

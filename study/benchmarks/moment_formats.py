@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from _forms import text_table
 from _record import Cell, record
-from _training import RULES, read_options, text_for, train, trainer_of
+from _training import RULES, read_options, take_training_steps, text_for, trainer_of
 
 
 class Betas(NamedTuple):
@@ -57,21 +57,21 @@ class Betas(NamedTuple):
     second: float
 
 
-BETAS: Final = {"Muon": Betas(0.95, 0.0), "AdamW": Betas(0.9, 0.95)}
+BETAS_OF_OPTIMIZERS: Final = {"Muon": Betas(0.95, 0.0), "AdamW": Betas(0.9, 0.95)}
 ROUNDINGS: Final = ("nearest", "independent", "dither")
-FORMAT: Final = "E2M5"
-BLOCK: Final = 128
+TRAINED_FORMAT: Final = "E2M5"
+SCALE_BLOCK: Final = 128
 
 
 BFLOAT16: Final = "bfloat16"
 # kinds of scales
 FITTED: Final = "fitted"
 BOUND: Final = "the gradients' bound"
-LIBRARY: Final = "the library's"
+LIBRARY_SCALE: Final = "the library's"
 
 
 @dataclass(frozen=True)
-class Way:
+class MomentWay:
     """One way to store a moment."""
 
     fmt: str
@@ -88,25 +88,28 @@ class Way:
         return 16 if self.fmt == BFLOAT16 else as_format(self.fmt).bits
 
 
-WAYS: Final = (
-    Way(BFLOAT16),
-    Way("E4M3", BOUND),
-    Way("E4M3"),
-    Way("E3M4"),
-    Way("E2M5", BOUND),
-    Way("E2M5"),
-    Way("E1M6"),
-    Way("E2M1"),
-    Way("E1M2"),
+MOMENT_WAYS: Final = (
+    MomentWay(BFLOAT16),
+    MomentWay("E4M3", BOUND),
+    MomentWay("E4M3"),
+    MomentWay("E3M4"),
+    MomentWay("E2M5", BOUND),
+    MomentWay("E2M5"),
+    MomentWay("E1M6"),
+    MomentWay("E2M1"),
+    MomentWay("E1M2"),
 )
-LIBRARY_WAYS: Final = {"Muon": Way("E2M5", LIBRARY), "AdamW": Way("E4M3", LIBRARY)}
+LIBRARY_WAYS: Final = {
+    "Muon": MomentWay("E2M5", LIBRARY_SCALE),
+    "AdamW": MomentWay("E4M3", LIBRARY_SCALE),
+}
 
 
 def recorded_gradients(
     rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str
 ) -> list[list[Tensor]]:
     """Train, and return the gradients of some of the quantised matrices, by step."""
-    trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
+    trainer, matrices = trainer_of(rule, TRAINED_FORMAT, max_steps, seed, data_dir)
     gradients: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def record_gradients(*_: Any) -> None:
@@ -116,7 +119,7 @@ def recorded_gradients(
             gradients_of_layer.append(gradient.detach().clone())
 
     trainer.optimizer.register_step_pre_hook(record_gradients)
-    train(trainer, max_steps)
+    take_training_steps(trainer, max_steps)
     return [gradients[layer] for layer in layers]
 
 
@@ -126,7 +129,9 @@ def power_above(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
-def stored(moment: Tensor, bound: Tensor, way: Way, rounding: str, step: int, seed: int) -> Tensor:
+def stored(
+    moment: Tensor, bound: Tensor, way: MomentWay, rounding: str, step: int, seed: int
+) -> Tensor:
     """Return a moment as it is read back from its storage; each row is a block."""
     key: dict[str, Any] = {"seed": seed, "step": step, "stream": 1}
     if rounding != "nearest":
@@ -147,33 +152,33 @@ class StoredMoment:
     """A moment that is stored in one way, over steps."""
 
     def __init__(
-        self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int
+        self, shape: torch.Size, optimizer: str, way: MomentWay, rounding: str, seed: int
     ) -> None:
         self.way, self.rounding, self.seed = way, rounding, seed
-        self.beta = BETAS[optimizer].first
+        self.beta = BETAS_OF_OPTIMIZERS[optimizer].first
         self.step = 0
         self.moment = torch.zeros(shape)
         #: the average of the largest gradient of each block
-        self.bound = torch.zeros(shape.numel() // BLOCK, 1)
+        self.bound = torch.zeros(shape.numel() // SCALE_BLOCK, 1)
 
     def advance(self, gradient: Tensor) -> Tensor:
         """Return the moment that a step is taken with; it is rounded when it is stored."""
         self.step += 1
         new = self.moment * self.beta + gradient * (1 - self.beta)
-        largest = gradient.view(-1, BLOCK).abs().amax(-1, keepdim=True)
+        largest = gradient.view(-1, SCALE_BLOCK).abs().amax(-1, keepdim=True)
         self.bound = self.bound * self.beta + largest * (1 - self.beta)
         blocks = stored(
-            new.view(-1, BLOCK), self.bound, self.way, self.rounding, self.step, self.seed
+            new.view(-1, SCALE_BLOCK), self.bound, self.way, self.rounding, self.step, self.seed
         )
         self.moment = blocks.view_as(new)
         return new
 
 
-class LibraryMoment(StoredMoment):
+class LibraryFirstMoment(StoredMoment):
     """The moment of an optimizer of the library, as it is in its state."""
 
     def __init__(
-        self, shape: torch.Size, optimizer: str, way: Way, rounding: str, seed: int
+        self, shape: torch.Size, optimizer: str, way: MomentWay, rounding: str, seed: int
     ) -> None:
         super().__init__(shape, optimizer, way, rounding, seed)
         self.weight = torch.nn.Parameter(torch.zeros(shape))
@@ -182,7 +187,7 @@ class LibraryMoment(StoredMoment):
         if optimizer == "Muon":
             self.optimizer = fm.optim.StiffnessMuon([self.weight], momentum=self.beta, **options)
         else:
-            betas = BETAS[optimizer]
+            betas = BETAS_OF_OPTIMIZERS[optimizer]
             self.optimizer = fm.optim.StiffnessAdamW([self.weight], betas=betas, **options)
 
     def advance(self, gradient: Tensor) -> Tensor:
@@ -207,12 +212,12 @@ def update_of(optimizer: str, moment: Tensor, gradient: Tensor, second: Tensor) 
     """Return the direction of a step."""
     if optimizer == "AdamW":
         return moment / (second.sqrt() + 1e-12)
-    beta = BETAS["Muon"].first
+    beta = BETAS_OF_OPTIMIZERS["Muon"].first
     nesterov = gradient * (1 - beta) + moment * beta
     return orthogonal_factor(nesterov, COEFFICIENTS, 5, 1e-7, torch.float32)
 
 
-class Error(NamedTuple):
+class MomentError(NamedTuple):
     """The relative errors of a moment."""
 
     moment: float
@@ -224,14 +229,14 @@ class Error(NamedTuple):
 LOOK_EVERY: Final = 10
 
 
-def errors_of(
-    optimizer: str, gradients: Sequence[Tensor], way: Way, rounding: str, seed: int
-) -> list[Error]:
+def moment_errors(
+    optimizer: str, gradients: Sequence[Tensor], way: MomentWay, rounding: str, seed: int
+) -> list[MomentError]:
     """Return the errors in every tenth step of the second half."""
     shape = gradients[0].shape
-    make_moment = LibraryMoment if way.scale == LIBRARY else StoredMoment
+    make_moment = LibraryFirstMoment if way.scale == LIBRARY_SCALE else StoredMoment
     stored_moment = make_moment(shape, optimizer, way, rounding, seed)
-    beta1, beta2 = BETAS[optimizer]
+    beta1, beta2 = BETAS_OF_OPTIMIZERS[optimizer]
     exact, second = torch.zeros(shape), torch.zeros(shape)
     errors = []
     for step, gradient in enumerate(gradients, 1):
@@ -245,7 +250,7 @@ def errors_of(
         update = update_of(optimizer, moment, gradient, second)
         exact_update = update_of(optimizer, exact, gradient, second)
         errors.append(
-            Error(
+            MomentError(
                 moment=float(error.norm() / size),
                 update=float((update - exact_update).norm() / exact_update.norm()),
                 bias=float((error * exact).sum() / size.square()),
@@ -254,16 +259,16 @@ def errors_of(
     return errors
 
 
-def together(errors: Sequence[Error]) -> Error:
+def mean_moment_error(errors: Sequence[MomentError]) -> MomentError:
     """Return the root mean squares and the mean bias over steps and layers."""
-    return Error(
+    return MomentError(
         moment=math.sqrt(fmean(error.moment**2 for error in errors)),
         update=math.sqrt(fmean(error.update**2 for error in errors)),
         bias=fmean(error.bias for error in errors),
     )
 
 
-HEADER: Final = (
+MOMENT_HEADER: Final = (
     "under",
     "first moment in",
     "bits",
@@ -273,22 +278,22 @@ HEADER: Final = (
 )
 
 
-def rows_of(optimizer: str, layers: Sequence[Sequence[Tensor]], seed: int) -> list[list[Cell]]:
+def moment_rows(optimizer: str, layers: Sequence[Sequence[Tensor]], seed: int) -> list[list[Cell]]:
     """Return the table of one optimizer.
 
     The library's way has independent draws only.
     """
     rows: list[list[Cell]] = []
-    for way in (*WAYS, LIBRARY_WAYS[optimizer]):
+    for way in (*MOMENT_WAYS, LIBRARY_WAYS[optimizer]):
         print(f"{optimizer}: {way.label}", file=sys.stderr, flush=True)
-        by_rounding: dict[str, Error] = {}
-        for rounding in ("independent",) if way.scale == LIBRARY else ROUNDINGS:
-            errors: list[Error] = []
+        by_rounding: dict[str, MomentError] = {}
+        for rounding in ("independent",) if way.scale == LIBRARY_SCALE else ROUNDINGS:
+            errors: list[MomentError] = []
             for gradients in layers:
-                errors += errors_of(optimizer, gradients, way, rounding, seed)
-            by_rounding[rounding] = together(errors)
+                errors += moment_errors(optimizer, gradients, way, rounding, seed)
+            by_rounding[rounding] = mean_moment_error(errors)
         row: list[Cell] = [optimizer, way.label, way.bits]
-        for name in Error._fields:
+        for name in MomentError._fields:
             for rounding in ROUNDINGS:
                 error = by_rounding.get(rounding)
                 row.append(None if error is None else getattr(error, name))
@@ -296,7 +301,7 @@ def rows_of(optimizer: str, layers: Sequence[Sequence[Tensor]], seed: int) -> li
     return rows
 
 
-def cell_text(cell: Cell) -> str:
+def moment_cell_text(cell: Cell) -> str:
     """Return a cell as it is printed."""
     if cell is None:
         return ""
@@ -311,19 +316,19 @@ def main() -> int:
     with text_for(options) as data_dir:
         for optimizer, rule in RULES.items():
             gradients = recorded_gradients(rule, layers, options.max_steps, options.seed, data_dir)
-            rows[optimizer] = rows_of(optimizer, gradients, options.seed)
+            rows[optimizer] = moment_rows(optimizer, gradients, options.seed)
     if options.json:
         print(json.dumps(rows))
     else:
         seed = f"seed {options.seed}, {options.max_steps} steps, layers {options.layers}"
         print(f"torch {torch.__version__}, {seed}")
-        rule_line = ("---", *["---:"] * (len(HEADER) - 2))
+        rule_line = ("---", *["---:"] * (len(MOMENT_HEADER) - 2))
         for optimizer, lines in rows.items():
             print(f"\n{optimizer} ({RULES[optimizer]}):\n")
-            texts = [tuple(map(cell_text, line[1:])) for line in lines]
-            print(text_table([HEADER[1:], *texts], rule_line, markdown=True))
+            texts = [tuple(map(moment_cell_text, line[1:])) for line in lines]
+            print(text_table([MOMENT_HEADER[1:], *texts], rule_line, markdown=True))
     if options.record:
-        record("", HEADER, chain.from_iterable(rows.values()))
+        record("", MOMENT_HEADER, chain.from_iterable(rows.values()))
     return 0
 
 

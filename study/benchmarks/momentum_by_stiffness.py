@@ -33,8 +33,8 @@ from nanogpt_bench.sweep.comparison import row_settings
 DAMPING, CLIP = 2.0**-8, 2.0**4
 #: bounds of S / S_ref in the time constant: beyond eight times the average no run of a
 #: few hundred steps tells it apart
-SHORTEST, LONGEST = 2.0**-3, 2.0**3
-LIBRARY = "library"
+LEAST_RATIO, LARGEST_RATIO = 2.0**-3, 2.0**3
+LIBRARY_POWER = "library"
 
 
 class DecayByStiffness(torch.optim.Optimizer):
@@ -69,7 +69,7 @@ class DecayByStiffness(torch.optim.Optimizer):
         if manifold is not None:
             stiffness = manifold.stiffness(weight.detach())
             ratio = (stiffness / stiffness.mean()).clamp(DAMPING, CLIP)
-        decay = beta1 ** (ratio.clamp(SHORTEST, LONGEST) ** -self._power)
+        decay = beta1 ** (ratio.clamp(LEAST_RATIO, LARGEST_RATIO) ** -self._power)
         state["first"].mul_(decay).add_((1 - decay) * gradient)
         state["sum"].mul_(decay).add_(1 - decay)
         state["second"].mul_(beta2).add_((1 - beta2) * gradient * gradient)
@@ -120,13 +120,13 @@ def main() -> None:
     parser.add_argument("--formats", default="E4M3,E5M2")
     parser.add_argument("--seeds", default="42,43,44")
     parser.add_argument(
-        "--powers", default=f"{LIBRARY},0,0.5,1,-0.5", help="exponents p, or library"
+        "--powers", default=f"{LIBRARY_POWER},0,0.5,1,-0.5", help="exponents p, or library"
     )
     parser.add_argument("--beta1", type=float, default=0.9)
     parser.add_argument("--max-steps", type=int, default=300)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    powers = [word if word == LIBRARY else float(word) for word in args.powers.split(",")]
+    powers = [word if word == LIBRARY_POWER else float(word) for word in args.powers.split(",")]
     losses: dict[tuple[str, float | str], list[float]] = {}
     seeds = list(map(int, args.seeds.split(",")))
     for seed, fmt, power in itertools.product(seeds, args.formats.split(","), powers):

@@ -37,15 +37,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _forms import text_table
 from _record import Cell, add_option, record
 
-BETAS: Final = (0.95, 0.99, 0.999)
-ROW: Final = 256
-LOOKS: Final = 10
+BETA2S: Final = (0.95, 0.99, 0.999)
+COLUMN_COUNT: Final = 256
+LOOK_COUNT: Final = 10
 KINDS: Final = ("steady", "falling", "rising", "a sixteenth", "constant size", "one in ten")
 POWERS: Final = {"right for v": 2.0, "for its root": 1.0, "for its fourth root": 0.5}
-HEADER: Final = ("gradients", "beta2", *POWERS, "8bit", "8bit, mean of v", "bfloat16")
+SECOND_MOMENT_HEADER: Final = ("gradients", "beta2", *POWERS, "8bit", "8bit, mean of v", "bfloat16")
 
 
-def rounded(root: Tensor, power: float, draws: Tensor) -> Tensor:
+def rounded_root(root: Tensor, power: float, draws: Tensor) -> Tensor:
     """Round to E4M3's spacing above its lowest binade.
 
     The odds preserve the mean of ``root ** power``.
@@ -58,7 +58,7 @@ def rounded(root: Tensor, power: float, draws: Tensor) -> Tensor:
     return (below + (draws < odds_of_up).to(root.dtype)) * spacing
 
 
-class LibraryMoment:
+class LibrarySecondMoment:
     """The second moment of an optimizer of the library, as it is in its state."""
 
     def __init__(self, sizes: Tensor, moments: str, beta2: float, seed: int) -> None:
@@ -103,17 +103,17 @@ def gradient_of(
     return normal * math.exp(drift * (1 - beta2) * t / 2)
 
 
-def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]:
+def update_lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]:
     """Return the figures of one line, in percent."""
     draw = torch.Generator().manual_seed(options.seed)
-    shape = (options.elements // ROW, ROW)
+    shape = (options.elements // COLUMN_COUNT, COLUMN_COUNT)
     sizes = torch.exp2(torch.rand(shape, generator=draw, dtype=torch.float64) * 3)
     steps = round(options.lookbacks / (1 - beta2))
-    interval = max(1, steps // 4 // LOOKS)
+    interval = max(1, steps // 4 // LOOK_COUNT)
     exact = torch.zeros(shape, dtype=torch.float64)
     by_power = {power: torch.zeros(shape, dtype=torch.float64) for power in POWERS.values()}
-    in_8_bits = LibraryMoment(sizes, "8bit", beta2, options.seed)
-    in_bfloat16 = LibraryMoment(sizes, "bfloat16", beta2, options.seed)
+    in_8_bits = LibrarySecondMoment(sizes, "8bit", beta2, options.seed)
+    in_bfloat16 = LibrarySecondMoment(sizes, "bfloat16", beta2, options.seed)
     looks: list[list[float]] = []
     for t in range(steps):
         gradient = gradient_of(kind, sizes, t / steps, beta2, t, draw)
@@ -131,7 +131,7 @@ def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]
             looks.append(figures)
         draws = torch.rand(shape, generator=draw)
         for power, moment in by_power.items():
-            root = rounded(moment.sqrt().clamp(min=1e-30), power, draws)
+            root = rounded_root(moment.sqrt().clamp(min=1e-30), power, draws)
             by_power[power] = torch.where(moment > 0, root, 0.0).square()
         in_8_bits.step(gradient)
         in_bfloat16.step(gradient)
@@ -156,34 +156,36 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--elements", type=int, default=1 << 15, help=f"weights, a multiple of {ROW}"
+        "--elements", type=int, default=1 << 15, help=f"weights, a multiple of {COLUMN_COUNT}"
     )
     parser.add_argument("--lookbacks", type=float, default=4.0, help="steps, in 1 / (1 - beta2)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     add_option(parser)
     options = parser.parse_args()
-    if options.elements < ROW or options.elements % ROW:
-        parser.error(f"--elements {options.elements}: a multiple of {ROW}")
+    if options.elements < COLUMN_COUNT or options.elements % COLUMN_COUNT:
+        parser.error(f"--elements {options.elements}: a multiple of {COLUMN_COUNT}")
     if not 0.2 <= options.lookbacks < math.inf:
         parser.error(f"--lookbacks {options.lookbacks}: at least 0.2")
     torch.set_num_threads(1)
     rows: list[list[Cell]] = []
-    for kind, beta2 in itertools.product(KINDS, BETAS):
+    for kind, beta2 in itertools.product(KINDS, BETA2S):
         print(f"{kind}, {beta2}", file=sys.stderr, flush=True)
-        figures = [round(figure, 2) for figure in lengths(kind, beta2, options)]
+        figures = [round(figure, 2) for figure in update_lengths(kind, beta2, options)]
         rows.append([kind, str(beta2), *figures])
     if options.json:
         print(json.dumps(rows))
     else:
         steps = f"{options.lookbacks} / (1 - beta2) steps"
         print(f"torch {torch.__version__}, {options.elements} weights, {steps}; percent\n")
-        texts = [HEADER]
+        texts = [SECOND_MOMENT_HEADER]
         for kind, beta2, *figures in rows:
             texts.append((kind, beta2, *(f"{figure:.2f}" for figure in figures)))
-        print(text_table(texts, ("---", *["---:"] * (len(HEADER) - 1)), markdown=True))
+        print(
+            text_table(texts, ("---", *["---:"] * (len(SECOND_MOMENT_HEADER) - 1)), markdown=True)
+        )
     if options.record:
-        record("", HEADER, rows)
+        record("", SECOND_MOMENT_HEADER, rows)
     return 0
 
 

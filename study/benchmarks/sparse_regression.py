@@ -39,18 +39,27 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _forms import text_table
 from _record import Cell, add_option, record
 
-WEIGHTS, SPARSE, ROWS, BINADES, NOISE = 1000, 100, 300, 10, 0.01
+WEIGHTS, SPARSE, SAMPLES, BINADES, NOISE = 1000, 100, 300, 10, 0.01
 #: deviation of the first weights
 START: Final = 2.0**-10
 #: the largest number that every format has here, or a little less than its largest
-END: Final = 2.0
-FORMATS: Final = ("E1M6", "E4M3", "E5M2", "E7M0")
+GRID_END: Final = 2.0
+REGRESSION_FORMATS: Final = ("E1M6", "E4M3", "E5M2", "E7M0")
 #: the smallest rate of nine: of Adam in value and in ULPs, and of SGD in value
 ADAM, ADAM_ULPS, SGD = 2.0**-13, 2.0**-8, 2.0**-10
 #: the smallest rate of RiemannianSGD over that of SGD at the spacing of 1, where its
 #: steps are longest
 SGD_ABOVE = 4
-HEADER: Final = ("optimizer", "weights", "format", "best rate", "error", "ratio", "from", "to")
+REGRESSION_HEADER: Final = (
+    "optimizer",
+    "weights",
+    "format",
+    "best rate",
+    "error",
+    "ratio",
+    "from",
+    "to",
+)
 #: the steps between two looks at the weights' mean spacing
 REFRESH = 10
 
@@ -87,13 +96,13 @@ class Problem:
         parts: list[list[Tensor]] = [[], [], [], []]
         for seed in range(seeds):
             draw = torch.Generator().manual_seed(seed)
-            features = torch.randn(ROWS, WEIGHTS, generator=draw)
+            features = torch.randn(SAMPLES, WEIGHTS, generator=draw)
             solution = torch.zeros(WEIGHTS)
             places = torch.randperm(WEIGHTS, generator=draw)[:SPARSE]
             magnitudes = torch.exp2(-BINADES * torch.rand(SPARSE, generator=draw))
             signs = 2.0 * torch.randint(2, (SPARSE,), generator=draw) - 1
             solution[places] = magnitudes * signs
-            targets = features @ solution + NOISE * torch.randn(ROWS, generator=draw)
+            targets = features @ solution + NOISE * torch.randn(SAMPLES, generator=draw)
             start = START * torch.randn(WEIGHTS, generator=draw)
             for part, value in zip(parts, (features, targets, solution, start), strict=True):
                 part.append(value)
@@ -102,7 +111,7 @@ class Problem:
     def gradients(self, weights: Tensor) -> Tensor:
         """Return the gradient of half the mean square, for weights (seeds, rates, n)."""
         residuals = weights @ self.features.mT - self.targets[:, None]
-        return residuals @ self.features / ROWS
+        return residuals @ self.features / SAMPLES
 
     def errors(self, weights: Tensor) -> Tensor:
         """Return the errors on new rows, (seeds, rates)."""
@@ -115,7 +124,7 @@ def arms() -> Iterator[Arm]:
     for name in ("Adam", "SGD"):
         yield Arm(name)
     for name in ("RiemannianAdam", "RiemannianSGD"):
-        for fmt in FORMATS:
+        for fmt in REGRESSION_FORMATS:
             for weights in ("metric", "codes"):
                 yield Arm(name, weights, fmt)
 
@@ -126,7 +135,7 @@ def scale_of(fmt: str) -> float:
     >>> scale_of("E4M3"), scale_of("E1M6")
     (0.0078125, 1.0)
     """
-    return float(2.0 ** math.ceil(math.log2(END / fm.FloatFormat.from_string(fmt).max)))
+    return float(2.0 ** math.ceil(math.log2(GRID_END / fm.FloatFormat.from_string(fmt).max)))
 
 
 def rates_of(arm: Arm, count: int) -> list[float]:
@@ -159,7 +168,7 @@ def parameter(arm: Arm, start: Tensor) -> Any:
     return geoopt.ManifoldParameter(grid.projx(start), manifold=grid)
 
 
-def errors_of(arm: Arm, problem: Problem, rates: Sequence[float], steps: int) -> Tensor:
+def regression_errors(arm: Arm, problem: Problem, rates: Sequence[float], steps: int) -> Tensor:
     """Train an arm at every rate on every problem; return the errors, (seeds, rates)."""
     groups = []
     for start in problem.start:
@@ -200,13 +209,13 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
-def rows_of(problem: Problem, rate_count: int, steps: int) -> Iterator[list[Cell]]:
+def regression_rows(problem: Problem, rate_count: int, steps: int) -> Iterator[list[Cell]]:
     """Yield a row for every arm."""
     plain: dict[Arm, Tensor] = {}
     for arm in arms():
         print(arm, file=sys.stderr, flush=True)
         rates = rates_of(arm, rate_count)
-        errors = errors_of(arm, problem, rates, steps)
+        errors = regression_errors(arm, problem, rates, steps)
         place = best(errors)
         of_best = errors[:, place]
         plain.setdefault(arm, of_best)
@@ -238,14 +247,20 @@ def main() -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: at least 1")
     torch.set_num_threads(1)
-    rows = list(rows_of(Problem.draw(options.seeds), options.rates, options.steps))
+    rows = list(regression_rows(Problem.draw(options.seeds), options.rates, options.steps))
     if options.json:
         print(json.dumps(rows))
     else:
         texts = [tuple(_text(cell) for cell in row) for row in rows]
-        print(text_table([HEADER, *texts], ("---", *["---:"] * (len(HEADER) - 1)), markdown=True))
+        print(
+            text_table(
+                [REGRESSION_HEADER, *texts],
+                ("---", *["---:"] * (len(REGRESSION_HEADER) - 1)),
+                markdown=True,
+            )
+        )
     if options.record:
-        record("", HEADER, rows)
+        record("", REGRESSION_HEADER, rows)
     return 0
 
 

@@ -35,18 +35,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _forms import check_at_least
 from _record import Cell, add_option, record
 
-FOLDER = Path(__file__).parent.parent / "sweeps"
+SWEEPS_FOLDER = Path(__file__).parent.parent / "sweeps"
 SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")
 WARMUP_STEPS = 2
-COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
+STUDY_COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
 
 
-def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def labelled_settings(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the label and settings of every rule and format of a sweep.
 
     Float rules have no format.
     """
-    file = read_sweep(FOLDER / f"{sweep}.yaml", smoke=smoke)
+    file = read_sweep(SWEEPS_FOLDER / f"{sweep}.yaml", smoke=smoke)
     axes = {axis.key: axis.values for axis in file.axes}
     for rule in axes["rule"]:
         if RULES[rule].storage == "float32":
@@ -56,7 +56,7 @@ def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str,
             yield f"{fmt} {rule}", {**file.base, "rule": rule, "model.format": fmt}
 
 
-class Measured(NamedTuple):
+class MeasuredRule(NamedTuple):
     """What was measured of a rule and format."""
 
     #: of a step
@@ -65,7 +65,7 @@ class Measured(NamedTuple):
     peak: float | None
 
 
-def measure(settings: Mapping[str, Any], steps: int) -> Measured:
+def measure_rule(settings: Mapping[str, Any], steps: int) -> MeasuredRule:
     """Train for a few steps."""
     config = resolve(build_config(dict(settings)))
     with runtime(config) as device:
@@ -76,7 +76,7 @@ def measure(settings: Mapping[str, Any], steps: int) -> Measured:
         numbers = range(1, WARMUP_STEPS + steps + 1)
         seconds = [step_seconds(trainer, number, on_gpu=on_gpu) for number in numbers]
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
-    return Measured(1e3 * statistics.median(seconds[WARMUP_STEPS:]), peak)
+    return MeasuredRule(1e3 * statistics.median(seconds[WARMUP_STEPS:]), peak)
 
 
 def step_seconds(trainer: Trainer, number: int, *, on_gpu: bool) -> float:
@@ -107,14 +107,14 @@ def main() -> None:
     check_at_least(parser, options, 1, "steps", "turns")
     cases: dict[tuple[str, str], dict[str, Any]] = {}
     for sweep in options.sweeps.split(","):
-        for label, settings in rows_of(sweep, smoke=options.smoke):
+        for label, settings in labelled_settings(sweep, smoke=options.smoke):
             if options.data_dir is not None:
                 settings["data.dir"] = options.data_dir
             cases[sweep, label] = settings
-    measured: dict[tuple[str, str], list[Measured]] = {case: [] for case in cases}
+    measured: dict[tuple[str, str], list[MeasuredRule]] = {case: [] for case in cases}
     for _ in range(options.turns):
         for (sweep, label), settings in cases.items():
-            figures = measure(settings, options.steps)
+            figures = measure_rule(settings, options.steps)
             measured[sweep, label].append(figures)
             print(f"{sweep} {label}: {figures.milliseconds:.2f} ms", flush=True)
     rows: list[list[Cell]] = []
@@ -124,7 +124,7 @@ def main() -> None:
         rows.append([sweep, label, round(milliseconds, 1), None if peak is None else round(peak)])
     if options.record:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        print(record("", COLUMNS, rows, device, ("geoopt", "triton")))
+        print(record("", STUDY_COLUMNS, rows, device, ("geoopt", "triton")))
 
 
 if __name__ == "__main__":

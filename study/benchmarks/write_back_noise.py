@@ -49,39 +49,38 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _forms import text_table
 from _record import Cell, record
 from _timing import Ratio
-from _training import RULES, read_options, text_for, train, trainer_of
-from _write_back import Error, Way, error_of
+from _training import RULES, read_options, take_training_steps, text_for, trainer_of
+from _write_back import DRAWS, WriteBack, WriteBackError, error_of
 
-DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
-FORMAT: Final = "E4M3"
+RECORDED_FORMAT: Final = "E4M3"
 #: a former rule of the library, for comparison: a review every 100 steps, with room 2
 #: in formats of few binades
-FORMER: Final = Way("E2M5", room=2, every=100)
+FORMER: Final = WriteBack("E2M5", room=2, every=100)
 #: the library's rule: scales of rows without room
-PRESENT: Final = Way("E2M5", stepped=True)
+PRESENT: Final = WriteBack("E2M5", stepped=True)
 #: the largest ratio of noise that the present rule may have to the former one
-BAR: Final = 0.5
-WAYS: Final = (
-    Way("E7M0", room=16, every=100),
-    Way("E4M3", room=16, every=100),
-    Way("E4M3", room=16),
-    Way("E4M3", room=16, stepped=True),
-    Way("E4M3", room=16, every=100, residual_bits=8),
-    Way("E1M6", room=2, every=100),
+NOISE_BAR: Final = 0.5
+WRITE_BACKS: Final = (
+    WriteBack("E7M0", room=16, every=100),
+    WriteBack("E4M3", room=16, every=100),
+    WriteBack("E4M3", room=16),
+    WriteBack("E4M3", room=16, stepped=True),
+    WriteBack("E4M3", room=16, every=100, residual_bits=8),
+    WriteBack("E1M6", room=2, every=100),
     FORMER,
-    Way("E2M5", room=2),
-    Way("E2M5"),
+    WriteBack("E2M5", room=2),
+    WriteBack("E2M5"),
     PRESENT,
-    Way("E2M5", every=10),
-    Way("E2M5", every=100),
-    Way("E2M5", every=0),
-    Way("E1M6"),
-    Way("E1M6", stepped=True),
-    Way("E2M5", "block"),
-    Way("E2M5", "block", stepped=True),
-    Way("E1M6", "block"),
-    Way("E2M5", "block", every=0, pow2=False),
-    Way("E1M6", "block", every=0, pow2=False),
+    WriteBack("E2M5", every=10),
+    WriteBack("E2M5", every=100),
+    WriteBack("E2M5", every=0),
+    WriteBack("E1M6"),
+    WriteBack("E1M6", stepped=True),
+    WriteBack("E2M5", "block"),
+    WriteBack("E2M5", "block", stepped=True),
+    WriteBack("E1M6", "block"),
+    WriteBack("E2M5", "block", every=0, pow2=False),
+    WriteBack("E1M6", "block", every=0, pow2=False),
 )
 
 
@@ -105,7 +104,7 @@ def recorded_steps(
 
     There is a recording for each layer and each half of the steps, half by half.
     """
-    trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
+    trainer, matrices = trainer_of(rule, RECORDED_FORMAT, max_steps, seed, data_dir)
     layer_of = {id(matrices[layer]): layer for layer in layers}
     half = max_steps // 2
     updates: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -123,7 +122,7 @@ def recorded_steps(
     optimizer: Any = trainer.optimizer
     optimizer.observer = record_update
     optimizer.observes = lambda parameter: id(parameter) in layer_of
-    train(trainer, max_steps)
+    take_training_steps(trainer, max_steps)
     recordings = []
     for low, high in ((0, half), (half, max_steps)):
         for layer in layers:
@@ -132,14 +131,14 @@ def recorded_steps(
     return recordings
 
 
-Errors = dict[Way, dict[Draws, list[Error]]]
+Errors = dict[WriteBack, dict[Draws, list[WriteBackError]]]
 """The errors by way and draws, one for each recording."""
 
 
-def measure(recordings: Sequence[Recording], seed: int) -> Errors:
+def measure_write_backs(recordings: Sequence[Recording], seed: int) -> Errors:
     """Write every recording back in every way."""
     errors: Errors = {}
-    for way in WAYS:
+    for way in WRITE_BACKS:
         print(way.label, file=sys.stderr, flush=True)
         errors[way] = {}
         for draws in DRAWS:
@@ -147,7 +146,9 @@ def measure(recordings: Sequence[Recording], seed: int) -> Errors:
     return errors
 
 
-def error_of_recording(recording: Recording, way: Way, draws: Draws, seed: int) -> Error:
+def error_of_recording(
+    recording: Recording, way: WriteBack, draws: Draws, seed: int
+) -> WriteBackError:
     """Return the error of writing a recording back in one way."""
     return error_of(
         recording.start,
@@ -160,22 +161,22 @@ def error_of_recording(recording: Recording, way: Way, draws: Draws, seed: int) 
     )
 
 
-def ratio_of_noise(over: Sequence[Error], under: Sequence[Error]) -> Ratio:
+def ratio_of_noise(over: Sequence[WriteBackError], under: Sequence[WriteBackError]) -> Ratio:
     """Return the ratios of noise to noise."""
     return Ratio.of(a.noise / b.noise for a, b in zip(over, under, strict=True))
 
 
-def together(errors: Sequence[Error]) -> float:
+def mean_noise(errors: Sequence[WriteBackError]) -> float:
     """Return the noise over layers: the root of the mean square."""
     return math.sqrt(statistics.fmean(error.noise**2 for error in errors))
 
 
-def worst(errors: Sequence[Error]) -> float:
+def worst(errors: Sequence[WriteBackError]) -> float:
     """Return the largest bias, with its sign."""
     return max((error.bias for error in errors), key=abs)
 
 
-HEADER: Final = (
+WRITE_BACK_HEADER: Final = (
     "under",
     "written back in",
     "bytes for scales",
@@ -190,7 +191,7 @@ HEADER: Final = (
 )
 
 
-def rows_of(optimizer: str, errors: Errors) -> list[list[Cell]]:
+def write_back_rows(optimizer: str, errors: Errors) -> list[list[Cell]]:
     """Return the table of one optimizer.
 
     It has the noise of each half, and ratios over layers and halves.
@@ -205,10 +206,10 @@ def rows_of(optimizer: str, errors: Errors) -> list[list[Cell]]:
                 optimizer,
                 way.label,
                 round(way.scale_bytes, 3),
-                together(independent[:half]),
-                together(dithered[:half]),
-                together(independent[half:]),
-                together(dithered[half:]),
+                mean_noise(independent[:half]),
+                mean_noise(dithered[:half]),
+                mean_noise(independent[half:]),
+                mean_noise(dithered[half:]),
                 ratio_of_noise(dithered, independent),
                 ratio_of_noise(dithered, former),
                 worst(independent),
@@ -222,11 +223,13 @@ def bar_text(errors: Errors) -> str:
     """Return whether the present rule has half of the noise of the former, in the median."""
     ratio = ratio_of_noise(errors[PRESENT]["dither"], errors[FORMER]["independent"])
     figures = f"{ratio.median:.3f} ({ratio.smallest:.3f} .. {ratio.largest:.3f})"
-    met = "met" if ratio.median <= BAR else "NOT met"
-    return f"{PRESENT.label}, dithered, over the former rule's: {figures}, bar <= {BAR}: {met}"
+    met = "met" if ratio.median <= NOISE_BAR else "NOT met"
+    return (
+        f"{PRESENT.label}, dithered, over the former rule's: {figures}, bar <= {NOISE_BAR}: {met}"
+    )
 
 
-def cell_text(cell: Cell) -> str:
+def noise_cell_text(cell: Cell) -> str:
     """Return a cell as it is printed."""
     if isinstance(cell, Ratio):
         return f"{cell.median:.2f} ({cell.smallest:.2f} .. {cell.largest:.2f})"
@@ -242,8 +245,8 @@ def main() -> int:
     with text_for(options) as data_dir:
         for optimizer, rule in RULES.items():
             recordings = recorded_steps(rule, layers, options.max_steps, options.seed, data_dir)
-            errors = measure(recordings, options.seed)
-            rows[optimizer] = rows_of(optimizer, errors)
+            errors = measure_write_backs(recordings, options.seed)
+            rows[optimizer] = write_back_rows(optimizer, errors)
             bars[optimizer] = bar_text(errors)
     if options.json:
         print(json.dumps(rows))
@@ -254,12 +257,14 @@ def main() -> int:
         print("ratios: median of layers and halves (smallest .. largest)")
         for optimizer, lines in rows.items():
             print(f"\n{optimizer} ({RULES[optimizer]}):\n")
-            texts = [tuple(map(cell_text, line[1:])) for line in lines]
-            print(text_table([HEADER[1:], *texts], ("---", *["---:"] * 9), markdown=True))
+            texts = [tuple(map(noise_cell_text, line[1:])) for line in lines]
+            print(
+                text_table([WRITE_BACK_HEADER[1:], *texts], ("---", *["---:"] * 9), markdown=True)
+            )
             print(f"\n{bars[optimizer]}")
     if options.record:
         peer = f"the second of the two named, the former rule to {FORMER.label}, independent"
-        record(peer, HEADER, chain.from_iterable(rows.values()))
+        record(peer, WRITE_BACK_HEADER, chain.from_iterable(rows.values()))
     return 0
 
 

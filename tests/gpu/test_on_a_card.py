@@ -32,7 +32,9 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize("part", ["exact_steps", "exact_arrays", "exact_products"])
 def test_every_bit_is_the_cpus(part, gpu, tmp_path):
-    result = gpu.run(gpu.Session(False), gpu.chosen([part], {}), tmp_path / "gpu.json")
+    result = gpu.run_parts(
+        gpu.Session(False), gpu.parts_to_measure([part], {}), tmp_path / "gpu.json"
+    )
     assert gpu.failures(result) == []
     assert result["parts"][part]["figures"]
 
