@@ -47,6 +47,8 @@ class Widenings(NamedTuple):
 
     records: NDArray[np.void]
     facts: Sequence[Widening]
+    #: the position of each one's record among those of the step
+    owners: Sequence[int]
 
 
 class Call(NamedTuple):
@@ -78,6 +80,7 @@ def launches_of(
     *,
     check: bool = False,
     widenings: Widenings | None = None,
+    members: Sequence[int] | None = None,
 ) -> Launches:
     """Return the launches of steps, one per kind.
 
@@ -85,15 +88,24 @@ def launches_of(
         records: a record for each parameter.
         kinds: its kind.
         device: where the parameters are.
-        check: whether a verdict on gradients goes before the steps.
+        check: whether a verdict on all gradients goes before the steps.
         widenings: what doubles scales after the steps.
+        members: the positions of the records that are stepped; None for all.
     """
-    launches = [Launch(records, _step_calls(records, kinds, device, check=check))]
+    if members is None:
+        members = range(len(records))
+    step_kernel, _, widen_kernel = _kernels()
+    sizes = _sizes_of(records)
+    calls = _finite_calls(kinds, sizes, device) if check else []
+    calls += _calls(step_kernel, kinds, sizes, members, device)
+    launches = [Launch(records, calls)]
     if widenings is None:
         return launches
-    _, _, widen_kernel = _kernels()
+    stepped = set(members)
+    widened = [i for i, owner in enumerate(widenings.owners) if owner in stepped]
     widening_kinds = [(widening, _tile_of_rows(widening)) for widening in widenings.facts]
-    calls = _calls(widen_kernel, widening_kinds, _sizes_of(widenings.records), device)
+    widening_sizes = _sizes_of(widenings.records)
+    calls = _calls(widen_kernel, widening_kinds, widening_sizes, widened, device)
     launches.append(Launch(widenings.records, calls))
     return launches
 
@@ -103,11 +115,38 @@ def launch(launches: Launches, report: Tensor) -> None:
 
     All kernels are compiled before the first one is launched.
     """
-    with _on(report.device):
-        tables = [_uploaded(records.view(np.int32), report.device) for records, _ in launches]
-        for table, (_, calls) in zip(tables, launches, strict=True):
-            _compile(table, calls, report)
-        _run_calls(tables, launches, report)
+    with on_device(report.device):
+        tables = upload(launches, report)
+        compile_all(tables, launches, report)
+        run_calls(tables, launches, report)
+
+
+def upload(launches: Launches, report: Tensor) -> list[Tensor]:
+    """Return the table of each launch, on the device of the report."""
+    return [_uploaded(records.view(np.int32), report.device) for records, _ in launches]
+
+
+def compile_all(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
+    """Compile the kernels of launches that are not compiled yet.
+
+    Raises:
+        KernelsUnavailableError: a compiler is missing or fails.
+    """
+    for table, (_, calls) in zip(tables, launches, strict=True):
+        _compile(table, calls, report)
+
+
+def run_calls(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
+    """Run the calls of launches whose kernels are compiled.
+
+    Args:
+        tables: the uploaded records of each launch.
+        launches: of these records.
+        report: of all steps.
+    """
+    for table, (_, calls) in zip(tables, launches, strict=True):
+        for kernel, chunks, facts in calls:
+            kernel[(len(chunks),)](table, chunks, report, *map(as_constants, facts), **options())
 
 
 class Tables:
@@ -131,37 +170,26 @@ class Tables:
 
     def launch(self) -> None:
         """Clear the report and take the steps."""
-        with _on(self.report.device):
-            _run_calls(self._tables, self._launches, self.report.zero_())
+        with on_device(self.report.device):
+            run_calls(self._tables, self._launches, self.report.zero_())
 
 
 # --------------------------------------------------------------------------------------
 # Calls
 
 
-def _step_calls(
-    records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool
-) -> list[Call]:
-    """Return a call per kind, after those of the verdict."""
-    step_kernel, _, _ = _kernels()
-    sizes = _sizes_of(records)
-    calls = _calls(step_kernel, kinds, sizes, device)
-    if check:
-        return [*_finite_calls(kinds, sizes, device), *calls]
-    return calls
-
-
 def _calls(
     kernel: Any,
     kinds: Sequence[tuple[Any, Tile]],
     sizes: Sequence[ParameterSize],
+    members: Sequence[int],
     device: torch.device,
 ) -> list[Call]:
-    """Return a call of a kernel for each kind."""
+    """Return a call of a kernel for each kind among some members."""
     calls = []
-    for kind, members in _indices_by_kind(kinds).items():
+    for kind, indices in _indices_by_kind(kinds, members).items():
         _, tile = kind
-        chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
+        chunks = chunks_of(tile, tuple(sizes[i] for i in indices), device)
         calls.append(Call(kernel, chunks, kind))
     return calls
 
@@ -174,16 +202,16 @@ def _finite_calls(
     tile = Tile(1, _CHECKED, 0, TileScales.ONE, aligned=False)
     calls: list[Call] = []
     dtypes = [spec.gradient for spec, _ in kinds]
-    for dtype, members in _indices_by_kind(dtypes).items():
-        flat_sizes = tuple(ParameterSize(i, 1, sizes[i].rows * sizes[i].length) for i in members)
+    for dtype, indices in _indices_by_kind(dtypes, range(len(dtypes))).items():
+        flat_sizes = tuple(ParameterSize(i, 1, sizes[i].rows * sizes[i].length) for i in indices)
         calls.append(Call(finite_kernel, chunks_of(tile, flat_sizes, device), (dtype, _CHECKED)))
     return calls
 
 
-def _indices_by_kind(kinds: Sequence[Any]) -> dict[Any, list[int]]:
+def _indices_by_kind(kinds: Sequence[Any], members: Sequence[int]) -> dict[Any, list[int]]:
     indices: dict[Any, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        indices.setdefault(kind, []).append(i)
+    for i in members:
+        indices.setdefault(kinds[i], []).append(i)
     return indices
 
 
@@ -220,7 +248,8 @@ def _tile_of_rows(widening: Widening) -> Tile:
 # On the device
 
 
-def _on(device: torch.device) -> torch.cuda.device:
+def on_device(device: torch.device) -> torch.cuda.device:
+    """Return a context in which kernels are launched on a device."""
     # -1 leaves the current device as it is.
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
@@ -269,9 +298,3 @@ def _compile(table: Tensor, calls: Sequence[Call], report: Tensor) -> None:
         except Exception as error:
             raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
         _compiled.add(key)
-
-
-def _run_calls(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
-    for table, (_, calls) in zip(tables, launches, strict=True):
-        for kernel, chunks, facts in calls:
-            kernel[(len(chunks),)](table, chunks, report, *map(as_constants, facts), **options())

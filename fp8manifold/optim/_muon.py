@@ -23,7 +23,7 @@ the halves. `StiffnessMuon._run` calls `take_muon_steps`.
 import math
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,9 @@ SHAPES: Final = ("auto", "flatten", "batch", TRANSPOSED)
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
 _LARGEST_BATCH: Final = 2**20  # weights
+_LARGEST_PRODUCT: Final = 2**24  # weights
+"""A GPU multiplies matrices of one shape together, up to this size. The float32 copies of
+such a batch are all that a step holds at once."""
 
 
 def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.StepView]:
@@ -90,19 +93,66 @@ def batches_of(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     """Yield the slots in batches.
 
     Small matrices go together, as calls cost more than their work. Large ones go alone,
-    for memory.
+    for memory. Those of a batch on a GPU have one shape, and their factors are computed
+    together.
     """
-    batch: list[Slot] = []
+    slots_by_product: dict[_Product | None, list[Slot]] = {}
+    for slot in slots:
+        slots_by_product.setdefault(_product_of(slot), []).append(slot)
+    for product, alike in slots_by_product.items():
+        yield from _portions(alike, _LARGEST_BATCH if product is None else _LARGEST_PRODUCT)
+
+
+def _portions(slots: Sequence[Slot], most: int) -> Iterator[list[Slot]]:
+    """Yield slots in their order, together at most so many weights, or one slot."""
+    portion: list[Slot] = []
     weights = 0
     for slot in slots:
-        if batch and weights + slot.view.numel > _LARGEST_BATCH:
-            yield batch
-            batch = []
+        if portion and weights + slot.view.numel > most:
+            yield portion
+            portion = []
             weights = 0
-        batch.append(slot)
+        portion.append(slot)
         weights += slot.view.numel
-    if batch:
-        yield batch
+    if portion:
+        yield portion
+
+
+class _Product(NamedTuple):
+    """What matrices have in common that a GPU multiplies together."""
+
+    device: torch.device
+    shape: torch.Size
+    matrix_shape: str
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+    dtype: torch.dtype
+
+
+def _product_of(slot: Slot) -> _Product | None:
+    """Return the product that a slot's factor is computed by; None for one of its own.
+
+    On a CPU a product of many small matrices is no faster, and its last bits depend on
+    how many there are.
+    """
+    if not multiplies_together(slot.device):
+        return None
+    group = slot.group
+    return _Product(
+        device=slot.device,
+        shape=slot.parameter.shape,
+        matrix_shape=group["matrix_shape"],
+        coefficients=tuple(group["ns_coefficients"]),
+        steps=group["ns_steps"],
+        eps=group["eps"],
+        dtype=_product_dtype(slot),
+    )
+
+
+def multiplies_together(device: torch.device) -> bool:
+    """Return True if matrices of one shape are multiplied together on a device."""
+    return device.type == "cuda"
 
 
 # The first half: momentum
@@ -116,13 +166,13 @@ def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
     halves = {
         slot: first_half(slot)
         for slot in slots
-        if slot.weight.numel() and not _averages_as_torch(slot)
+        if slot.weight.numel() and not averages_as_torch(slot)
     }
     run_all(list(halves.values()))
     return [_momentum_and_mix(slot, halves.get(slot)) for slot in slots]
 
 
-def _averages_as_torch(slot: Slot) -> bool:
+def averages_as_torch(slot: Slot) -> bool:
     """Return True for float weights and momenta, whose sums have torch's roundings."""
     return slot.storage == WeightStorage.PLAIN and slot.spec.moments == MomentStorage.FLOAT32
 
@@ -196,12 +246,39 @@ def averaged_as_torch(
 def _factors(
     slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, float]]:
-    """Return the factor of each matrix, and the ratio where an error will be injected."""
-    factors = []
-    for slot, (_, mix) in zip(slots, averaged, strict=True):
-        factor = _factor_of(slot, mix)
-        factors.append((factor, _ratio(mix, factor) if slot.spec.injects else 1.0))
-    return factors
+    """Return the factor of each matrix, and the ratio where an error will be injected.
+
+    Args:
+        slots: of one batch of `batches_of`.
+        averaged: their momenta and ``F u``.
+    """
+    mixes = [mix for _, mix in averaged]
+    if len(slots) > 1 and _product_of(slots[0]) is not None:
+        factors = list(factors_of_batch(slots[0], torch.stack(mixes)))
+    else:
+        factors = list(map(_factor_of, slots, mixes))
+    ratios = []
+    for slot, mix, factor in zip(slots, mixes, factors, strict=True):
+        ratios.append(_ratio(mix, factor) if slot.spec.injects else 1.0)
+    return list(zip(factors, ratios, strict=True))
+
+
+def factors_of_batch(slot: Slot, mixes: Tensor) -> Tensor:
+    """Return the orthogonal factors of several parameters that are alike, as `mixes` has them.
+
+    One alone is multiplied as on its own.
+
+    Args:
+        slot: of one of the parameters.
+        mixes: ``F u`` of each, (parameters, *dims of a view).
+    """
+    if len(mixes) == 1:
+        return _factor_of(slot, mixes[0]).unsqueeze(0)
+    group = slot.group
+    shape = slot.parameter.shape
+    rows, columns = as_matrices(mixes[0].view(shape), group["matrix_shape"]).shape[-2:]
+    matrices = mixes.reshape(-1, rows, columns)
+    return _orthogonal(slot, matrices).reshape(mixes.shape)
 
 
 def _sharded_factors(
@@ -252,13 +329,17 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
 
 def _factor_of(slot: Slot, mix: Tensor) -> Tensor:
     """Return the orthogonal factor of each matrix of a whole parameter, like ``mix``."""
+    matrices = as_matrices(mix.view(slot.parameter.shape), slot.group["matrix_shape"])
+    return _orthogonal(slot, matrices).reshape(mix.shape)
+
+
+def _orthogonal(slot: Slot, matrices: Tensor) -> Tensor:
+    """Return the orthogonal factor of each matrix, by the options of a slot."""
     group = slot.group
-    matrices = as_matrices(mix.view(slot.parameter.shape), group["matrix_shape"])
     coefficients = tuple(group["ns_coefficients"])
-    factor = orthogonal_factor(
+    return orthogonal_factor(
         matrices, coefficients, group["ns_steps"], group["eps"], _product_dtype(slot)
     )
-    return factor.reshape(mix.shape)
 
 
 def _product_dtype(slot: Slot) -> torch.dtype:
@@ -388,8 +469,8 @@ class MuonBatch:
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._by_torch = [i for i, slot in enumerate(slots) if _averages_as_torch(slot)]
-        self._by_native = [i for i, slot in enumerate(slots) if not _averages_as_torch(slot)]
+        self._by_torch = [i for i, slot in enumerate(slots) if averages_as_torch(slot)]
+        self._by_native = [i for i, slot in enumerate(slots) if not averages_as_torch(slot)]
         self._begins = []
         end = 0
         for i in self._by_native:

@@ -149,7 +149,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     # steps may be steady; False for a subclass of a user's that overrides one of
     # `_PLANNING`, and for Fisher's
     is_planned = True
-    # a GPU may decide on a steady step; it does not on Muon's and Riemannian ones
+    # a GPU may decide on a steady step; it does not on Riemannian ones
     defers_verdict = True
     # no subclass outside of the library overrides a method, so a plan may serve again
     keeps_plan = True

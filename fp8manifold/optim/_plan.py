@@ -22,7 +22,8 @@ when a tensor dies whose id could then be another's.
 On the CPU a plan runs a `NativePlan`. A GPU decides by itself whether it takes a steady
 step: kernels look at the gradients, and the host reads their report later
 (``optimizer._pending_verdicts``). It waits at once only where a group raises, or where a
-whole parameter has one scale: S_ref changes when that doubles.
+whole parameter has one scale: S_ref changes when that doubles. Muon's products lie between
+its launches (`TritonMuonStep`).
 """
 
 import weakref
@@ -44,11 +45,13 @@ from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
 from fp8manifold.optim._kinds import WeightStorage
+from fp8manifold.optim._muon import averages_as_torch
 from fp8manifold.optim._native_plan import NativePlan
-from fp8manifold.optim._native_step import TENSOR_COLUMNS, is_native, sum_of_squares
+from fp8manifold.optim._native_step import is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
+from fp8manifold.optim._triton_muon import TritonMuonStep, launch_muon_step
 from fp8manifold.optim._triton_step import (
     PendingVerdict,
     TritonStep,
@@ -157,6 +160,12 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
     return Plan(optimizer, slots, native, by_geoopt) if is_possible else None
 
 
+def _is_launched_whole(slot: Slot) -> bool:
+    """Return True if kernels take all of a step on a GPU, but for Muon's products."""
+    is_matrix = slot.spec.direction == "muon"
+    return is_triton(slot) and not (is_matrix and averages_as_torch(slot))
+
+
 def _is_native_in_place(slot: Slot) -> bool:
     """Return True if native code takes the step without a copy in float32."""
     stored = torch.uint8 if slot.storage == WeightStorage.CODES else torch.float32
@@ -250,7 +259,7 @@ class Plan:
         self.alive: list[weakref.ref[Any]] = []
         self._is_on_gpu = on_gpu(self._device)
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == WeightStorage.CODES]
-        self._step: NativePlan | TritonStep | None = None
+        self._step: NativePlan | TritonStep | TritonMuonStep | None = None
         self._report: PendingValues | None = None
         self._verdict = Verdict.SKIPPED
         #: what a gradient is multiplied by before its square must be finite
@@ -361,11 +370,19 @@ class Plan:
         if self._snapshot is not None:
             self._refresh(optimizer, self._snapshot)
             self._renew_numbers(optimizer)
+        # no graph records products
         graph = optimizer._graph if isinstance(self._step, TritonStep) else None
-        if isinstance(self._step, TritonStep):
-            report = self._step.run(slots) if graph is None else graph(self._step, slots)
+        if isinstance(self._step, TritonStep) and graph is not None:
+            report = graph(self._step, slots)
+        elif isinstance(self._step, TritonStep | TritonMuonStep):
+            report = self._step.run(slots)
         else:
-            launch = launch_steps(slots, decides=True)
+            has_matrices = any(slot.spec.direction == "muon" for slot in slots)
+            launch: tuple[TritonStep | TritonMuonStep, PendingValues] | None
+            if has_matrices:
+                launch = launch_muon_step(slots)
+            else:
+                launch = launch_steps(slots, decides=True)
             if launch is None:
                 if all_finite(optimizer, slots):
                     optimizer._take(count_step(slots))
@@ -485,7 +502,7 @@ class Plan:
             return False
         if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
             return False
-        if isinstance(self._step, TritonStep) and _alignments(gradients) != seal.aligned:
+        if self._is_on_gpu and _alignments(gradients) != seal.aligned:
             return False
         for i in self._coded:
             parameter = snapshot.parameters[i]
@@ -570,11 +587,8 @@ class Plan:
         whole = (WeightStorage.CODES, WeightStorage.PLAIN)
         if any(slot.storage not in whole for slot in self.slots):
             return False
-        if isinstance(self._step, NativePlan):
-            addresses = self._step.addresses()
-        else:
-            assert self._step is not None
-            addresses = self._step.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
+        assert self._step is not None
+        addresses = self._step.addresses()
         # 0 is the address of an absent tensor
         return {0, *map(Tensor.data_ptr, tensors)}.issuperset(addresses)
 

@@ -36,12 +36,21 @@ from fp8manifold._triton.kinds import (
     format_of,
     widening_of,
 )
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
+from fp8manifold._triton.launch import (
+    KernelsUnavailableError,
+    Kind,
+    Launch,
+    Widenings,
+    launch,
+    launches_of,
+)
 from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._native_step import (
     GRADIENT_COLUMN,
+    TENSOR_COLUMNS,
     Job,
     addresses_of,
+    for_directions,
     has_kernel,
     key_rows,
     number_rows,
@@ -94,11 +103,23 @@ def is_triton(slot: Slot) -> bool:
 class TritonStep:
     """Launches for a list of steps on one device, which share no memory.
 
-    They serve the same parameters again. With ``decides`` the GPU refuses all steps if
-    the square of any gradient is not finite.
+    They serve the same parameters again.
+
+    Args:
+        slots: the steps, with all their tensors.
+        decides: whether the GPU refuses all steps if the square of any gradient is not
+            finite.
+        members: the positions of the slots that `launches` step; None for all. Others
+            are stepped by `launches_of_some`.
     """
 
-    def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        decides: bool = False,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self._scales = [_scale(slot) for slot in slots]
         jobs, kinds = [], []
         for slot, scale in zip(slots, self._scales, strict=True):
@@ -112,11 +133,26 @@ class TritonStep:
             # the address of the report is filled in later
             jobs.append(Job([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
         self.records = records_of(jobs)
+        self._kinds = kinds
         self._doubling = [i for i, slot in enumerate(slots) if kernel_doubles_scales(slot)]
-        self._widenings = _widenings([slots[i] for i in self._doubling])
+        self._widenings = _widenings(slots, self._doubling)
+        self._directions = [
+            i for i, slot in enumerate(slots) if slot.spec.storage == WeightStorage.DIRECTION
+        ]
         self._device = slots[0].device
-        self.launches = launches_of(
-            self.records, kinds, self._device, check=decides, widenings=self._widenings
+        self.launches = self.launches_of_some(members, check=decides)
+
+    def launches_of_some(
+        self, members: Sequence[int] | None, *, check: bool = False
+    ) -> list[Launch]:
+        """Return launches of the same records that step some of the slots."""
+        return launches_of(
+            self.records,
+            self._kinds,
+            self._device,
+            check=check,
+            widenings=self._widenings,
+            members=members,
         )
 
     def run(self, slots: Sequence[Slot]) -> PendingValues:
@@ -127,9 +163,17 @@ class TritonStep:
         report = self.words()
         self.fill(slots, report)
         launch(self.launches, report)
-        # some are copies, with which a plan can't serve again
-        self._scales = []
+        self.drop_copies()
         return PendingValues(report)
+
+    def drop_copies(self) -> None:
+        """Free scales after a step. Some are copies, with which a plan can't serve again."""
+        self._scales = []
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of all tensors that the next step will find where they are."""
+        addresses: list[int] = self.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
+        return addresses
 
     def set_gradients(self, addresses: NDArray[np.uint64]) -> None:
         """Take the gradients of the next step from other memory."""
@@ -158,17 +202,28 @@ class TritonStep:
             addresses.append(fixed.tolist())
         return calls, addresses
 
-    def fill(self, slots: Sequence[Slot], report: Tensor) -> None:
+    def fill(
+        self, slots: Sequence[Slot], report: Tensor, rows: Sequence[int] | None = None
+    ) -> None:
         """Fill the records with the numbers and keys of a step.
 
         The addresses of the rows of its report are filled in, too.
+
+        Args:
+            slots: whose numbers and counts of steps the records get.
+            report: as `words` returns it.
+            rows: the row of each slot in the report, without the one for all; None for
+                as many as there are slots.
         """
         records = self.records
-        indices = np.arange(1, 1 + len(slots), dtype=np.uint64)
-        report_rows = report.data_ptr() + report[0].nbytes * indices
+        indices = np.arange(len(slots)) if rows is None else np.array(rows)
+        offsets = (1 + indices).astype(np.uint64) * np.uint64(report[0].nbytes)
+        report_rows = np.uint64(report.data_ptr()) + offsets
         records["pointers"][:, -1] = report_rows
         records["keys"] = key_rows(slots)
-        records["hyper"] = number_rows(slots)
+        numbers = number_rows(slots)
+        numbers[self._directions] = for_directions(numbers[self._directions])
+        records["hyper"] = numbers
         if self._widenings is not None:
             doublings = self._widenings.records
             gradients = records["pointers"][self._doubling, GRADIENT_COLUMN]
@@ -188,15 +243,20 @@ def launch_steps(
         step = TritonStep(slots, decides=decides)
         return step, step.run(slots)
     except KernelsUnavailableError as error:
-        first_line = str(error).strip().splitlines()[0]
-        _given_up.append(first_line)
-        warnings.warn(
-            f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same "
-            "results, slower",
-            CompileUnavailableWarning,
-            stacklevel=2,
-        )
+        give_up(error)
         return None
+
+
+def give_up(error: KernelsUnavailableError) -> None:
+    """Take no further step by kernels, and warn of it."""
+    first_line = str(error).strip().splitlines()[0]
+    _given_up.append(first_line)
+    warnings.warn(
+        f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same "
+        "results, slower",
+        CompileUnavailableWarning,
+        stacklevel=3,
+    )
 
 
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues | None:
@@ -237,16 +297,22 @@ def kernel_doubles_scales(slot: Slot) -> bool:
     )
 
 
-def _widenings(slots: Sequence[Slot]) -> Widenings | None:
+def _widenings(slots: Sequence[Slot], doubling: Sequence[int]) -> Widenings | None:
     """Return records for doubling scales, and what their kernels are compiled for.
 
-    Keys, gradients and report rows are filled in later. None is returned without slots.
+    Keys, gradients and report rows are filled in later. None is returned if there are
+    none.
+
+    Args:
+        slots: of a step.
+        doubling: the positions of those whose scales may double.
     """
-    if not slots:
+    if not doubling:
         return None
-    records = np.zeros(len(slots), dtype=WIDENED)
+    records = np.zeros(len(doubling), dtype=WIDENED)
     widenings = []
-    for record, slot in zip(records, slots, strict=True):
+    for record, i in zip(records, doubling, strict=True):
+        slot = slots[i]
         parameter = slot.parameter
         assert isinstance(parameter, FP8Tensor)
         scale = parameter.kept_scale
@@ -266,7 +332,7 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
         moments = slot.spec.moments if first else ""
         are_exponents = scale.dtype is torch.uint8
         widenings.append(widening_of(parameter.format, bits, are_exponents, gradient, moments))
-    return Widenings(records, widenings)
+    return Widenings(records, widenings, doubling)
 
 
 def _scale(slot: Slot) -> Tensor | None:

@@ -144,8 +144,6 @@ class StiffnessMuon(StiffnessOptimizer):
     """
 
     direction = "muon"
-    # between its two kernels there is a product, which no kernel can refuse
-    defers_verdict = False
 
     def __init__(
         self,

@@ -329,6 +329,53 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card,
     assert frozen(on_card.state_dict()) == frozen(native.state_dict())
 
 
+#: Options of a Muon step: of the weights, and of the optimizer.
+MUONS_STEPS = {
+    "float32 momentum": ({}, {}),
+    "8-bit momentum": ({}, {"moments": "8bit"}),
+    "residual in blocks": (
+        {"granularity": "block"},
+        {"moments": "bfloat16", "writeback": "residual8"},
+    ),
+    "one scale": ({"granularity": "tensor"}, {"moments": "8bit", "nesterov": False}),
+}
+
+
+@pytest.mark.parametrize("case", MUONS_STEPS)
+def test_planned_steps_of_matrices_have_the_bits_of_unplanned_ones(case, on_a_card):
+    """Two shapes, batches of experts, and Adam's vector; some gradients are not finite.
+
+    A rate of 0.5 makes scales double.
+    """
+    weight_options, options = MUONS_STEPS[case]
+    weight_options = {"headroom": 1.0, "keep_remainder": False} | weight_options
+    shapes = ((4, 64), (4, 64), (64, 32), (2, 8, 64), (64,))
+    weights = []
+    for seed, shape in enumerate(shapes):
+        weights.append(fm.FP8Parameter(normal(*shape, seed=seed), "E4M3", seed=9, **weight_options))
+    optimizers = []
+    for _ in range(2):
+        copies = [copy.deepcopy(p).to(CARD) for p in weights]
+        groups = [
+            {"params": copies[:3]},
+            {"params": copies[3:4], "matrix_shape": "batch"},
+            {"params": copies[4:], "direction": "adam"},
+        ]
+        optimizers.append(optim.StiffnessMuon(groups, 0.5, ns_dtype=torch.float32, **options))
+    planned, unplanned = optimizers
+    unplanned.is_planned = False
+    for step, bad in enumerate((None, None, math.nan, None, 2.0**64, None)):
+        for optimizer in optimizers:
+            put(optimizer, step, bad)
+            optimizer.step()
+        assert bool(planned._pending_verdicts) == (step > 0)
+        assert not unplanned._pending_verdicts
+        assert same_bits(everyone(planned), everyone(unplanned))
+    assert planned.skipped_steps == unplanned.skipped_steps == 2
+    assert planned.widened_scales == unplanned.widened_scales > 0
+    assert frozen(planned.state_dict()) == frozen(unplanned.state_dict())
+
+
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card, monkeypatch):
@@ -483,7 +530,7 @@ class Tape(TorchDispatchMode):
         self._noted = []
         self._before = []
         self._kernels = mock.patch.object(
-            launch, "_run_calls", lambda *args: self._noted.append(lambda: _RUN(*args))
+            launch, "run_calls", lambda *args: self._noted.append(lambda: _RUN(*args))
         )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -533,7 +580,7 @@ class Tape(TorchDispatchMode):
         )  # a card's replay tells torch nothing
 
 
-_RUN = launch._run_calls
+_RUN = launch.run_calls
 
 
 class Tapes(_graphed._Graphs):

@@ -154,6 +154,45 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(moments, writeback, granula
     assert not was_read(optimizer._pending_verdicts[0][0])
 
 
+MUONS_STEPS = {
+    "float32 momentum": {"moments": "float32"},
+    "8-bit momentum": {"moments": "8bit"},
+    "8-bit momentum and residual": {"moments": "8bit", "writeback": "residual8"},
+}
+
+
+@pytest.mark.parametrize("count", [2, 48])
+@pytest.mark.parametrize("options", MUONS_STEPS.values(), ids=MUONS_STEPS.keys())
+def test_a_steady_step_of_muon_is_a_few_launches_and_no_wait(options, count, on_a_card):
+    """Matrices of two shapes and Adam's vectors: launches do not depend on how many."""
+    shapes = [(8, 64), (64, 8), (64,)]
+    weights = []
+    for i in range(count):
+        weights += [fm.FP8Parameter(normal(*shape, seed=i), "E4M3", seed=i) for shape in shapes]
+    for p in weights:
+        p.grad = torch.ones(p.shape)
+    groups = [
+        {"params": [p for p in weights if p.dim() == 2]},
+        {"params": [p for p in weights if p.dim() == 1], "direction": "adam"},
+    ]
+    optimizer = optim.StiffnessMuon(groups, 1e-3, ns_dtype=torch.float32, **options)
+    for _ in range(2):
+        optimizer.step()
+    ((last_verdict, *_),) = optimizer._pending_verdicts
+    on_the_host = [*(state["grid"] for state in optimizer.state.values()), last_verdict.x]
+    on_a_card.clear()
+    with Watch({x.untyped_storage().data_ptr() for x in on_the_host}, on_a_card):
+        optimizer.step()
+    # Adam's part, and for each shape the momentum and the weights
+    assert on_a_card["step"] == 1 + 2 * 2
+    assert on_a_card["verdict"] == 1
+    # for each shape 5 iterations of 3 products, the norm, the copies
+    assert on_a_card["launches"] <= 70, on_a_card
+    assert on_a_card["waits"] == 0, on_a_card
+    assert was_read(last_verdict)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+
 def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
     """The flag is that of the same parameter's last step, a whole pass ago."""
     weights = parameters(5)
@@ -334,7 +373,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
         def _numbers(self, slot):
             return super()._numbers(slot) | {"rate": 0.0}
 
-    kinds = (optim.StiffnessMuon, optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
+    kinds = (optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
     assert not any(kind.defers_verdict and kind.is_planned for kind in kinds)
     assert [kind.keeps_plan for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [
         False,
