@@ -377,12 +377,7 @@ class Plan:
         elif isinstance(self._step, TritonStep | TritonMuonStep):
             report = self._step.run(slots)
         else:
-            has_matrices = any(slot.spec.direction == "muon" for slot in slots)
-            launch: tuple[TritonStep | TritonMuonStep, PendingValues] | None
-            if has_matrices:
-                launch = launch_muon_step(slots)
-            else:
-                launch = launch_steps(slots, decides=True)
+            launch = _launch_first(slots)
             if launch is None:
                 if all_finite(optimizer, slots):
                     optimizer._take(count_step(slots))
@@ -599,6 +594,18 @@ class Plan:
             slot.tensors, slot.kept_scale = {"weight": parameter.codes}, parameter.kept_scale
         slot.saturated, slot.has_zero_rows = [end.is_saturated], [end.has_zero_row]
         return slot
+
+
+def _launch_first(
+    slots: list[Slot],
+) -> tuple[TritonStep | TritonMuonStep, PendingValues] | None:
+    """Prepare the launches of a plan, and launch its first step.
+
+    None is returned if no kernel can be compiled.
+    """
+    if any(slot.spec.direction == "muon" for slot in slots):
+        return launch_muon_step(slots)
+    return launch_steps(slots, decides=True)
 
 
 def _number_twins(optimizer: Any, slots: list[Slot]) -> list[int]:

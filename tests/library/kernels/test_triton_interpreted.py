@@ -82,6 +82,13 @@ def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file):
     assert counts["launches"] > 0
 
 
+def test_edits_between_steps_of_a_card_are_seen():
+    """Random ones, with the interpreter for a card."""
+    code, output, counts = run(str(LIBRARY_TESTS / "triton_edits.py"))
+    assert code == 0, output[-3000:]
+    assert counts["launches"] > 0
+
+
 @pytest.mark.slow
 def test_the_matrix():
     files = (
