@@ -5,7 +5,6 @@ They measure what they say, and report what goes wrong.
 
 import argparse
 import importlib
-import itertools
 import json
 import math
 import os
@@ -544,16 +543,13 @@ def test_values_of_a_fitted_grid_stay(modules):
     assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
 
 
-def test_all_of_a_small_movement_arrives_here(modules):
-    script, options = modules["arrived_share"], argparse.Namespace(movement=2, rows=16, seed=1)
-    for case in itertools.product(
-        ("here", "here, dithered draws"), ("E4M3", "E2M5", "E3M4", "E1M6")
-    ):
-        for span in ("subnormal", "normal"):
-            assert script.share(*case, span, 0.3, options) == pytest.approx(1.0, abs=0.1), (
-                *case,
-                span,
-            )
+@pytest.mark.parametrize("span", ["subnormal", "normal"])
+@pytest.mark.parametrize("fmt", ["E4M3", "E2M5", "E3M4", "E1M6"])
+@pytest.mark.parametrize("writer", ["here", "here, dithered draws"])
+def test_all_of_a_small_movement_arrives_here(modules, writer, fmt, span):
+    options = argparse.Namespace(movement=2, rows=16, seed=1)
+    share = modules["arrived_share"].share(writer, fmt, span, 0.3, options)
+    assert share == pytest.approx(1.0, abs=0.1)
 
 
 def test_draws_from_end_to_end(modules, monkeypatch):

@@ -191,12 +191,14 @@ REFUSED = {
 }
 
 
-def test_what_is_not_as_the_files_have_it_is_refused(words, refused):
-    finetune = words(SQUARES)
-    for arguments, message in REFUSED.items():
-        assert message in refused(*finetune, *arguments.split()), arguments
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_is_not_as_the_files_have_it_is_refused(words, refused, arguments):
+    assert REFUSED[arguments] in refused(*words(SQUARES), *arguments.split())
     assert not Path("runs").exists()
-    config = resolved_of(finetune)
+
+
+def test_a_run_has_the_formats_and_the_scales_of_its_files(words):
+    config = resolved_of(words(SQUARES))
     assert (config.model.formats, config.model.granularity) == ({"*": "E4M3"}, "square")
     assert resolved([]).model.granularity is None
 

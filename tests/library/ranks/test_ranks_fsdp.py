@@ -229,15 +229,25 @@ def test_rows_of_halves_draw_as_the_whole(pair, name, dtype):
     pair.run(stepped, name, "stochastic", "float32", {"storage": "float"}, path, dtype=dtype)
 
 
+#: options of the model by how it differs from the plain one
+NETS = {
+    "plain": {},
+    "7 rows": {"rows": 7},
+    "floats": {"storage": "float"},
+    "factors": {"factors": True},
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", ["pair", "pool"])
+@pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
-def test_every_combination(pool, pair, combination, granularity):
+def test_every_combination(request, combination, granularity, net, processes):
     """Natively, and in one of the six by torch's own operators."""
-    for net in ({}, {"rows": 7}, {"storage": "float"}, {"factors": True}):
-        pair.run(stepped, *combination, {"granularity": granularity, **net})
-        path = "eager" if granularity == "block" else "native"
-        pool.run(stepped, *combination, {"granularity": granularity, **net}, path)
+    path = "eager" if (granularity, processes) == ("block", "pool") else "native"
+    workers = request.getfixturevalue(processes)
+    workers.run(stepped, *combination, {"granularity": granularity, **NETS[net]}, path)
 
 
 def trained(net, options, *, nested=True, clip=False):
