@@ -1,8 +1,8 @@
 """8-bit float formats as Riemannian manifolds, with optimizers for weights on their grids."""
 
-# _geoopt_import comes first. _shards registers the operators of sharded weights, and
-# nothing else imports it.
-from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
+# _shards registers the operators of sharded weights, and nothing else imports it.
+from fp8manifold import _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
+from fp8manifold._geoopt_import import follow_geoopt
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
 from fp8manifold.checkpoints import load_fp8, published_weights, save_fp8
@@ -38,6 +38,10 @@ from fp8manifold.scaling import (
 from fp8manifold.tensor import FP8Tensor
 
 __version__ = "0.1.0"
+
+# after all classes that inherit from geoopt's
+follow_geoopt()
+del follow_geoopt
 
 __all__ = [
     "NAMED_FORMATS",

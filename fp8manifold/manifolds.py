@@ -15,26 +15,29 @@ the dtype of the argument once. geoopt's optimizers call these methods. This lib
 optimizers read format, scale, metric and rounding, and do their own arithmetic.
 """
 
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import geoopt
 import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._geoopt_import import Manifold, load_geoopt
 from fp8manifold._numerics.charts import RETRACTIONS, Metric, Retraction, chart_of, clamp_to_ends
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import broadcasts_to, check_is_scale, check_positive
 
+if TYPE_CHECKING:
+    import geoopt
+
 __all__ = ["FP8Manifold", "StiffnessManifold"]
 
 ScaleLike = float | Tensor
 
 
-class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is untyped
+class StiffnessManifold(Manifold):  # type: ignore[misc]  # geoopt is untyped
     r"""The interval of a format's values, with lengths counted in ULPs.
 
     With scale ``s`` it is ``[-s max, s max]``, and its metric is ``1 / S^2``, where
@@ -81,8 +84,6 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
     2020) for the interface.
     """
 
-    # how geoopt's Scaled rescales each method: every class of manifolds has a copy
-    __scaling__ = geoopt.Manifold.__scaling__.copy()
     name = "Stiffness"
     ndim = 0
     reversible = True
@@ -190,7 +191,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
 
     def random(
         self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> geoopt.ManifoldTensor:
+    ) -> "geoopt.ManifoldTensor":
         """Return points that are uniform in the volume of the metric.
 
         Every step between neighbours is as likely as any other.
@@ -200,7 +201,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
         self._assert_check_shape(uniform.shape, "x")
         points = self.projx(self.from_chart(uniform * steps_to_end))
-        return geoopt.ManifoldTensor(points, manifold=self)
+        return load_geoopt().ManifoldTensor(points, manifold=self)
 
     def origin(
         self,
@@ -208,12 +209,14 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         seed: int | None = 42,
-    ) -> geoopt.ManifoldTensor:
+    ) -> "geoopt.ManifoldTensor":
         """Return zeros, the fixed point of the symmetry ``x -> -x``.
 
         ``seed`` is part of geoopt's signature; nothing is drawn.
         """
-        return geoopt.ManifoldTensor(torch.zeros(*size, dtype=dtype, device=device), manifold=self)
+        return load_geoopt().ManifoldTensor(
+            torch.zeros(*size, dtype=dtype, device=device), manifold=self
+        )
 
     def extra_repr(self) -> str:
         """Return format, scale and metric, as they are printed."""
@@ -327,6 +330,7 @@ class FP8Manifold(StiffnessManifold):
             kind of draws.
 
     Example:
+        >>> import geoopt
         >>> manifold = FP8Manifold("E4M3", rounding="stochastic", seed=1)
         >>> points = manifold.projx(torch.tensor([0.3, -0.7]))
         >>> weight = geoopt.ManifoldParameter(points, manifold=manifold)
@@ -339,8 +343,6 @@ class FP8Manifold(StiffnessManifold):
     library's.
     """
 
-    # how geoopt's Scaled rescales each method: every class of manifolds has a copy
-    __scaling__ = geoopt.Manifold.__scaling__.copy()
     name = "FP8"
     reversible = False
 

@@ -2,17 +2,17 @@
 
 from typing import Any, Self
 
-import geoopt
 import torch
 from torch import Tensor
 
+from fp8manifold._geoopt_import import ManifoldParameter
 from fp8manifold.formats import FormatLike
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["FP8Parameter"]
 
 
-class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
+class FP8Parameter(FP8Tensor, ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
     r"""An :class:`FP8Tensor` to train: a parameter for torch and for geoopt.
 
     .. math:: w = s \cdot \operatorname{decode}(code)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -40,7 +41,7 @@ NAMES = (
     "write_back_noise",
 )
 NAMES += ("moment_formats", "arrived_share", "draws", "train_is_serve")
-NAMES += ("checkpoint",)
+NAMES += ("checkpoint", "import_time")
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -199,6 +200,31 @@ def test_the_way_of_a_step_is_short(optimizer, step, walks):
     beyond = {name: record[name] for name, most in WALKS[step].items() if record[name] > most}
     assert not beyond
     assert not [function for function in record["entered"] if "triton" in function]
+
+
+def test_imports_are_compared_in_a_process_and_files_without_what_they_import(modules, monkeypatch):
+    script = modules["import_time"]
+    traces = iter(
+        (
+            "import time:      9000 |       9000 | torch.fx\nafter torch\n"
+            f"import time:      {own} |       {own} |   fp8manifold.grid\n"
+            "import time:      1500 |       9999 | fp8manifold\n"
+        )
+        for own in (3000, 2000)
+    )
+    facts = {"torch": (2.0, 1000), "fp8manifold": (0.5, 100), "geoopt": (1.0, 400)}
+
+    def fresh_process(*arguments):
+        if "importtime" in arguments:
+            return SimpleNamespace(stderr=next(traces))
+        return SimpleNamespace(stdout=json.dumps(facts))
+
+    monkeypatch.setattr(script, "fresh_process", fresh_process)
+    assert script.slowest(2, 2) == [("fp8manifold.grid", 2.0), ("fp8manifold", 1.5)]
+    first = script.imports()
+    facts["torch"] = (1.0, 1000)
+    rows = script.rows_of([first, script.imports()])
+    assert rows[1] == ["import fp8manifold", 100, 500.0, (0.375, 0.25, 0.5)]
 
 
 def test_bytes_are_counted_whole_gradients_that_an_optimizer_holds_too(modules, monkeypatch):

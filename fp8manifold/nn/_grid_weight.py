@@ -10,12 +10,13 @@ that).
 import warnings
 from typing import Any, Final, Literal
 
-import geoopt
 import torch
 from torch import Tensor, nn
 
+from fp8manifold import _geoopt_import
 from fp8manifold._base.reading import has_values
 from fp8manifold._encoded.stored_scale import are_powers_of_two, warn_if_saturated, warn_of_rounding
+from fp8manifold._geoopt_import import ManifoldParameter
 from fp8manifold._numerics.charts import Retraction
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold
@@ -30,7 +31,7 @@ _DATA: Final[Any] = Tensor.data
 _HALF_PRECISION_BITS: Final = 16
 
 
-class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
+class GridParameter(ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
     """A ``geoopt.ManifoldParameter`` whose values stay points of its grid.
 
     What is assigned is rounded to the nearest. Where the values would saturate at its
@@ -151,13 +152,13 @@ def check_kept(layer: Any) -> None:
     has the storage. Parameters in codes are on a manifold, too.
     """
     weight = layer._parameters.get("weight")
-    if isinstance(weight, geoopt.ManifoldParameter):
+    kind = _geoopt_import.tensor_kind
+    if isinstance(weight, kind):
         return
     if weight is None:
         # pruned or parametrised: computed from a parameter that has the storage
         is_computed = "parametrizations" in layer._modules or any(
-            isinstance(parameter, geoopt.ManifoldParameter)
-            for parameter in layer._parameters.values()
+            isinstance(parameter, kind) for parameter in layer._parameters.values()
         )
         keeps_storage = is_computed
     else:
@@ -199,7 +200,8 @@ def keep_on_manifold(layer: Any) -> None:
 
     Its class is changed, and the object stays.
     """
-    if layer.manifold is not None and not isinstance(layer.weight, geoopt.ManifoldParameter):
+    is_on_manifold = isinstance(layer.weight, _geoopt_import.tensor_kind)
+    if layer.manifold is not None and not is_on_manifold:
         layer.weight.__class__ = GridParameter
         layer.weight.manifold = layer.manifold
 

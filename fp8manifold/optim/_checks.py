@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import read_cached
+from fp8manifold._geoopt_import import follow_geoopt
 from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
@@ -271,6 +272,8 @@ def check_parameters(parameters: list[Tensor]) -> None:
     It has to be a real float tensor with values, appear once, and if it is sharded be so
     by rows.
     """
+    # another finder may have imported it
+    follow_geoopt()
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)

@@ -23,12 +23,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import geoopt
 import torch
 from torch import Tensor
 
+from fp8manifold import _geoopt_import
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import PendingValues, read_cached, remember_value
 from fp8manifold._encoded.storage import expand_scale, number_of, run_length, runs_of
@@ -45,6 +45,9 @@ from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.random_bits import DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor
+
+if TYPE_CHECKING:
+    import geoopt
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """The parameters that an optimizer may be given."""
@@ -477,15 +480,26 @@ def _contiguous_values(floats: Tensor) -> tuple[Tensor, bool]:
     return weight.contiguous().resolve_neg(), weight.is_contiguous() and not weight.is_neg()
 
 
-def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
-    """Return the manifold a parameter lives on, or None for an ordinary one."""
-    return parameter.manifold if isinstance(parameter, geoopt.ManifoldTensor) else None
+def manifold_of(parameter: Tensor) -> "geoopt.Manifold | None":
+    """Return the manifold a parameter lives on, or None for an ordinary one.
+
+    That of codes is made, which imports geoopt.
+    """
+    is_on_manifold = isinstance(parameter, _geoopt_import.tensor_kind)
+    return parameter.manifold if is_on_manifold else None  # type: ignore[attr-defined]
 
 
 def stiffness_manifold_of(parameter: Tensor) -> StiffnessManifold | None:
     """Return the parameter's manifold if it is one of this library's, else None."""
     manifold = manifold_of(parameter)
     return manifold if isinstance(manifold, StiffnessManifold) else None
+
+
+def foreign_manifold_of(parameter: Tensor) -> "geoopt.Manifold | None":
+    """Return the parameter's manifold if it is none of this library's, else None."""
+    # no manifold is made of codes
+    manifold = None if isinstance(parameter, FP8Tensor) else manifold_of(parameter)
+    return None if isinstance(manifold, StiffnessManifold) else manifold
 
 
 def is_quantized(parameter: Tensor) -> bool:

@@ -14,14 +14,15 @@ state's ``unit``, and converted whenever ``S_ref`` is computed again.
 """
 
 import math
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
-import geoopt
 import torch
 from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import expand_scale
+from fp8manifold._geoopt_import import load_geoopt
 from fp8manifold._numerics.charts import Retraction
 from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness, stiffness_bounds
 from fp8manifold._ranks import local_of, spread
@@ -37,15 +38,23 @@ from fp8manifold.optim._writeback import rounds_at_random, to_half
 from fp8manifold.optim.stiffness import adam_numbers, check_momentum, sgd_numbers
 from fp8manifold.random_bits import Draws, draw_range
 
+if TYPE_CHECKING:
+    import geoopt
+
 __all__ = ["RiemannianAdam", "RiemannianSGD"]
 
 _POWERS: Final = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 """The power of the unit that each moment is stored in."""
 _LARGEST_EXPONENT: Final = 126
 """The exponent of the largest power of two whose reciprocal is a normal float32, too."""
-_EUCLIDEAN = geoopt.Euclidean()
 _LR_IN_ULPS, _LR_ELSEWHERE = 0.5, 1e-3
 """Default learning rates: on this library's manifolds, and geoopt's."""
+
+
+@cache
+def _euclidean() -> "geoopt.Manifold":
+    """Return the manifold of ordinary parameters."""
+    return load_geoopt().Euclidean()
 
 
 def unit_of(slot: Slot, reference: float) -> float:
@@ -128,6 +137,9 @@ class Riemannian(ManifoldOptimizer):
         param_group["own_lr"] = has_explicit_lr or self.defaults["lr"] is None
         super().add_param_group(param_group)
         self._refuse_shared_lr()
+        if not all(map(is_quantized, param_group["params"])):
+            # geoopt is imported now, and not in the first step
+            _euclidean()
 
     def _refuse_shared_lr(self) -> None:
         """Raise ValueError, and drop the last group, if an lr in ULPs would step floats.
@@ -177,7 +189,7 @@ class Riemannian(ManifoldOptimizer):
         Of a sharded one this process steps its rows. If it has none it steps a row of
         zeros, so that its state gets the same entries as in the other processes.
         """
-        manifold = manifold_of(slot.parameter) or _EUCLIDEAN
+        manifold = manifold_of(slot.parameter) or _euclidean()
         if slot.share is None:
             moved = self._step_by_geoopt(slot, slot.parameter, slot.state, manifold)
             _store_floats(slot, slot.parameter, moved)
@@ -191,7 +203,7 @@ class Riemannian(ManifoldOptimizer):
             rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             gradient = torch.zeros_like(rows)
         rows.grad = gradient
-        moved = self._step_by_geoopt(slot, rows, local_state, _EUCLIDEAN)
+        moved = self._step_by_geoopt(slot, rows, local_state, _euclidean())
         rows.grad = None
         _store_floats(slot, rows, moved)
         for name in local_state.keys() - slot.state.keys():
@@ -249,7 +261,7 @@ class Riemannian(ManifoldOptimizer):
         return bounded_share(stiffness / mantissa, 1.0, low, high, slot.ranks)
 
     def _step_by_geoopt(
-        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: "geoopt.Manifold"
     ) -> Tensor:
         """Return where a step on another manifold ends, in the working dtype.
 
@@ -280,7 +292,7 @@ class Riemannian(ManifoldOptimizer):
         point: Tensor,
         gradient: Tensor,
         state: dict[str, Any],
-        manifold: geoopt.Manifold,
+        manifold: "geoopt.Manifold",
     ) -> tuple[Tensor, Tensor | None]:
         """Return a direction on another manifold, and the average or None.
 
@@ -464,7 +476,7 @@ class RiemannianAdam(Riemannian):
         point: Tensor,
         gradient: Tensor,
         state: dict[str, Any],
-        manifold: geoopt.Manifold,
+        manifold: "geoopt.Manifold",
     ) -> tuple[Tensor, Tensor | None]:
         group = slot.group
         step = slot.age
@@ -569,7 +581,7 @@ class RiemannianSGD(Riemannian):
         point: Tensor,
         gradient: Tensor,
         state: dict[str, Any],
-        manifold: geoopt.Manifold,
+        manifold: "geoopt.Manifold",
     ) -> tuple[Tensor, Tensor | None]:
         group = slot.group
         momentum = group["momentum"]

@@ -33,7 +33,7 @@ from fp8manifold.optim._checks import (
     scheduled,
 )
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, manifold_of, stiffness_manifold_of
+from fp8manifold.optim._slot import Parameters, Slot, foreign_manifold_of
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 
@@ -62,9 +62,10 @@ class StiffnessOptimizer(ManifoldOptimizer):
             # raises for what is no metric
             chart_of(FloatFormat(4, 3), group["metric"])
         for parameter in group["params"]:
-            if manifold_of(parameter) is not None and stiffness_manifold_of(parameter) is None:
+            manifold = foreign_manifold_of(parameter)
+            if manifold is not None:
                 raise ValueError(
-                    f"{type(self).__name__} can't step a parameter on {manifold_of(parameter)}: "
+                    f"{type(self).__name__} can't step a parameter on {manifold}: "
                     "use fp8manifold.optim.RiemannianAdam"
                 )
 
