@@ -454,15 +454,26 @@ Parts of scratch memory begin at such places, too.
 """
 
 
+class _Place(NamedTuple):
+    """Where a parameter's matrices lie in scratch memory, and how they are multiplied."""
+
+    #: in floats
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    #: options of `orthogonal_factor`
+    options: tuple[tuple[float, float, float], int, float, torch.dtype]
+
+
 class MuonBatch:
     """The steps of some matrices in native code, whose records serve again.
 
-        momentum  C writes u into new memory      records: of momenta and gradients
-        factor    torch, matrix by matrix
-        weights   C steps along the factors       records: of weights, codes and scales
+        momentum  C writes u into scratch memory    records: of momenta and gradients
+        factor    torch, matrix by matrix; each takes the place of its u
+        weights   C steps along the factors         records: of weights, codes and scales
 
     No slot has a stiffness exponent or injects an error, and none is sharded or observed.
-    The memory of ``u`` is freed at the end of each step.
+    The scratch memory is freed at the end of each step.
 
     Args:
         slots: the steps, with all their tensors.
@@ -471,12 +482,14 @@ class MuonBatch:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._by_torch = [i for i, slot in enumerate(slots) if averages_as_torch(slot)]
         self._by_native = [i for i, slot in enumerate(slots) if not averages_as_torch(slot)]
-        self._begins = []
+        self._places: list[_Place] = []
         end = 0
-        for i in self._by_native:
-            self._begins.append(end)
-            end += -(-slots[i].view.numel // _ALIGNMENT) * _ALIGNMENT
+        for slot in slots:
+            self._places.append(_place_of(slot, end))
+            end += -(-slot.view.numel // _ALIGNMENT) * _ALIGNMENT
         self._scratch_size = end
+        begins = [place.begin for place in self._places]
+        self._byte_offsets = np.array(begins, dtype=np.uint64) * np.uint64(torch.float32.itemsize)
         #: the two halves, made in the first step, from the slots' tensors
         self._momentum_half: NativeStep | None = None
         self._weight_half: NativeStep | None = None
@@ -497,42 +510,48 @@ class MuonBatch:
             numbers: of the step, for both halves.
             gradients: the addresses of the gradients.
         """
-        mixes = self._mix_with_native(slots, keys, numbers, gradients)
-        for i in self._by_torch:
-            mixes[i] = _mix_with_torch(slots[i], numbers[i])
-        directions = [_in_rows(slot, _factor_of(slot, mixes[i])) for i, slot in enumerate(slots)]
+        scratch = torch.zeros(self._scratch_size)
         if self._weight_half is None:
-            halves = map(second_half, slots, directions)
-            self._weight_half = NativeStep(list(halves))
-        addresses = [direction.data_ptr() for direction in directions]
+            self._make_halves(slots, scratch)
+        assert self._weight_half is not None
+        addresses = np.uint64(scratch.data_ptr()) + self._byte_offsets
+        self._mix_with_native(keys, numbers, gradients, addresses)
+        matrices = []
+        for begin, shape, strides, _ in self._places:
+            matrices.append(scratch.as_strided(shape, strides, begin))
+        for i in self._by_torch:
+            matrices[i].copy_(_mix_with_torch(slots[i], numbers[i]).view(matrices[i].shape))
+        for matrix, place in zip(matrices, self._places, strict=True):
+            matrix.copy_(orthogonal_factor(matrix, *place.options))
         self._weight_half.records["pointers"][:, GRADIENT_COLUMN] = addresses
         return self._weight_half.run(keys, numbers)
 
+    def _make_halves(self, slots: Sequence[Slot], scratch: Tensor) -> None:
+        """Make the records of both halves, from the tensors of the slots."""
+        directions = []
+        for slot, place in zip(slots, self._places, strict=True):
+            part = scratch[place.begin : place.begin + slot.view.numel]
+            directions.append(part.view(slot.view.dims))
+        if self._by_native:
+            halves = [first_half(slots[i], directions[i]) for i in self._by_native]
+            self._momentum_half = NativeStep(halves)
+        self._weight_half = NativeStep(list(map(second_half, slots, directions)))
+
     def _mix_with_native(
         self,
-        slots: Sequence[Slot],
         keys: NDArray[np.int32],
         numbers: NDArray[np.float32],
         gradients: NDArray[np.uint64],
-    ) -> dict[int, Tensor]:
-        """Update momenta in native code, and return ``u`` by the positions of slots."""
-        positions = self._by_native
-        if not positions:
-            return {}
-        scratch = torch.zeros(self._scratch_size)
-        mixes = {}
-        for i, begin in zip(positions, self._begins, strict=True):
-            view = slots[i].view
-            mixes[i] = scratch[begin : begin + view.numel].view(view.dims)
+        addresses: NDArray[np.uint64],
+    ) -> None:
+        """Update momenta in native code, which writes ``u`` to the addresses."""
         if self._momentum_half is None:
-            halves = [first_half(slots[i], mixes[i]) for i in positions]
-            self._momentum_half = NativeStep(halves)
+            return
+        positions = self._by_native
         pointers = self._momentum_half.records["pointers"]
-        begins = np.array(self._begins, dtype=np.uint64) * np.uint64(scratch.itemsize)
-        pointers[:, WEIGHT_COLUMN] = np.uint64(scratch.data_ptr()) + begins
+        pointers[:, WEIGHT_COLUMN] = addresses[positions]
         pointers[:, GRADIENT_COLUMN] = gradients[positions]
         self._momentum_half.run(keys[positions], for_directions(numbers[positions]))
-        return mixes
 
     def addresses(self) -> list[int]:
         """Return the addresses in records that stay as they are."""
@@ -546,6 +565,20 @@ class MuonBatch:
                 pointers[:, column] = 0
                 addresses += pointers[:, TENSOR_COLUMNS].flatten().tolist()
         return addresses
+
+
+def _place_of(slot: Slot, begin: int) -> _Place:
+    group = slot.group
+    # of no memory: only its form is asked for
+    parameter = torch.empty(slot.parameter.shape, device="meta")
+    matrices = as_matrices(parameter, group["matrix_shape"])
+    options = (
+        tuple(group["ns_coefficients"]),
+        group["ns_steps"],
+        group["eps"],
+        _product_dtype(slot),
+    )
+    return _Place(begin, tuple(matrices.shape), matrices.stride(), options)
 
 
 def _mix_with_torch(slot: Slot, numbers: NDArray[np.float32]) -> Tensor:
