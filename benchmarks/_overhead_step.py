@@ -1,6 +1,7 @@
 """The host's time for a step of small parameters, beside torch's fused AdamW.
 
-These are cases of `overhead.py`.
+Muon's is beside that of StiffnessAdamW, and without its products. These are cases of
+`overhead.py`.
 """
 
 import itertools
@@ -12,13 +13,17 @@ from unittest.mock import patch
 
 import torch
 from _timing import Step
+from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold._base import reading
 from fp8manifold._triton import launch
-from fp8manifold.optim import _backends, _plan
+from fp8manifold.optim import _backends, _muon, _plan
 
 PARAMETER_COUNTS: Final = (8, 60, 172, 290)
+MATRIX_COUNTS: Final = (60, 290)
+MUONS_GOAL: Final = 1.5
+"""The largest ratio of Muon's time without products to that of StiffnessAdamW."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,16 @@ CARD_PATH: Final = StepPath("a card's path", (8, 256), lr=1e-3, goal_us=20.0)
 
 @dataclass(frozen=True)
 class StepCase:
-    """Our step and torch's over as many parameters."""
+    """A step of ours and another one over as many parameters."""
 
     name: str
     step: Step
     reference: Step
     parameters: int
-    goal_us: float
+    #: the largest time per parameter, in microseconds
+    goal_us: float | None = None
+    #: the largest ratio
+    goal: float | None = None
 
 
 def one_byte_parameters(count: int, shape: tuple[int, int]) -> list[fm.FP8Parameter]:
@@ -79,6 +87,7 @@ def pretend_gpu_steps(until: ExitStack) -> None:
     replacements: list[tuple[Any, str, Any]] = [
         (_plan, "on_gpu", lambda device: True),
         (_plan, "is_triton", lambda slot: True),
+        (_muon, "multiplies_together", lambda device: True),
         (_backends, "is_native", lambda slot: False),
         (reading, "is_read_at_once", lambda x: False),
         (launch, "_kernels", lambda: (kernel, kernel, kernel)),
@@ -96,6 +105,31 @@ def step_cases(until: ExitStack) -> Iterator[StepCase]:
     yield from _cases_of(CARD_PATH)
 
 
+def muon_cases(until: ExitStack) -> Iterator[StepCase]:
+    """Yield the cases of Muon's steps, on either path, whose products do nothing."""
+
+    def unchanged(matrices: Tensor, *_: object) -> Tensor:
+        return matrices
+
+    until.enter_context(patch.object(_muon, "orthogonal_factor", unchanged))
+    yield from _muon_cases_of(CPU_PATH)
+    pretend_gpu_steps(until)
+    yield from _muon_cases_of(CARD_PATH)
+
+
+def _muon_cases_of(path: StepPath) -> Iterator[StepCase]:
+    for count in MATRIX_COUNTS:
+        matrices = one_byte_parameters(count, path.shape)
+        others = one_byte_parameters(count, path.shape)
+        yield StepCase(
+            f"{count} matrices without products, {path.name}, 8bit",
+            fm.optim.StiffnessMuon(matrices, path.lr, moments="8bit").step,
+            fm.optim.StiffnessAdamW(others, path.lr, moments="8bit").step,
+            count,
+            goal=MUONS_GOAL,
+        )
+
+
 def _cases_of(path: StepPath) -> Iterator[StepCase]:
     for moments, count in itertools.product(("float32", "8bit"), PARAMETER_COUNTS):
         parameters = one_byte_parameters(count, path.shape)
@@ -104,5 +138,5 @@ def _cases_of(path: StepPath) -> Iterator[StepCase]:
             fm.optim.StiffnessAdamW(parameters, path.lr, moments=moments).step,
             fused_step(count, path.shape),
             count,
-            path.goal_us,
+            goal_us=path.goal_us,
         )

@@ -1,7 +1,7 @@
 """The host's time for small layers and steps, beside ``nn.Linear`` and fused AdamW.
 
-    python benchmarks/overhead.py [--parts layer compiled step] [--pairs 60]
-                                  [--calls 50] [--markdown | --json] [--record]
+    python benchmarks/overhead.py [--parts layer compiled step muon]
+                                  [--pairs 60] [--calls 50] [--markdown | --json] [--record]
 
 One thread, forward and backward over a few tokens, so that nearly all of it is Python
 and torch's dispatcher:
@@ -15,6 +15,8 @@ and torch's dispatcher:
     a step          `step()` of StiffnessAdamW over one-byte weights, on a CPU and with
                     kernels that do nothing, beside torch's fused AdamW over as many in
                     float32. The times are of one parameter, and so is the goal.
+    Muon            `step()` of StiffnessMuon without its products, beside that of
+                    StiffnessAdamW over as many one-byte weights
 
 Both sides take their calls in turn; process CPU time. The ratio is that of the least
 times, as whatever else the machine does only adds to them. Next to it are the ratios of
@@ -34,7 +36,7 @@ from unittest.mock import patch
 
 import torch
 from _forms import add_form_options, check_at_least, print_titled, text_table
-from _overhead_step import step_cases
+from _overhead_step import StepCase, muon_cases, step_cases
 from _record import add_option, record
 from _timing import Ratio, Step, paired_seconds
 from torch import Tensor, nn
@@ -166,22 +168,34 @@ def compiled_cases(on_card: ExitStack) -> Iterator[Case]:
 
 
 def optimizer_cases(on_card: ExitStack) -> Iterator[Case]:
-    """Yield the cases of an optimizer's step."""
+    """Yield the cases of a step of StiffnessAdamW."""
     for case in step_cases(on_card):
-        yield Case(
-            f"step() of {case.name}",
-            "E4M3",
-            case.step,
-            case.reference,
-            case.parameters,
-            goal_us=case.goal_us,
-        )
+        yield _case_of_step(case)
+
+
+def cases_of_muon(on_card: ExitStack) -> Iterator[Case]:
+    """Yield the cases of a step of StiffnessMuon."""
+    for case in muon_cases(on_card):
+        yield _case_of_step(case)
+
+
+def _case_of_step(case: StepCase) -> Case:
+    return Case(
+        f"step() of {case.name}",
+        "E4M3",
+        case.step,
+        case.reference,
+        case.parameters,
+        goal=case.goal,
+        goal_us=case.goal_us,
+    )
 
 
 CASES_OF_PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {
     "layer": layer_cases,
     "compiled": compiled_cases,
     "step": optimizer_cases,
+    "muon": cases_of_muon,
 }
 """The parts by the names that ``--parts`` takes.
 
