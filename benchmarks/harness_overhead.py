@@ -52,7 +52,7 @@ from nanogpt_bench.data.text import prepare_stdlib
 from nanogpt_bench.loop.anomalies import Sentry
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer, initial_model
+from nanogpt_bench.loop.trainer import Trainer, initial_model, trainer_inputs
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings, shipped
 
@@ -148,7 +148,7 @@ def step_alone(config: Config, corpus: Corpus, *, checked: bool) -> Step:
 
     If it is `checked`, it has the loop's check for Inf and NaN.
     """
-    trainer = Trainer(config, corpus, torch.device("cpu"))
+    trainer = Trainer(trainer_inputs(config, corpus, torch.device("cpu")))
     sentry = Sentry(trainer)
     numbers = itertools.count(1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from nanogpt_bench.commands import braced, one_of
-from nanogpt_bench.commands.run import add_resume, exit_code, trained
+from nanogpt_bench.commands.run import add_resume, check_options, exit_code, trained
 from nanogpt_bench.config.settings import CONFIGS_FOLDER, Resolved, build_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, refused
 from nanogpt_bench.system.files import LOCK, check_place, is_unused, locked
@@ -79,7 +79,7 @@ def add_options(parser: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Train, print the memory that it took, and with `--save` write the model."""
-    overrides = [*args.overrides, "--model.pretrained", args.model]
+    check_options(args)
     layout: Any = args.layout
     if args.layout is not None and args.save is None:
         raise BenchError("--layout needs --save DIR, whose layout it sets")
@@ -87,13 +87,17 @@ def main(args: argparse.Namespace) -> int:
         check_place("--save", args.save)
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
+    config = load_config(FINETUNE_CONFIG, [*args.overrides, "--model.pretrained", args.model])
+    if args.save is not None:
         # not at the top: it imports torch, which takes seconds
         from nanogpt_bench.setup.resolve import resolve
 
-        layout = check_save(resolve(load_config(FINETUNE_CONFIG, overrides)), args.save, layout)
+        # Resolved here already, and not again for the training.
+        config = resolved = resolve(config)
+        layout = check_save(resolved, args.save, layout)
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     with nullcontext() if args.save is None else locked(args.save, "--save"):
-        summary, run_dir = trained(str(FINETUNE_CONFIG), args.name, overrides, **options)
+        summary, run_dir = trained(config, FINETUNE_CONFIG.stem, args.name, **options)
         print(memory_line(summary))
         if args.save is not None and exit_code(summary) == 0:
             with _naming_weights(run_dir, args.save):
@@ -219,18 +223,23 @@ def save_model(
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
-    from nanogpt_bench.loop.trainer import trained_model
+    from nanogpt_bench.loop.trainer import trained_model, trainer_inputs
     from nanogpt_bench.model.causal import find_model, quiet_transformers, without_codes
     from nanogpt_bench.model.weights import fill
     from nanogpt_bench.runs.trained import choose, load
+    from nanogpt_bench.setup.memory import check_fits
     from nanogpt_bench.setup.resolve import resolve
     from nanogpt_bench.setup.runtime import runtime
+    from nanogpt_bench.setup.task import model_shape
 
     checkpoint = load(choose(run_dir))
     config = resolve(build_config(dict(checkpoint.settings)))
     name = config.model.pretrained or ""
+    corpus = open_corpus(config)
+    # The training's batches and gradients are gone; the memory has to hold the model.
+    check_fits(config, model_shape(config, corpus), trained=False)
     with runtime(config) as device:
-        model: Any = trained_model(config, open_corpus(config), device)
+        model: Any = trained_model(trainer_inputs(config, corpus, device))
     source = f"checkpoint {str(checkpoint.path)!r}"
     fill(model, checkpoint.tensors, checkpoint.metadata, source)
     # `quiet_transformers` yields transformers, silenced.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import defaults_yaml, find_config, load_config, shipped_configs
 from nanogpt_bench.system.errors import BenchError, counted, printable, say
 from nanogpt_bench.system.files import new_folder
-from nanogpt_bench.system.ranks import Ranks, is_worker, joined
+from nanogpt_bench.system.ranks import Ranks, joined
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
 
 if TYPE_CHECKING:
@@ -85,65 +85,57 @@ def main(args: argparse.Namespace) -> int:
         raise BenchError(
             "run needs a CONFIG.yaml: a file, or the name of a shipped one; or --defaults"
         )
+    check_options(args)
+    path = find_config(args.config)
+    config = load_config(path, args.overrides)
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
-    return exit_code(trained(args.config, args.name, args.overrides, **options)[0])
+    return exit_code(trained(config, path.stem, args.name, **options)[0])
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse options of `add_options` that make no sense, before any file is read."""
+    if args.allow_config_change and not args.resume:
+        raise BenchError(
+            "--allow-config-change needs --resume: a new run takes the settings that it is given"
+        )
+    _check_name(args.name)
 
 
 def trained(
-    config_name: str,
+    config: Config,
+    stem: str,
     name: str | None,
-    overrides: Sequence[str],
     *,
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Train by a configuration file and overrides, and show the progress.
+    """Train a configuration, resolved or not, and show the progress.
 
-    Return the run's summary and folder.
+    Without a name its folder is numbered after `stem`. Return the run's summary and
+    folder.
     """
     # not at the top, since they import torch, which takes seconds
-    from nanogpt_bench.data import prepare_default
-    from nanogpt_bench.loop.train import run
-    from nanogpt_bench.setup.memory import check_fits
-    from nanogpt_bench.setup.resolve import resolve, resolve_for
-    from nanogpt_bench.setup.runtime import check_device
+    from nanogpt_bench.loop.prepared import prepare_run
+    from nanogpt_bench.loop.train import train
 
-    if allow_config_change and not resume:
-        raise BenchError(
-            "--allow-config-change needs --resume: a new run takes the settings that it is given"
-        )
-    path, ranks = find_config(config_name), joined()
-    settings = load_config(path, overrides)
-    _check_torchrun(settings.train.parallel)
-    _check_name(name)
+    ranks = joined()
     folder = None if name is None else RUNS / name
     if resume:
-        folder = Path(ranks.broadcast(str(folder or latest_name(path.stem))))
-        config = resolve_for(settings, folder, resume=True)
-    else:
-        config = resolve(settings)
-    check_device(config.runtime.device)
-    check_fits(config)
-    with ranks.together():
-        if ranks.first:
-            prepare_default(config.data.dir)
-    warnings = _warmup_warnings(config)
-    # A second signal ends the command, but is ignored in a process of torchrun.
-    with (
-        _folder(path.stem, folder, ranks) as run_dir,
-        stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
-        _display(config, warnings) as show,
-    ):
-        summary = run(
-            config,
-            run_dir,
-            on_progress=show if ranks.first else None,
-            stop=stop,
-            say=say,
-            resume=resume,
-            allow_config_change=allow_config_change,
-            ranks=ranks,
-        )
+        folder = Path(ranks.broadcast(str(folder or latest_name(stem))))
+    with _folder(stem, folder, ranks) as run_dir:
+        prepared = prepare_run(config, run_dir, resume=resume, ranks=ranks, make_default=True)
+        # A second signal ends the command, but is ignored in a process of torchrun.
+        with (
+            stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
+            _display(prepared.config, _warmup_warnings(prepared.config)) as show,
+        ):
+            summary = train(
+                prepared,
+                allow_config_change=allow_config_change,
+                on_progress=show if ranks.first else None,
+                stop=stop,
+                say=say,
+            )
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir
 
@@ -169,18 +161,6 @@ def _warmup_warnings(config: Config) -> list[str]:
         f"{max_steps}: the learning rate rises to {highest:.3g} and never reaches optimizer.lr; "
         f"give fewer"
     ]
-
-
-def _check_torchrun(parallel: str | None) -> None:
-    if parallel is not None and not is_worker():
-        raise BenchError(
-            f"train.parallel: {parallel!r} needs processes; start them with torchrun "
-            f"--nproc-per-node 2 -m nanogpt_bench run, or give --train.parallel null"
-        )
-    if parallel is None and is_worker():
-        raise BenchError(
-            "torchrun started this process, and train.parallel is null; give --train.parallel ddp"
-        )
 
 
 def exit_code(summary: dict[str, Any]) -> int:

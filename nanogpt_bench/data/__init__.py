@@ -16,12 +16,20 @@ from pathlib import Path
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 
 
-def prepare_default(data_dir: str) -> None:
-    """Prepare the standard library's prose if `data_dir` is the default and missing."""
+def lacks_default(data_dir: str) -> bool:
+    """Return whether `data_dir` is the default and missing."""
     folder = Path(DEFAULT_DATA_DIR)
     # A link to nothing is there, and opening the corpus says so.
-    if Path(data_dir) == folder and not os.path.lexists(folder):
+    return Path(data_dir) == folder and not os.path.lexists(folder)
+
+
+def prepare_default(data_dir: str) -> None:
+    """Prepare the standard library's prose if `data_dir` is the default and missing.
+
+    Its tokenizer is `data.tokenizers.ByteTokenizer`.
+    """
+    if lacks_default(data_dir):
         from nanogpt_bench.data.text import prepare_stdlib
 
-        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
-        prepare_stdlib(folder, progress=sys.stderr.isatty())
+        print(f"preparing {DEFAULT_DATA_DIR} (the standard library's prose)", file=sys.stderr)
+        prepare_stdlib(Path(DEFAULT_DATA_DIR), progress=sys.stderr.isatty())

@@ -107,30 +107,32 @@ def refuse_changed(texts: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def load_corpus(folder: Path, block_size: int) -> Corpus:
+def load_corpus(folder: Path, block_size: int, meta: dict[str, Any] | None = None) -> Corpus:
     """Open a prepared corpus.
 
-    Files that disagree with meta.json, or are shorter than a block, are refused.
+    Files that disagree with meta.json, or are shorter than a block, are refused. `meta`
+    is what `read_meta` has returned, if that was called.
     """
-    meta = _read_meta(folder)
+    if meta is None:
+        meta = read_meta(folder)
     train = _open_split(folder, "train", meta, block_size)
     val = _open_split(folder, "val", meta, block_size)
     return Corpus(folder, train, val, meta)
 
 
-def open_corpus(config: Config) -> Corpus:
+def open_corpus(config: Config, meta: dict[str, Any] | None = None) -> Corpus:
     """Open the corpus of a resolved configuration.
 
     It has the first `data.train_tokens` of its training tokens, all without the
-    setting.
+    setting. `meta` is what `read_meta` has returned, if that was called.
     """
     block = config.model.block_size or 0
     if config.task == "classify":
         # Documents may be shorter than a block.
-        corpus = load_corpus(Path(config.data.dir), 0)
+        corpus = load_corpus(Path(config.data.dir), 0, meta)
         label_names(corpus)
     else:
-        corpus = load_corpus(Path(config.data.dir), block)
+        corpus = load_corpus(Path(config.data.dir), block, meta)
     count = config.data.train_tokens
     if count is None:
         return corpus
@@ -177,7 +179,8 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
     return also
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Return the content of a corpus's meta.json; refuse one that is missing or damaged."""
     path = folder / "meta.json"
     if not path.is_file():
         raise _no_meta(folder)

@@ -31,12 +31,13 @@ from nanogpt_bench.data import prepare_default
 from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.measurement import Evaluation
 from nanogpt_bench.loop.outcome import count
-from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.loop.trainer import Trainer, trainer_inputs
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill, quantized_layers, save_weights
 from nanogpt_bench.runs.environment import at, environment
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, load, trained_shape
 from nanogpt_bench.setup.formats import format_name, format_summary
+from nanogpt_bench.setup.memory import check_batches_fit
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.setup.start import check_text, same_text
@@ -127,12 +128,13 @@ class RunWeights:
                 f"sha256 differs); give that text, or this one, as --data.dir"
             )
         check_text(self.trained, corpus, name)
+        check_batches_fit(self.config)
         return corpus
 
     def as_trained(self, corpus: Corpus, device: torch.device) -> Trainer:
         """Return the run's model with its weights as they were stored."""
         model = build_model(model_shape(self.config, corpus), 0)
-        trainer = Trainer(self.config, corpus, device, start=model)
+        trainer = Trainer(trainer_inputs(self.config, corpus, device), start=model)
         fill(trainer.model, self.trained.tensors, self.trained.metadata, _NAME)
         return trainer
 
@@ -156,7 +158,7 @@ class RunWeights:
         if self._floats is None:
             self._floats = build_model(model_shape(self._row_config({}), corpus), 0)
             fill_floats(self._floats, self.trained, _NAME)
-        return Trainer(config, corpus, device, start=copy.deepcopy(self._floats))
+        return Trainer(trainer_inputs(config, corpus, device), start=copy.deepcopy(self._floats))
 
     def trainers(
         self, names: Sequence[str], corpus: Corpus, device: torch.device, *, floats: bool = False

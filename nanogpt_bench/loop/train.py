@@ -1,15 +1,15 @@
 """One training run, from its settings to its summary.
 
-`run` prepares settings, corpus, model and folder. `Loop` then takes the steps and
-validates; it records every step, saves checkpoints when they are due, and decides when
-the run ends.
+`prepare_run` settles settings, texts and device. `train` then builds the model and takes
+the folder. `Loop` takes the steps and validates; it records every step, saves checkpoints
+when they are due, and decides when the run ends.
 """
 
 import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -23,12 +23,12 @@ from nanogpt_bench.config.endings import FailureClass, RunStatus, StopKind
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved, to_yaml
-from nanogpt_bench.data.batches import Corpus, open_corpus, refuse_changed
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.anomalies import Sentry
-from nanogpt_bench.loop.observers import baseline_curve, build_observers
+from nanogpt_bench.loop.observers import build_observers
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize
+from nanogpt_bench.loop.prepared import Prepared, prepare_run
 from nanogpt_bench.loop.resume import (
     capture,
     check_unused,
@@ -40,16 +40,15 @@ from nanogpt_bench.loop.resume import (
     resumed_environment,
     share_checkpoint,
 )
-from nanogpt_bench.loop.trackers import Trackers, check_trackers, start_trackers
+from nanogpt_bench.loop.trackers import Trackers, start_trackers
 from nanogpt_bench.loop.trainer import Trainer, mean_and_error
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
-from nanogpt_bench.runs.environment import config_history, environment, history_comment
+from nanogpt_bench.runs.environment import config_history, history_comment
 from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.runs.read import AT_START, SUMS, write_sums
-from nanogpt_bench.setup.memory import check_fits, held_bytes
-from nanogpt_bench.setup.resolve import resolve_for
-from nanogpt_bench.setup.runtime import check_ranks, runtime
+from nanogpt_bench.setup.memory import held_bytes
+from nanogpt_bench.setup.runtime import threads_and_seed
 from nanogpt_bench.setup.surgery import left_in_float
 from nanogpt_bench.system.errors import BenchError, counted, disk_failure
 from nanogpt_bench.system.files import locked, remove_parts, write_json, write_text
@@ -64,37 +63,34 @@ class Loop:
 
     def __init__(
         self,
-        config: Config,
+        prepared: Prepared,
         trainer: Trainer,
-        run_dir: Path,
-        baseline: Mapping[int, float],
         on_progress: Callable[[Progress], None] | None,
         stop: StopRequest,
-        environment: dict[str, Any],
     ) -> None:
-        self.config = config
+        self.config = prepared.config
         self.trainer = trainer
-        self.run_dir = run_dir
+        self.run_dir = prepared.run_dir
         self.on_progress = on_progress
         self.stop = stop
-        self.environment = environment
+        self.environment = prepared.environment
         self.ranks = trainer.ranks
         self.outcome = Outcome()
         self.trackers = Trackers([])
         #: alerts of the current step
         self.alerts: list[Alert] = []
         self.observers = build_observers(
-            config,
+            self.config,
             trainer,
             # The first process writes the files.
-            run_dir if self.ranks.first else None,
-            baseline=baseline,
+            self.run_dir if self.ranks.first else None,
+            baseline=prepared.baseline,
             tell=self.alerts.append,
         )
         #: all observers in the order of their calls, the trackers last, once started
         self.called: list[Observer] = [*self.observers.all]
         self.sentry = Sentry(trainer)
-        self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
+        self.stall_counts = stall_counts(self.config.model.storage, self.config.optimizer.writeback)
         self.started = perf_counter()
         #: whether this process has taken a step
         self.stepped = False
@@ -440,9 +436,32 @@ def run(
 ) -> dict[str, Any]:
     """Train as `config` says, and return the content of summary.json.
 
-    Everything is written into `run_dir`. With `resume` the run goes on from the newest
-    checkpoint in `run_dir` that verifies, with the numbers of a run that had never
-    stopped. Without a checkpoint it begins at step 0. `say` gets notices, as of skipped
+    It is `prepare_run` and `train`, whose arguments it takes. Refused settings leave no
+    files.
+    """
+    prepared = prepare_run(config, run_dir, resume=resume, ranks=ranks, texts=texts)
+    return train(
+        prepared,
+        allow_config_change=allow_config_change,
+        on_progress=on_progress,
+        stop=stop,
+        say=say,
+    )
+
+
+def train(
+    prepared: Prepared,
+    *,
+    allow_config_change: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: StopRequest | None = None,
+    say: Callable[[str], None] = _LOG.warning,
+) -> dict[str, Any]:
+    """Train a prepared run, and return the content of summary.json.
+
+    Everything is written into its folder. A resumed run goes on from the newest
+    checkpoint there that verifies, with the numbers of a run that had never stopped.
+    Without a checkpoint it begins at step 0. `say` gets notices, as of skipped
     checkpoints.
 
     `train.on_anomaly` decides about a step in which something is not finite. A signal
@@ -450,55 +469,49 @@ def run(
     can't be written ends it without one. KeyboardInterrupt writes the summary, then
     interrupts.
 
-    Each process of `ranks` calls this function, and the first one writes. All stop
-    together and read the same checkpoint. Refused settings leave no files.
-
-    `texts` has the digests, by their folders, of the corpora that the run has to be
-    trained on. With any others a `TextChangedError` is raised.
+    Each process of the run calls this function, and the first one writes. All stop
+    together and read the same checkpoint.
     """
-    config = resolve_for(config, run_dir, resume=resume)
-    check_ranks(config, ranks)
-    with runtime(config) as device:
-        refuse_changed(texts or {})
-        corpus = open_corpus(config)
-        check_fits(config, corpus)
-        facts = _environment_facts(config, corpus, ranks)
-        baseline = baseline_curve(config.alerts.baseline)
-        check_trackers(config)
-        if not resume:
-            check_unused(run_dir)
-        trainer = Trainer(config, corpus, device, start=_start_model(config), ranks=ranks)
-        # again, now that all are open, so that a corpus replaced meanwhile is noticed
-        refuse_changed(texts or {})
+    config, run_dir, ranks = prepared.config, prepared.run_dir, prepared.ranks
+    with threads_and_seed(config), ExitStack() as stack:
+        with ranks.together():
+            if ranks.first:
+                _take_folder(stack, run_dir, is_new=not prepared.resume)
+        trainer = Trainer(prepared, start=_start_model(config))
         if config.model.pretrained and config.layers and ranks.first:
             say(left_in_float(trainer.model))
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
-        with locked(run_dir, "run folder") if ranks.first else nullcontext():
-            if not resume and ranks.first:
-                # Another run may have used the folder meanwhile.
-                check_unused(run_dir)
-            checkpoint = None
-            if resume:
-                find = partial(
-                    find_checkpoint,
-                    run_dir,
-                    config,
-                    facts,
-                    allow_change=allow_config_change,
-                    say=say,
-                )
-                checkpoint = share_checkpoint(ranks, run_dir, find)
-            if config.model.init_from:
-                from nanogpt_bench.setup.start import check_start
-
-                check_start(config, checkpoint)
-            loop = Loop(
-                config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts
+        checkpoint = None
+        if prepared.resume:
+            find = partial(
+                find_checkpoint,
+                run_dir,
+                config,
+                prepared.environment,
+                allow_change=allow_config_change,
+                say=say,
             )
-            loop.begin(checkpoint)
-            # Its tensors would take memory during the whole run.
-            del checkpoint
-            return loop.go()
+            checkpoint = share_checkpoint(ranks, run_dir, find)
+        if config.model.init_from:
+            from nanogpt_bench.setup.start import check_start
+
+            check_start(config, checkpoint)
+        loop = Loop(prepared, trainer, on_progress, stop or StopRequest())
+        loop.begin(checkpoint)
+        # Its tensors would take memory during the whole run.
+        del checkpoint
+        return loop.go()
+
+
+def _take_folder(stack: ExitStack, run_dir: Path, *, is_new: bool) -> None:
+    """Lock a run's folder until the stack closes; refuse to begin where there is a run."""
+    try:
+        stack.enter_context(locked(run_dir, "run folder"))
+    finally:
+        # Not before: until the lock is taken another run may begin in the folder. If it
+        # can't be taken, the run that is there says more than the lock.
+        if is_new:
+            check_unused(run_dir)
 
 
 def _start_model(config: Resolved) -> GPT | None:
@@ -507,16 +520,3 @@ def _start_model(config: Resolved) -> GPT | None:
     Its weights do not matter: those of the run's checkpoint replace them.
     """
     return build_model(config.initial_shape, 0) if config.initial_shape else None
-
-
-def _environment_facts(config: Config, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
-    """Return the content of environment.json of a run that begins."""
-    facts = environment(corpus, config.runtime.threads)
-    if ranks.size > 1:
-        facts["parallel"] = config.train.parallel
-        facts["processes"] = ranks.size
-    if config.model.init_from:
-        from nanogpt_bench.setup.start import start_facts
-
-        facts |= start_facts(config)
-    return facts

@@ -11,6 +11,7 @@ import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.loop.clipping import build_clipping
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.setup.memory import GradientPeak, check_fits
+from nanogpt_bench.setup.memory import GradientPeak
 from nanogpt_bench.setup.noise import WriteBackNoise
 from nanogpt_bench.setup.optimizers import (
     build_optimizer,
@@ -35,19 +36,71 @@ from nanogpt_bench.setup.optimizers import (
     stiffness_at,
     train_in_float8,
 )
-from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, replicated
+from nanogpt_bench.setup.runtime import (
+    CompiledLoss,
+    Loss,
+    bfloat16_products,
+    replicated,
+    weight_dtype,
+)
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Passes, ValidationFigures, model_shape, task_of
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a step's sequences are divided into micro-batches, and these among processes."""
+
+    #: micro-batches of a step
+    micro_steps: int
+    #: this process' sequences of each micro-batch
+    rows: slice
+    #: whether parameters step and free their gradients during the backward pass; not
+    #: with several micro-batches
+    steps_within: bool
+
+
+@dataclass(frozen=True)
+class TrainerInputs:
+    """What a trainer is made from: settings, texts, and where and how it computes."""
+
+    config: Resolved
+    corpus: Corpus
+    #: the text of `eval.also`
+    also: Corpus | None
+    device: torch.device
+    #: of the weights that stay floats
+    dtype: torch.dtype
+    batches: BatchPlan
+    ranks: Ranks
+
+
+def trainer_inputs(
+    config: Resolved, corpus: Corpus, device: torch.device, ranks: Ranks = ALONE
+) -> TrainerInputs:
+    """Return the inputs of a trainer on an open corpus.
+
+    The text of `eval.also` is opened. The processes of `ranks` share each batch evenly.
+    """
+    train = config.train
+    share = train.batch_size // ranks.size
+    batches = BatchPlan(
+        micro_steps=train.accumulation,
+        rows=slice(ranks.rank * share, (ranks.rank + 1) * share),
+        steps_within=train.step_in_backward and train.accumulation == 1,
+    )
+    also = open_also(config, corpus)
+    return TrainerInputs(config, corpus, also, device, weight_dtype(config), batches, ranks)
+
+
 def initial_model(config: Config, corpus: Corpus) -> Any:
     """Return the float model that a resolved configuration starts from.
 
-    Its weights are random, or those of a checkpoint.
+    Its weights are random, or those of a checkpoint. Whether it fits the memory is
+    checked before, by `prepare_run`.
     """
-    check_fits(config, corpus, trained=False)
     if config.model.pretrained:
         from nanogpt_bench.setup.pretrained import pretrained_model
 
@@ -60,16 +113,15 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
     return build_model(shape, config.seed)
 
 
-def trained_model(
-    config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None
-) -> Any:
-    """Return the model that a resolved configuration trains.
+def trained_model(inputs: TrainerInputs, start: GPT | None = None) -> Any:
+    """Return the model that a trainer trains.
 
-    It is quantised, in its precision and on its device.
+    It is quantised, in its precision and on its device. Without the float model `start`
+    it begins as the configuration says.
     """
-    model = initial_model(config, corpus) if start is None else start
-    dtype = torch.bfloat16 if config.train.precision == Precision.BF16_PURE else torch.float32
-    model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+    config, device = inputs.config, inputs.device
+    model = initial_model(config, inputs.corpus) if start is None else start
+    model = quantize(train_in_float8(model, config, device), config).to(device, inputs.dtype)
     return keep_peer_weights(model, config)
 
 
@@ -101,26 +153,22 @@ class Trainer:
     The processes of `ranks` train the model together.
     """
 
-    def __init__(
-        self,
-        config: Resolved,
-        corpus: Corpus,
-        device: torch.device,
-        start: GPT | None = None,
-        ranks: Ranks = ALONE,
-    ) -> None:
+    def __init__(self, inputs: TrainerInputs, start: GPT | None = None) -> None:
+        """Build model and optimizer, and draw the validation batches."""
+        config, ranks = inputs.config, inputs.ranks
         self.config = config
-        self.corpus = corpus
-        self.device = device
+        self.corpus = inputs.corpus
+        self.device = inputs.device
         self.ranks = ranks
-        self.task = task_of(config, corpus)
-        self.model: Any = trained_model(config, corpus, device, start)
+        self.batches = inputs.batches
+        self.task = task_of(config, inputs.corpus)
+        self.model: Any = trained_model(inputs, start)
         if ranks.size > 1:
             # the first process' model, to the bit
             fm.distributed.sync(self.model)
         noise = None if config.optimizer.noise is None else WriteBackNoise(self.model, config)
         # index of a micro-batch that no step trains on
-        untrained = config.train.accumulation
+        untrained = self.batches.micro_steps
         self.optimizer = build_optimizer(
             self.model, config, lambda step: [self._move(self._draw(step, untrained))]
         )
@@ -135,14 +183,10 @@ class Trainer:
         #: most bytes of gradients at once, in this process' first step
         self.gradient_peak = GradientPeak(self.model)
         self._clipping = build_clipping(self.model, self.optimizer, config)
-        #: whether parameters step and free their gradients during the backward pass;
-        #: not with several micro-batches
-        self._steps_within = config.train.step_in_backward and config.train.accumulation == 1
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         self._also_batches: list[tuple[Tensor, Tensor]] = []
-        also_corpus = open_also(config, corpus)
-        if also_corpus is not None:
-            also_task = task_of(config, also_corpus)
+        if inputs.also is not None:
+            also_task = task_of(config, inputs.also)
             self._also_batches = [self._move(pair) for pair in also_task.held_out()]
 
     def tokens_in(self, number: int) -> int:
@@ -151,9 +195,7 @@ class Trainer:
 
     def new_step(self, number: int, *, last: bool) -> Step:
         """Return a new record of step `number` (from 1)."""
-        return Step(
-            number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation
-        )
+        return Step(number, self.model, self.optimizer, last, micro_steps=self.batches.micro_steps)
 
     def train_step(self, step: Step, observers: Sequence[Observer]) -> float:
         """Take one step, unless loss or gradient is not finite; record it.
@@ -208,7 +250,7 @@ class Trainer:
 
     def _update(self, step: Step, observers: Sequence[Observer]) -> None:
         """Step the optimizer, unless parameters have stepped in the backward pass."""
-        if not self._steps_within:
+        if not self.batches.steps_within:
             for observer in observers:
                 observer.before_step(step)
             if self.config.train.step_in_backward:
@@ -232,7 +274,7 @@ class Trainer:
 
     def _accumulate(self, step: Step, observers: Sequence[Observer]) -> float:
         """Sum the gradients of a step's micro-batches; return the mean loss."""
-        micro_steps = self.config.train.accumulation
+        micro_steps = self.batches.micro_steps
         total = torch.zeros((), device=self.device)
         for micro_step in range(micro_steps):
             tokens, targets = self._move(self._draw(step.number - 1, micro_step))
@@ -257,7 +299,7 @@ class Trainer:
         If parameters step on the way, observers are called first, and a loss of NaN or
         Inf is skipped.
         """
-        if not self._steps_within:
+        if not self.batches.steps_within:
             with self._products():
                 loss.backward()
         elif bool(loss.isfinite()):
@@ -309,7 +351,7 @@ class Trainer:
 
     def micro_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches of step `number` (from 1)."""
-        for micro_step in range(self.config.train.accumulation):
+        for micro_step in range(self.batches.micro_steps):
             yield self._move(self._draw(number - 1, micro_step))
 
     def validate(self) -> float:
@@ -394,9 +436,7 @@ class Trainer:
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
         """Return this process' rows of a micro-batch."""
         tokens, targets = self.task.batch(index, micro_step)
-        share = self.config.train.batch_size // self.ranks.size
-        rows = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
-        return tokens[rows], targets[rows]
+        return tokens[self.batches.rows], targets[self.batches.rows]
 
     def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].to(self.device), pair[1].to(self.device)

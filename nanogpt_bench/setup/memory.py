@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import OPTIONS, PEERS, Config, Precision, Storage
-from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.setup.task import BYTES_HELD, model_shape
 from nanogpt_bench.system.free_memory import check_memory
@@ -147,20 +146,22 @@ _AVERAGE = {"float32": 4, "bfloat16": 2, "8bit": 1}
 DECIDING = ("rule", "task", "model.", "train.", "optimizer.", "eval.batches", "runtime.device")
 
 
-def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = True) -> None:
+def check_fits(config: Config, shape: GPTShape | None = None, *, trained: bool = True) -> int:
     """Refuse a model or batches that need more than the free memory.
 
-    It is called before they are made. The count is a lower bound of
+    It is called before they are made, and returns the bytes that they need at least.
+    They are those of
 
     * the validation batches
     * the weights, also on a GPU, since a model is made on the CPU before it is moved
     * where training is in one process on a CPU, gradients, one average per weight,
       logits, and what a block keeps for the backward pass
 
-    Without a `corpus` the weights of its tokens and labels are not counted. A
-    pretrained model is checked where it is read.
+    Without the model's `shape`, which a corpus completes, the weights of tokens and
+    labels are not counted. A pretrained model is checked where it is read.
     """
-    shape = model_shape(config, corpus)
+    if shape is None:
+        shape = model_shape(config, None)
     train = config.train
     # Documents may be few, and short.
     tokens = 0 if config.task == "classify" else train.batch_size * shape.block_size
@@ -172,8 +173,31 @@ def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = 
         activations = 0 if train.recompute else 8 * shape.n_layer * shape.n_embd
         states = bytes_each(config) * parameters
         needed = max(needed, states + tokens * (8 * shape.vocab_size + activations))
-    needed += BYTES_HELD * tokens * config.eval.batches
+    needed += BYTES_HELD * tokens * _held_batches(config)
     check_memory(needed, _request(config, shape, trained))
+    return needed
+
+
+def check_batches_fit(config: Config) -> None:
+    """Refuse validation batches of an evaluation that need more than the free memory.
+
+    Those of a training are part of `check_fits`. Batches of documents may be few, and
+    are not counted.
+    """
+    if config.task == "classify":
+        return
+    size, block_size = config.train.batch_size, config.model.block_size or 0
+    request = (
+        f"eval.batches {config.eval.batches} with train.batch_size {size} and model.block_size "
+        f"{block_size}"
+    )
+    check_memory(BYTES_HELD * _held_batches(config) * size * block_size, request)
+
+
+def _held_batches(config: Config) -> int:
+    """Return the validation batches in memory, those of `eval.also` among them."""
+    texts = 1 if config.eval.also is None else 2
+    return texts * config.eval.batches
 
 
 def _request(config: Config, shape: GPTShape, trained: bool) -> str:

@@ -31,19 +31,37 @@ def no_device(place: str) -> BenchError:
     return BenchError(f"runtime.device: {CUDA!r} is not available on {place}; allowed: auto, cpu")
 
 
-@contextmanager
-def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seed for the run; yield the device. Both are restored."""
+def device_of(config: Config) -> torch.device:
+    """Return the device that a configuration computes on; refuse one that is missing."""
     wanted = config.runtime.device
     check_device(wanted)
-    device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device(CUDA if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def weight_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of the weights that a resolved configuration keeps as floats."""
+    is_pure = config.train.precision == Precision.BF16_PURE
+    return torch.bfloat16 if is_pure else torch.float32
+
+
+@contextmanager
+def runtime(config: Config) -> Iterator[torch.device]:
+    """Set threads and seed as `threads_and_seed` does; yield the device."""
+    device = device_of(config)
+    with threads_and_seed(config):
+        yield device
+
+
+@contextmanager
+def threads_and_seed(config: Config) -> Iterator[None]:
+    """Set torch's threads and seed within the block. Both are restored."""
     threads = torch.get_num_threads()
     torch.set_num_threads(config.runtime.threads or threads)
     try:
         with torch.random.fork_rng():
             # Dropout draws from torch's generator.
             torch.manual_seed(config.seed)
-            yield device
+            yield
     finally:
         torch.set_num_threads(threads)
 
@@ -132,12 +150,20 @@ def _count_hooks(model: nn.Module) -> int:
 def check_ranks(config: Config, ranks: Ranks) -> None:
     """Refuse what the processes of a run can't do together.
 
-    That is `train.parallel` in one process, a batch that processes can't share evenly,
-    and too few GPUs.
+    That is `train.parallel` without torchrun, torchrun without `train.parallel`, a
+    batch that processes can't share evenly, and too few GPUs.
     """
+    parallel = config.train.parallel
+    if parallel is not None and ranks is ALONE:
+        raise BenchError(
+            f"train.parallel: {parallel!r} needs processes; start them with torchrun "
+            f"--nproc-per-node 2 -m nanogpt_bench run, or give --train.parallel null"
+        )
+    if parallel is None and ranks is not ALONE:
+        raise BenchError(
+            "torchrun started this process, and train.parallel is null; give --train.parallel ddp"
+        )
     size = ranks.size
-    if ranks is ALONE:
-        refuse_parallel(config.train.parallel, "this")
     if config.train.batch_size % size:
         raise BenchError(
             f"train.batch_size: {counted(config.train.batch_size, 'sequence')} can't be divided "

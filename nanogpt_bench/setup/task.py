@@ -26,7 +26,6 @@ from nanogpt_bench.data.batches import (
     label_names,
 )
 from nanogpt_bench.model.gpt import GPTShape
-from nanogpt_bench.system.free_memory import check_memory
 
 #: bytes per token of a batch in memory, as an input and as a target
 BYTES_HELD = 16
@@ -140,11 +139,6 @@ class Language:
     def held_out(self) -> list[Pair]:
         """Return the fixed validation batches."""
         batches, size = self._config.eval.batches, self._config.train.batch_size
-        request = (
-            f"eval.batches {batches} with train.batch_size {size} and model.block_size "
-            f"{self._block}"
-        )
-        check_memory(BYTES_HELD * batches * size * self._block, request)
         return eval_batches(self._corpus.val, batches, size, self._block, seed=EVAL_SEED)
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:

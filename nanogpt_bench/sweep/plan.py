@@ -32,7 +32,7 @@ from nanogpt_bench.config.schema import (
     Config,
     Storage,
 )
-from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.config.settings import Resolved, build_config
 from nanogpt_bench.report.rows import Row, row_label
 from nanogpt_bench.setup.formats import format_summary, weight_format
 from nanogpt_bench.setup.resolve import resolve, rule_name
@@ -75,6 +75,8 @@ class PlannedRun:
     axes: Mapping[str, Any] = field(default_factory=dict)
     #: True for a trial of a search, which belongs to no row of the table
     is_trial: bool = field(default=False, kw_only=True)
+    #: what the settings resolve to; the checks before the training take it from here
+    config: Resolved = field(kw_only=True, compare=False, repr=False)
 
     @property
     def cost(self) -> int:
@@ -160,7 +162,7 @@ def _distinct_reference(run: PlannedRun, point: PlannedRun) -> PlannedRun:
 
     Otherwise return the reference `run`, labelled differently.
     """
-    if resolve(build_config(point.settings)) == resolve(build_config(run.settings)):
+    if point.config == run.config:
         return point
     label = f"{run.label} (reference)"
     return replace(run, label=label, name=folder_name(f"{label} seed={run.seed}", run.axes))
@@ -257,7 +259,8 @@ def plan_point(
         settings["optimizer.lr"] = config.optimizer.lr
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
-    return PlannedRun(label, rule, format_summary(config), config.seed, name, settings, axes)
+    fmt = format_summary(config)
+    return PlannedRun(label, rule, fmt, config.seed, name, settings, axes, config=config)
 
 
 def _idle_keys(base: Mapping[str, Any], point: Mapping[str, Any]) -> set[str]:
@@ -445,5 +448,4 @@ def check_inputs(planned: Iterable[PlannedRun]) -> None:
         corpus = repr([item for item in run.settings.items() if item[0].startswith(of_corpus)])
         if corpus not in checked:
             checked.add(corpus)
-            config = resolve(build_config(run.settings))
-            open_also(config, open_corpus(config))
+            open_also(run.config, open_corpus(run.config))

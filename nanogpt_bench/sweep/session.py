@@ -29,13 +29,12 @@ from rich.text import Text
 
 from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.config.settings import build_config, load_config
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_default
 from nanogpt_bench.data.batches import TextChangedError
 from nanogpt_bench.evaluation.measurement import gaps_table
 from nanogpt_bench.report.tables import to_text, tuning_table
 from nanogpt_bench.runs.load import SWEEP_DEFAULTS, has_ended
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.sweep.plan import (
     PlannedRun,
@@ -213,7 +212,9 @@ def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
     """Refuse runs that the machines can't train.
 
     They need a device that the executor does not have, or more memory than is free on
-    this machine.
+    this machine. `prepare_run` checks both again in the process that trains a run: that
+    may be on another machine, and hours later. Here a sweep is refused as a whole,
+    before its first run.
     """
     from nanogpt_bench.setup.memory import DECIDING, check_fits
 
@@ -225,7 +226,7 @@ def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
         deciding = [item for item in run.settings.items() if item[0].startswith(keys)]
         different_runs[repr(deciding)] = run
     for run in different_runs.values():
-        check_fits(resolve(build_config(run.settings)))
+        check_fits(run.config)
 
 
 class Session:
@@ -252,15 +253,18 @@ class Session:
         self.say = self._bar.say
         self._threads = 1
 
-    def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
-        """Train the runs and those that follow from them.
+    def train(self, planned: Sequence[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
+        """Train the runs, which `_check_runs` has checked, and those that follow from them.
 
         Returns False if a signal ended it early.
         """
         to_train: list[PlannedRun] = []
         for run in planned:
             to_train += self._add(run, on_end)
-        check_machine(to_train, self._executor)
+        # What follows from runs that ended at an earlier start is planned only now.
+        checked_names = {run.name for run in planned}
+        following = [run for run in to_train if run.name not in checked_names]
+        check_machine(following, self._executor)
         self._record.write_manifest()
         if not to_train:
             print(

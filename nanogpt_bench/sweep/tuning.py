@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get
-from nanogpt_bench.config.settings import build_config, unknown_key
+from nanogpt_bench.config.settings import unknown_key
 from nanogpt_bench.runs.load import TRIALS
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.plan import (
@@ -85,11 +84,10 @@ class Search:
                 )
 
     def _first_values(self) -> dict[str, Any]:
-        config = resolve(build_config(self.start.settings))
         keys = dict.fromkeys((*self.options.keys, *self.options.choices))
         values = {}
         for key in keys:
-            value_of_rule = get(config, key)
+            value_of_rule = get(self.start.config, key)
             # A rule that does not have the setting has None.
             if value_of_rule is not None:
                 values[key] = self.options.start.get(key, value_of_rule)

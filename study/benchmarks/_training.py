@@ -18,7 +18,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.text import prepare_stdlib
-from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.loop.trainer import Trainer, trainer_inputs
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings
 
@@ -78,7 +78,7 @@ def trainer_of(
     """Return a trainer, and its quantised matrices in the model's order."""
     settings = row_settings(rule, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir)
     config = resolve(build_config(settings | {"shadow.enabled": False}))
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    trainer = Trainer(trainer_inputs(config, open_corpus(config), torch.device("cpu")))
     return trainer, [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
 
 

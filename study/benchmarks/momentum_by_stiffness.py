@@ -26,7 +26,7 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.loop.trainer import Trainer, trainer_inputs
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings
 
@@ -91,7 +91,7 @@ def final_loss(args: argparse.Namespace, fmt: str, seed: int, power: float | str
         "shadow.enabled": False,
     }
     config = resolve(build_config(settings))
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    trainer = Trainer(trainer_inputs(config, open_corpus(config), torch.device("cpu")))
     if not isinstance(power, str):
         groups = []
         for group in trainer.optimizer.param_groups:

@@ -24,7 +24,7 @@ import torch
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.loop.trainer import Trainer, trainer_inputs
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.file import read_sweep
@@ -72,7 +72,7 @@ def measure_rule(settings: Mapping[str, Any], steps: int) -> MeasuredRule:
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        trainer = Trainer(config, open_corpus(config), device)
+        trainer = Trainer(trainer_inputs(config, open_corpus(config), device))
         numbers = range(1, WARMUP_STEPS + steps + 1)
         seconds = [step_seconds(trainer, number, on_gpu=on_gpu) for number in numbers]
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None

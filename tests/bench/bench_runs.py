@@ -14,7 +14,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.loop.trainer import Trainer, trainer_inputs
 from nanogpt_bench.monitors import Observer, Step
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.errors import BenchError
@@ -26,7 +26,7 @@ Tiny = Callable[..., Config]
 
 def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
     config = config if isinstance(config, Resolved) else resolve(config)
-    return Trainer(config, open_corpus(config), torch.device("cpu"), ranks=ranks)
+    return Trainer(trainer_inputs(config, open_corpus(config), torch.device("cpu"), ranks))
 
 
 def one_step(trainer: Trainer, number: int = 1, *observers: Observer) -> Step:

@@ -25,6 +25,7 @@ from small_runs import KINDS, STEPS, differences, traces, words
 from nanogpt_bench import checkpoint
 from nanogpt_bench.checkpoint import newest, step_file, steps, verify
 from nanogpt_bench.commands.run import exit_code, trained
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system import signals
 from nanogpt_bench.system.signals import RESUMABLE
@@ -46,7 +47,8 @@ def overrides(small_corpus):
 def child(folder, overrides, preparation=lambda: None, **options):
     def command():
         preparation()
-        return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])
+        config = load_config(find_config("e4m3.yaml"), overrides)
+        return exit_code(trained(config, "e4m3", "r", **options)[0])
 
     return forked.finish(forked.start(folder, command))
 

@@ -22,7 +22,7 @@ from nanogpt_bench.loop.observers import AlertObserver
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors.points import Step
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.sweep.plan import plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 
 #: the settings the classification reads
@@ -312,7 +312,8 @@ def test_the_sweep_judges_what_a_dead_process_left_and_writes_nothing_where_a_fu
     (path / "summary.json").unlink()
     record = SweepRecord(tmp_path / "out", "grid")
     record.folder = tmp_path
-    run = PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100})
+    run = plan_point({"train.max_steps": 100}, {"rule": "nearest", "model.format": "E4M3"})
+    run = replace(run, name=path.name)
     record.note_failure(run, {"kind": kind, "message": "out of memory", "step": 1})
     assert (path / "summary.json").exists() == (kind == "crash")
     if kind == "crash":

@@ -13,7 +13,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer, initial_model
+from nanogpt_bench.loop.trainer import Trainer, initial_model, trainer_inputs
 from nanogpt_bench.model.weights import constrained_weights
 from nanogpt_bench.report import report
 from nanogpt_bench.setup.resolve import resolve
@@ -169,7 +169,7 @@ def test_what_cannot_be_constrained_is_refused_and_a_comparison_constrains_what_
     model = initial_model(config, corpus)
     model.blocks[0].attn.qkv.weight.data[3] = 0.0  # a row without a nearest point
     with refusal(r"the weight of 'blocks.0.attn.qkv' has a row of zeros"):
-        Trainer(config, corpus, torch.device("cpu"), start=model)
+        Trainer(trainer_inputs(config, corpus, torch.device("cpu")), start=model)
     assert applies("model.constraint", "stiefel", RULES["riemannian"])
     assert not applies("model.constraint", "stiefel", RULES["fp32"])
     assert not applies("optimizer.constrained_lr", 0.1, RULES["stochastic"])

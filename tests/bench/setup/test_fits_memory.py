@@ -162,7 +162,8 @@ def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_n
     config = build_config(
         {"task": "classify", "data.dir": str(labelled_dir), "eval.batches": 10**11}
     )
-    check_fits(resolve(config), open_corpus(resolve(config)))
+    config = resolve(config)
+    check_fits(config, model_shape(config, open_corpus(config)))
 
 
 def test_what_was_read_counts_as_free(tmp_path, monkeypatch):

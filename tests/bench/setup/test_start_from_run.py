@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from bench_runs import recorded, refusal, resolved, summary_of
+from bench_runs import recorded, refusal, resolved, summary_of, trainer_of
 
 from nanogpt_bench.checkpoint import Contents, commit_checkpoint, read_checkpoint, step_file, steps
 from nanogpt_bench.config.settings import load_config
@@ -16,7 +16,7 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.resume import restore
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.loop.trainer import Trainer, initial_model
+from nanogpt_bench.loop.trainer import initial_model
 from nanogpt_bench.runs.trained import choose
 from nanogpt_bench.setup.resolve import resolve
 
@@ -24,7 +24,7 @@ from nanogpt_bench.setup.resolve import resolve
 @pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_a_model_starts_from_the_very_weights_of_a_run(tiny, trained, kind):
     settings = load_config(trained[kind] / "config.yaml")
-    first = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
+    first = trainer_of(settings)
     restore(read_checkpoint(step_file(trained[kind], 6)), first, [])
     config = resolve(tiny(model__init_from=trained[kind]))
     assert config.model.init_from == str(step_file(trained[kind], 6))
