@@ -1,12 +1,18 @@
 """Build the native code of ``fp8manifold/_native`` where there is a C compiler.
 
+::
+
+    _interface.py, formats.py  -->  generated.h         tables of Python, as C has them
+    *.c, *.h, generated.h      -->  _kernels.so
+
 Everything works without it, slower. ctypes loads the library, which uses none of
 Python's headers: one wheel per platform serves every version of Python.
 
-``python hatch_build.py`` builds it in a checkout, after a change of the C code.
+``python hatch_build.py`` builds it in a checkout, after a change of the C code or of the
+tables.
 """
 
-import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,12 +20,15 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = "fp8manifold/_native"
+PACKAGE = "fp8manifold"
+FOLDER = f"{PACKAGE}/_native"
 # No fused multiplications, no fast arithmetic: the bits are those of PyTorch's own
 # operations.
 FLAGS = (
@@ -43,7 +52,8 @@ class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build before the files of a wheel are collected.
 
-        A source distribution has the sources alone.
+        A source distribution has the sources alone, without the header that is made of
+        them.
         """
         if self.target_name != "wheel":
             return
@@ -77,11 +87,13 @@ def build(
             "code"
         )
         return None
+    header = header_text()
+    (folder / _sources().HEADER).write_text(header, encoding="utf-8")
     # Replaced in one move: programs that start meanwhile find a whole library, and
     # those that run still have the old one.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as build_folder:
         library = Path(build_folder) / target.name
-        command = _command(compiler, folder, library, flags)
+        command = _command(compiler, folder, library, (_digest_flag(folder, header), *flags))
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             target.unlink(missing_ok=True)
@@ -101,7 +113,7 @@ def _command(compiler: list[str], folder: Path, library: Path, flags: tuple[str,
     options = [*FLAGS]
     if _takes(compiler, WIDE_VECTORS):
         options.append(WIDE_VECTORS)
-    options += ["-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags]
+    options += ["-shared", "-fPIC", *flags]
     sources = sorted(str(path) for path in folder.glob("*.c"))
     libraries = ["-lm"] if sys.platform == "win32" else ["-lm", "-lpthread"]
     return [*compiler, *options, "-o", str(library), *sources, *libraries]
@@ -121,15 +133,31 @@ def compiler_of(environment: Mapping[str, str]) -> list[str] | None:
     return None
 
 
-def digest(folder: Path) -> str:
-    """Return the digest of the sources.
+def header_text() -> str:
+    """Return the header that C has of Python's tables."""
+    text: str = _sources().header_text(_module("_interface.py"), _module("formats.py"))
+    return text
 
-    It is compiled into the library, and compared when the library is loaded.
-    """
-    sources = hashlib.sha256()
-    for path in sorted(folder.glob("*.[ch]")):
-        sources.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
-    return sources.hexdigest()[:16]
+
+def _digest_flag(folder: Path, header: str) -> str:
+    """Return the flag by which a library says what it was built from."""
+    return f'-DSOURCES="{_sources().digest(folder, header)}"'
+
+
+def _sources() -> ModuleType:
+    return _module("_native/_sources.py")
+
+
+@cache
+def _module(path: str) -> ModuleType:
+    """Load a file of the package alone: the package imports torch, which a build lacks."""
+    source = Path(__file__).parent / PACKAGE / path
+    spec = importlib.util.spec_from_file_location(f"{source.stem}_of_build", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _takes(compiler: list[str], flag: str) -> bool:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8manifold._base.blocks import BLOCK, runs_in_blocks
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.reading import eager_only
+from fp8manifold._interface import HASH_MULTIPLIERS, HASH_SHIFTS
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 
@@ -41,9 +42,6 @@ RANDOM_BITS: Final = 24
 _MASK_64: Final = 2**64 - 1
 # 2^64 over the golden ratio, the increment of SplitMix64
 _GOLDEN_64: Final = 0x9E3779B97F4A7C15
-# of triple32, https://github.com/skeeto/hash-prospector
-_MULTIPLIERS: Final = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
-_SHIFTS: Final = (17, 11, 15)
 Words = tuple[int, ...]
 #: The relation of one element's draws in successive steps.
 Draws = Literal["independent", "dither"]
@@ -217,7 +215,9 @@ def mix(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
 
     The first round key has been added to ``x`` already.
     """
-    for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
+    for key, shift, multiplier in zip(
+        (None, second, third), HASH_SHIFTS, HASH_MULTIPLIERS, strict=True
+    ):
         if key is not None:
             x = x + key
         # An unsigned shift: the mask clears the copies of the sign.
@@ -229,7 +229,9 @@ def mix(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
 def _mix_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) -> None:
     """Apply :func:`mix` in place on the CPU, in half the time."""
     folded = np.empty_like(x)
-    for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
+    for key, shift, multiplier in zip(
+        (None, second, third), HASH_SHIFTS, HASH_MULTIPLIERS, strict=True
+    ):
         if key is not None:
             np.add(x, key, out=x)
         np.right_shift(x, np.uint32(shift), out=folded)

@@ -17,6 +17,7 @@ FOLDERS: dict[str, str] = {
     "fp8manifold/_encoded/": "tests/library/tensor tests/library/kernels",
     "fp8manifold/_encoded/dispatch.py": "tests/library/tensor",
     "fp8manifold/_geoopt_import.py": "tests/library/manifolds",
+    "fp8manifold/_interface.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/_native/": "tests/library/kernels",
     "fp8manifold/_numerics/": "tests/library/formats",
     "fp8manifold/_published/": "tests/library/published",

@@ -3,21 +3,23 @@
 The C code is built when the package is installed (``hatch_build.py``) and loaded by
 ctypes::
 
-    *.c, *.h  --hatch_build.py-->  _kernels.so, with the digest of its sources
-    library()                      the loaded file, if the digest is that of the sources
-                                   beside it; else None, and everything runs in PyTorch
+    _interface.py, *.c, *.h  --hatch_build.py-->  _kernels.so, with their digest
+    library()    the loaded file, if the digest is that of the tables and of the sources
+                 beside it; else None, and everything runs in PyTorch
 
 If there is none, one :class:`NativeUnavailableWarning` says so.
 """
 
 import ctypes
-import hashlib
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
+
+from fp8manifold import _interface, formats
+from fp8manifold._native._sources import digest, header_text
 
 _WORTH_A_THREAD: Final = 65_536
 """Elements for which starting a thread pays."""
@@ -59,7 +61,8 @@ def _load() -> _Loaded:
         else:
             kernels = ctypes.CDLL(str(path))
             kernels.fp8manifold_sources.restype = ctypes.c_char_p
-            if kernels.fp8manifold_sources().decode() == _digest(path.parent):
+            header = header_text(_interface, formats)
+            if kernels.fp8manifold_sources().decode() == digest(path.parent, header):
                 return _Loaded(_with_types(kernels), [])
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
@@ -102,11 +105,3 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fp8manifold_content.argtypes = (pointer, size, pointer)
     kernels.fp8manifold_content.restype = ctypes.c_uint64
     return kernels
-
-
-def _digest(folder: Path) -> str:
-    """Return the digest of the sources, as ``hatch_build.py`` computes it."""
-    sources = hashlib.sha256()
-    for path in sorted(folder.glob("*.[ch]")):
-        sources.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
-    return sources.hexdigest()[:16]

@@ -15,10 +15,8 @@ for each of equal runs. Rounding is stochastic with a key, by draws from the pos
 ``offset`` on, and otherwise to nearest.
 """
 
-from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +26,12 @@ from fp8manifold._base.float_bits import check_holds, working_dtype
 from fp8manifold._base.reading import refuse_trace
 from fp8manifold._native import library, threads_for
 from fp8manifold._numerics.codec import Rounding, round_block
-from fp8manifold._numerics.records import ARRAY, format_record
+from fp8manifold._numerics.records import (
+    ARRAY_STRUCT,
+    KEYS_STRUCT,
+    array_values,
+    format_record,
+)
 from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import DrawKey, draw_range, round_keys, signed_word
@@ -39,6 +42,7 @@ Kernel = Literal["decode", "round", "encode"]
 _VALUE_DTYPES: Final = (torch.float32, torch.bfloat16)
 _PLAIN_CLASSES: Final = (Tensor, torch.nn.Parameter)
 _LARGEST_FLOAT16: Final = 65504.0
+_NO_KEYS: Final = KEYS_STRUCT.pack(0, 0, 0, 0)
 
 
 class _Draws(NamedTuple):
@@ -114,8 +118,8 @@ def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
         return None
     flat = x.detach().contiguous().resolve_neg()
     first, second, third = round_keys(key, high)
-    words = np.array([signed_word(first + low), second, third, 0], dtype=np.int32)
-    return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), words.ctypes.data))
+    keys = KEYS_STRUCT.pack(signed_word(first + low), second, third, 0)
+    return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), keys))
 
 
 def _run_kernel(
@@ -175,36 +179,30 @@ def _run_in_c(
     # In a mode of torch's, such as that of fake tensors, the new tensor has no memory.
     if type(out) is not Tensor or kernels is None or x.numel() % rows:
         return None
-    format_bytes, nan_code = _format_facts(fmt)
-    first, second, third = (0, 0, 0) if draws is None else draws.round_keys
-    record = ARRAY.pack(
-        format_bytes,
-        x.data_ptr(),
-        out.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        rows,
-        x.numel() // rows,
-        rows == 1,
-        draws is not None,
-        rescale,
-        dtype is torch.bfloat16,
-        nan_code,
-        spacing,
-        first,
-        second,
-        third,
-        0 if draws is None else draws.phase,
-        0 if draws is None else signed_word(draws.start),
-    )
+    keys = _NO_KEYS
+    position = 0
+    if draws is not None:
+        keys = KEYS_STRUCT.pack(*draws.round_keys, draws.phase)
+        position = signed_word(draws.start)
+    values = {
+        "format": format_record(fmt),
+        "input": x.data_ptr(),
+        "output": out.data_ptr(),
+        "scale": 0 if scale is None else scale.data_ptr(),
+        "rows": rows,
+        "length": x.numel() // rows,
+        "shared": rows == 1,
+        "stochastic": draws is not None,
+        "rescale": rescale,
+        "bfloat16": dtype is torch.bfloat16,
+        "spacing": spacing,
+        "keys": keys,
+        "position": position,
+    }
+    record = ARRAY_STRUCT.pack(*array_values(values))
     run = getattr(kernels, f"fp8manifold_{kernel}")
     run(record, threads_for(x.numel()))
     return out
-
-
-@lru_cache(maxsize=256)
-def _format_facts(fmt: FloatFormat) -> tuple[bytes, int]:
-    """Return a format as C has it, and the code that a NaN gets."""
-    return format_record(fmt).tobytes(), fmt.nan_code or 0
 
 
 def is_plain(x: Tensor) -> bool:

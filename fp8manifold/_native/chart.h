@@ -85,21 +85,11 @@ INLINE float chart_shift(const Chart chart, float x, float steps)
 /* 2^x within 4 ulp. */
 INLINE float exp2_exact(float x)
 {
-    static const float coefficients[8] = {
-        1.0f,
-        (float)0.6931471805599453,
-        (float)0.2402265069591007,
-        (float)0.05550410866482158,
-        (float)0.009618129107628477,
-        (float)0.0013333558146428441,
-        (float)0.00015403530393381606,
-        (float)1.5252733804059838e-05,
-    };
     const float whole = rintf(x);
     const float fraction = x - whole;
-    float power_of_fraction = coefficients[7];
-    for (int i = 6; i >= 0; i--)
-        power_of_fraction = power_of_fraction * fraction + coefficients[i];
+    float power_of_fraction = EXP2_SERIES[FLOAT32_TERMS - 1];
+    for (int i = FLOAT32_TERMS - 2; i >= 0; i--)
+        power_of_fraction = power_of_fraction * fraction + EXP2_SERIES[i];
     return power_of_fraction * power_of_two(max_int(-126, min_int(127, (int32_t)whole)));
 }
 

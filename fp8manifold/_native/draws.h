@@ -7,19 +7,15 @@
 #ifndef FP8MANIFOLD_DRAWS_H
 #define FP8MANIFOLD_DRAWS_H
 
+#include "generated.h"
 #include "portable.h"
-
-typedef struct {
-    uint32_t first, second, third; /* added in the rounds of the hash */
-    uint32_t phase;                /* added at the end */
-} Keys;
 
 INLINE uint32_t random_word(const Keys keys, uint32_t position)
 {
     uint32_t x = position + keys.first;
-    x = (x ^ (x >> 17)) * 0xED5AD4BBu + keys.second;
-    x = (x ^ (x >> 11)) * 0xAC4C1B51u + keys.third;
-    return (x ^ (x >> 15)) * 0x31848BABu + keys.phase;
+    x = (x ^ (x >> HASH_SHIFT_1)) * HASH_MULTIPLIER_1 + keys.second;
+    x = (x ^ (x >> HASH_SHIFT_2)) * HASH_MULTIPLIER_2 + keys.third;
+    return (x ^ (x >> HASH_SHIFT_3)) * HASH_MULTIPLIER_3 + keys.phase;
 }
 
 /* The 24 bits of a word that decide a rounding. */

@@ -1,5 +1,5 @@
-/* The stages of a step for one element, as fp8manifold/optim/_step.py, _directions.py
- * and fp8manifold/_numerics/stiffness.py have them for whole tensors.
+/* The stages of a step for one element.  fp8manifold/optim/_step.py, _directions.py and
+ * fp8manifold/_numerics/stiffness.py define them for whole tensors; this is their twin.
  *
  * Weights are stepped in units of their scale:
  *
@@ -15,41 +15,8 @@
 #ifndef FP8MANIFOLD_ELEMENTS_H
 #define FP8MANIFOLD_ELEMENTS_H
 
-#include "step.h"
-
-/* E4M3 and E2M5, the formats of 8-bit moments. */
-static const Format MOMENT_FORMAT = {
-    .mantissa_bits = 3,
-    .bias = 7,
-    .emin = -6,
-    .emax = 8,
-    .bits = 8,
-    .sign_bit = 128,
-    .max_code = 126,
-    .top = 0x43E00000,
-    .signed_zero = 1,
-    .coarse = 0,
-    .one_nan = -1,
-    .many_nans = 1,
-    .inf_code = -1,
-    .largest = 448.0f,
-};
-static const Format MOMENTUM_FORMAT = {
-    .mantissa_bits = 5,
-    .bias = 1,
-    .emin = 0,
-    .emax = 2,
-    .bits = 8,
-    .sign_bit = 128,
-    .max_code = 127,
-    .top = 0x40FC0000,
-    .signed_zero = 1,
-    .coarse = 0,
-    .one_nan = -1,
-    .many_nans = 0,
-    .inf_code = -1,
-    .largest = 7.875f,
-};
+#include "chart.h"
+#include "draws.h"
 
 /* What holds for all elements that share a scale. */
 typedef struct {
@@ -78,18 +45,12 @@ INLINE int is_rounded(const Spec *spec) { return spec->storage == CODES || spec-
 /* log2 f of x = 2^e f, as log2_of_mantissa of fp8manifold/_numerics/stiffness.py. */
 INLINE float log2_of_mantissa(float x)
 {
-    static const float coefficients[8] = {
-        (float)2.8853900817779268,  (float)0.9617966939259756,
-        (float)0.5770780163555853,  (float)0.4121985831111324,
-        (float)0.3205988979753252,  (float)0.2623081892525388,
-        (float)0.22195308321368667, (float)0.19235933878519512,
-    };
     const float f = float_of((bits_of(x) & 0x7FFFFF) | 0x3F800000);
     const float t = (f - 1.0f) / (f + 1.0f);
     const float square = t * t;
-    float value = coefficients[7];
-    for (int i = 6; i >= 0; i--)
-        value = value * square + coefficients[i];
+    float value = LOG2_SERIES[FLOAT32_TERMS - 1];
+    for (int i = FLOAT32_TERMS - 2; i >= 0; i--)
+        value = value * square + LOG2_SERIES[i];
     return value * t;
 }
 
@@ -110,7 +71,7 @@ INLINE PerScale per_scale_of(const Job *job, float scale, int is_exact)
     const int must_divide = mantissa || scale > 0x1p126f;
     per_scale.inverse = must_divide ? 1.0f / scale : reciprocal(scale);
     per_scale.rate = job->hyper.rate * per_scale.inverse;
-    if (spec->stiffness == FIELD_POWER) {
+    if (spec->stiffness == FIELD_ANY) {
         const float log_mantissa = mantissa ? log2_of_mantissa(scale) : 0.0f;
         per_scale.log_reference = job->hyper.log_reference - log_mantissa;
     }
@@ -192,15 +153,17 @@ INLINE float scale_of_bound(float bound, int is_of_root)
 /* Whether the first moment's grid is fitted to each block's largest value. */
 INLINE int is_fitted(const Spec *spec)
 {
-    return spec->moments == EIGHT_BITS && spec->direction == MUON;
+    return spec->moments == EIGHT_BIT && spec->direction == MUON;
 }
 
 /* The smallest power of two that takes the largest magnitude within MOMENTUM_FORMAT. */
 INLINE float fitted_scale(float largest)
 {
-    /* carries into the exponent field if the mantissa exceeds that of 7.875 */
-    const int32_t field = (bits_of(largest) + 0x3FFFF) >> 23;
-    return float_of(max_int(field - 2, 1) * (1 << 23));
+    /* carries into the exponent field if the mantissa exceeds that of the format's
+     * largest value */
+    const int32_t carry = 0x7FFFFF - (MOMENTUM_FORMAT.top & 0x7FFFFF);
+    const int32_t field = (bits_of(largest) + carry) >> 23;
+    return float_of(max_int(field - MOMENTUM_FORMAT.emax, 1) * (1 << 23));
 }
 
 INLINE uint16_t to_bfloat16(float x, uint32_t draw)
@@ -244,11 +207,24 @@ INLINE int32_t encode_root(float root, float inverse_scale, uint32_t word)
     return max_int(code, smallest);
 }
 
+/* ----------------------------------------------------------------------- directions */
+/* A moment after a step, of gradients and of their squares, as in
+ * fp8manifold/optim/_directions.py. */
+INLINE float average(float moment, float decay, float gradient, float gain)
+{
+    return moment * decay + gradient * gain;
+}
+
+INLINE float average_of_squares(float moment, float decay, float gradient, float gain)
+{
+    return moment * decay + gradient * gain * gradient;
+}
+
 /* ------------------------------------------------------------------------- geometry */
 /* clamp(S / S_ref)^k of a stiffness S in value. */
 INLINE float field_factor(const Hyper *hyper, int mode, float stiffness, float log_reference)
 {
-    if (mode == FIELD_POWER) {
+    if (mode == FIELD_ANY) {
         float logarithm = (float)((bits_of(stiffness) >> 23) - 127) - log_reference;
         logarithm = logarithm > hyper->log_low ? logarithm : hyper->log_low;
         logarithm = logarithm < hyper->log_high ? logarithm : hyper->log_high;

@@ -21,25 +21,16 @@
  * With `extra_bits` all of this runs on the grid of a format with that many more
  * mantissa bits: a stored residual is the part of such a code that the format's own
  * code has no bits for.  A signed code has its sign as a number has, and counts from
- * the lowest value up. */
+ * the lowest value up.
+ *
+ * A Format has the facts of one, which fp8manifold/_interface.py explains. */
 #ifndef FP8MANIFOLD_FORMAT_H
 #define FP8MANIFOLD_FORMAT_H
 
 #include <math.h>
 
+#include "generated.h"
 #include "portable.h"
-
-/* A format, filled in by format_record of fp8manifold/_numerics/records.py. */
-typedef struct {
-    int32_t mantissa_bits, bias, emin, emax, bits, sign_bit, max_code;
-    int32_t top;         /* float32 bits of the largest value */
-    int32_t signed_zero; /* whether there is a -0 */
-    int32_t coarse;      /* whether the smallest ulp exceeds 1 */
-    int32_t one_nan;     /* the code of NaN if there is exactly one, otherwise -1 */
-    int32_t many_nans;   /* whether all codes above max_code are special */
-    int32_t inf_code;    /* -1 if there is none */
-    float largest;
-} Format;
 
 /* -------------------------------------------------------------------- code to value */
 typedef struct {

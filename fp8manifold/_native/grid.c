@@ -12,22 +12,6 @@
 
 #define PIECE 16384
 
-typedef struct {
-    Format format;
-    const void *from;
-    void *to;
-    const float *scale; /* NULL for 1 */
-    int64_t rows, length;
-    int32_t shared; /* whether all rows share one scale */
-    int32_t stochastic, rescale, bfloat16;
-    int32_t nan_code; /* what a NaN is encoded as */
-    int32_t spacing;  /* decode: the spacings at the values in place of the values */
-    Keys keys;
-    uint32_t position; /* of the first element */
-} Array;
-
-_Static_assert(sizeof(Array) == 144, "the size of ARRAY in records.py");
-
 /* Takes n elements from `start` on, which share a scale. */
 typedef void (*TakePiece)(const Array *array, int64_t start, int n, float scale);
 
@@ -108,8 +92,8 @@ static void look_up(const uint8_t *restrict codes, const float *restrict table,
 
 CLONED static void decode_piece(const Array *array, int64_t start, int n, float scale)
 {
-    const uint8_t *codes = (const uint8_t *)array->from + start;
-    float *restrict out = (float *)array->to + start;
+    const uint8_t *codes = (const uint8_t *)array->input + start;
+    float *restrict out = (float *)array->output + start;
     if (n >= WORTH_A_TABLE || array->spacing) {
         float table[256];
         fill_table(array, scale, table);
@@ -124,8 +108,8 @@ CLONED static void decode_piece(const Array *array, int64_t start, int n, float 
 CLONED static void decode_piece_bfloat16(const Array *array, int64_t start, int n, float scale)
 {
     const Format format = array->format;
-    const uint8_t *codes = (const uint8_t *)array->from + start;
-    uint16_t *restrict out = (uint16_t *)array->to + start;
+    const uint8_t *codes = (const uint8_t *)array->input + start;
+    uint16_t *restrict out = (uint16_t *)array->output + start;
     for (int i = 0; i < n; i++)
         out[i] = nearest_bfloat16(any_value(&format, codes[i]) * scale);
 }
@@ -143,8 +127,8 @@ INLINE void round_piece(const Array *array, int64_t start, int n, float scale, i
     const Format format = array->format;
     const Keys keys = array->keys;
     const uint32_t position = array->position + (uint32_t)start;
-    const float *x = (const float *)array->from + start;
-    float *restrict out = (float *)array->to + start;
+    const float *x = (const float *)array->input + start;
+    float *restrict out = (float *)array->output + start;
     const float new_scale = array->rescale ? scale : 1.0f;
     for (int i = 0; i < n; i++) {
         const int32_t draw = stochastic ? draw_of(random_word(keys, position + (uint32_t)i)) : 0;
@@ -189,9 +173,9 @@ INLINE void encode_piece(const Array *array, int64_t start, int n, int stochasti
     const Format format = array->format;
     const Keys keys = array->keys;
     const uint32_t position = array->position + (uint32_t)start;
-    const float *x = (const float *)array->from + start;
-    uint8_t *restrict out = (uint8_t *)array->to + start;
-    const int32_t nan_code = array->nan_code;
+    const float *x = (const float *)array->input + start;
+    uint8_t *restrict out = (uint8_t *)array->output + start;
+    const int32_t nan_code = format.nan_code;
     for (int i = 0; i < n; i++) {
         const int32_t draw = stochastic ? draw_of(random_word(keys, position + (uint32_t)i)) : 0;
         const int32_t code = encode_finite(&format, x[i], stochastic, draw, fixed_point);

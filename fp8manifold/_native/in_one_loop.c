@@ -48,7 +48,7 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
         for (int i = 0; i < n; i++)
             wide_residual[i] = residuals[i];
     }
-    if (moments == EIGHT_BITS) {
+    if (moments == EIGHT_BIT) {
         for (int i = 0; i < n; i++) {
             wide_first[i] = first_codes[i];
             wide_second[i] = second_codes[i];
@@ -65,7 +65,7 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
         const Decoded weight = load_code(&format, wide_code[i], residual, extra_bits);
         const float gradient = gradients[i];
         float first, second, root;
-        if (moments == EIGHT_BITS) {
+        if (moments == EIGHT_BIT) {
             first = decode_code(&MOMENT_FORMAT, wide_first[i]).value * first_scale;
             root = decode_magnitude(&MOMENT_FORMAT, wide_second[i], 0).value * second_scale;
             second = root * root;
@@ -76,8 +76,8 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
             first = first_floats[i];
             second = second_floats[i];
         }
-        first = first * hyper.beta1 + gradient * gain1;
-        second = second * hyper.beta2 + gradient * hyper.gain2 * gradient;
+        first = average(first, hyper.beta1, gradient, gain1);
+        second = average_of_squares(second, hyper.beta2, gradient, hyper.gain2);
         root = sqrtf(second);
         float direction = first / (root + hyper.eps);
         if (stiffness != FIELD_NONE)
@@ -93,7 +93,7 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
             wide_code[i] = encode_finite(&format, target, stochastic, draw, 1);
         }
         const uint32_t word = moments == FLOAT32 ? 0 : random_word(moment_keys, position);
-        if (moments == EIGHT_BITS) {
+        if (moments == EIGHT_BIT) {
             wide_first[i] = encode_moment(first, new_first_inverse, word & 0xFFFF);
             wide_second[i] = encode_root(root, new_second_inverse, word);
         } else if (moments == BFLOAT16) {
@@ -125,7 +125,7 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
             codes[i] = stays ? codes[i] : (uint8_t)wide_code[i];
         }
     }
-    if (moments == EIGHT_BITS) {
+    if (moments == EIGHT_BIT) {
         for (int i = 0; i < n; i++) {
             first_codes[i] = (uint8_t)wide_first[i];
             second_codes[i] = (uint8_t)wide_second[i];
@@ -156,29 +156,31 @@ INLINE void adam_over_codes(const Job *job, const PerScale *per_scale, const Blo
 #define ADAMS_FOR_FIELDS(name, moments) \
     ADAMS_FOR_WRITEBACKS(name, moments, FIELD_NONE) \
     ADAMS_FOR_WRITEBACKS(name##_linear, moments, FIELD_LINEAR) \
-    ADAMS_FOR_WRITEBACKS(name##_power, moments, FIELD_POWER)
+    ADAMS_FOR_WRITEBACKS(name##_power, moments, FIELD_ANY)
 
 ADAMS_FOR_FIELDS(adam, FLOAT32)
 ADAMS_FOR_FIELDS(adam16, BFLOAT16)
-ADAMS_FOR_FIELDS(adam8, EIGHT_BITS)
+ADAMS_FOR_FIELDS(adam8, EIGHT_BIT)
 
-/* Their names, in the order of the write-backs and fields. */
+/* Their names by write-back, and by field and write-back. */
 #define BY_WRITEBACK(name) \
     { \
-        name##_nearest, name##_stochastic, name##_residual \
+        [WRITE_NEAREST] = name##_nearest, [WRITE_STOCHASTIC] = name##_stochastic, \
+        [WRITE_RESIDUAL8] = name##_residual \
     }
 #define BY_FIELD(name) \
     { \
         [FIELD_NONE] = BY_WRITEBACK(name), [FIELD_LINEAR] = BY_WRITEBACK(name##_linear), \
-        [FIELD_POWER] = BY_WRITEBACK(name##_power) \
+        [FIELD_ANY] = BY_WRITEBACK(name##_power) \
     }
 
-/* By moments, field and write-back; NULL for the fields 1/2 and 2, which the stages
- * take. */
-static const TakeTile ADAMS[3][FIELD_POWER + 1][3] = {
+/* By moments, field and write-back; NULL for the fields 1/2 and 2 and for the write-back
+ * that adds to the first moment, which the stages take. */
+static const TakeTile
+    ADAMS[MOMENT_STORAGE_COUNT][STIFFNESS_POWER_COUNT][KERNEL_WRITE_BACK_COUNT] = {
     [FLOAT32] = BY_FIELD(adam),
     [BFLOAT16] = BY_FIELD(adam16),
-    [EIGHT_BITS] = BY_FIELD(adam8),
+    [EIGHT_BIT] = BY_FIELD(adam8),
 };
 
 TakeTile in_one_loop(const Job *job)
@@ -186,7 +188,7 @@ TakeTile in_one_loop(const Job *job)
     const Spec *spec = job->spec;
     const int is_adam_over_codes =
         spec->direction == ADAM && spec->storage == CODES && spec->geometry == LINEAR;
-    if (!is_adam_over_codes || spec->metric != METRIC_ULP || spec->writeback > WRITE_RESIDUAL8)
+    if (!is_adam_over_codes || spec->metric != METRIC_ULP)
         return NULL;
     if (job->largest || !is_usual(&spec->format))
         return NULL;

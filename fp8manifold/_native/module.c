@@ -7,5 +7,5 @@
 
 EXPORT const char *fp8manifold_sources(void);
 
-/* The digest that the build passes on, as `digest` of hatch_build.py. */
+/* The digest that the build passes on, as `digest` of _sources.py. */
 const char *fp8manifold_sources(void) { return SOURCES; }

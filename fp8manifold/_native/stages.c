@@ -299,10 +299,10 @@ CLONED void adam(const Job *job, Tile *tile)
     const int n = tile->n;
     float *largest = job->largest ? job->largest + tile->start : NULL;
     for (int i = 0; i < n; i++)
-        tile->first[i] = tile->first[i] * hyper.beta1 + tile->gradient[i] * hyper.gain1;
+        tile->first[i] = average(tile->first[i], hyper.beta1, tile->gradient[i], hyper.gain1);
     for (int i = 0; i < n; i++) {
         const float gradient = tile->gradient[i];
-        tile->second[i] = tile->second[i] * hyper.beta2 + gradient * hyper.gain2 * gradient;
+        tile->second[i] = average_of_squares(tile->second[i], hyper.beta2, gradient, hyper.gain2);
         tile->root[i] = sqrtf(tile->second[i]);
     }
     if (largest) {
@@ -331,7 +331,7 @@ CLONED void sgd(const Job *job, Tile *tile)
         return;
     }
     for (int i = 0; i < n; i++)
-        tile->first[i] = tile->first[i] * hyper.beta1 + tile->gradient[i] * hyper.gain1;
+        tile->first[i] = average(tile->first[i], hyper.beta1, tile->gradient[i], hyper.gain1);
     if (!job->spec->nesterov) {
         for (int i = 0; i < n; i++)
             tile->direction[i] = tile->first[i];
@@ -349,9 +349,10 @@ CLONED void lion(const Job *job, Tile *tile)
     const Hyper hyper = job->hyper;
     const int n = tile->n;
     for (int i = 0; i < n; i++) {
-        const float mixed = tile->first[i] * hyper.beta1 + tile->gradient[i] * hyper.gain1;
+        const float gradient = tile->gradient[i];
+        const float mixed = average(tile->first[i], hyper.beta1, gradient, hyper.gain1);
         tile->direction[i] = (float)((0.0f < mixed) - (mixed < 0.0f));
-        tile->first[i] = tile->first[i] * hyper.beta2 + tile->gradient[i] * hyper.gain2;
+        tile->first[i] = average(tile->first[i], hyper.beta2, gradient, hyper.gain2);
     }
 }
 
@@ -419,7 +420,7 @@ CLONED void move(const Job *shared_job, const PerScale *shared_per_scale, Tile *
     } else if (is_linear && spec->stiffness == FIELD_SQUARE) {
         move_by_field(job, per_scale, tile, keep, FIELD_SQUARE);
     } else if (is_linear) {
-        move_by_field(job, per_scale, tile, keep, FIELD_POWER);
+        move_by_field(job, per_scale, tile, keep, FIELD_ANY);
     } else if (spec->geometry == TANGENT) {
         move_along_chart(job, per_scale, tile, keep, TANGENT, spec->metric);
     } else if (spec->metric == METRIC_ULP) {

@@ -221,9 +221,9 @@ static void take_run(Run *run, Tile *tile)
             flags |= flags_of(format, codes + at, tile->n);
     }
     if (flags & HAS_LAST_CODE)
-        SET_FLAG(job->flags + IS_SATURATED);
+        SET_FLAG(job->report + IS_SATURATED);
     if (flags & IS_ALL_ZERO)
-        SET_FLAG(job->flags + HAS_ZERO_TILE);
+        SET_FLAG(job->report + HAS_ZERO_TILE);
 }
 
 /* -------------------------------------------------------------------------- threads */

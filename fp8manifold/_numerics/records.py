@@ -1,111 +1,82 @@
-"""Records that the C code reads.
+"""Records that native code and kernels read, as NumPy and `struct` have them.
 
-They have the fields of its structs, in the same order: ``Format`` in ``format.h``, ``Spec``
-and ``Job`` in ``step.h``, ``Array`` in ``grid.c``. ``align=True`` pads them as a C compiler
-does.
+The fields are those of ``_interface.py``, at the same offsets: C's structs are made of the
+same tables.
 """
 
+from dataclasses import astuple
 from functools import lru_cache
-from struct import Struct
-from typing import Final
+from itertools import groupby
+from operator import itemgetter
+from struct import Struct, calcsize
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fp8manifold._numerics.codec import largest_bits
+from fp8manifold._interface import (
+    ARRAY,
+    FORMAT,
+    JOB,
+    KEYS,
+    SPEC,
+    WIDENING,
+    Entry,
+    Record,
+    entries,
+    format_facts,
+)
 from fp8manifold.formats import FloatFormat
 
-FORMAT: Final = np.dtype(
-    [
-        ("mantissa_bits", np.int32),
-        ("bias", np.int32),
-        ("emin", np.int32),
-        ("emax", np.int32),
-        ("bits", np.int32),
-        ("sign_bit", np.int32),
-        ("max_code", np.int32),
-        # the float32 bits of ``largest``
-        ("top", np.int32),
-        ("signed_zero", np.int32),
-        # whether the smallest ulp exceeds 1
-        ("coarse", np.int32),
-        ("one_nan", np.int32),
-        ("many_nans", np.int32),
-        ("inf_code", np.int32),
-        ("largest", np.float32),
-    ],
-    align=True,
-)
-SPEC: Final = np.dtype(
-    [
-        ("direction", np.int32),
-        ("storage", np.int32),
-        ("writeback", np.int32),
-        ("moments", np.int32),
-        ("geometry", np.int32),
-        ("stiffness", np.int32),
-        ("metric", np.int32),
-        ("decays", np.int32),
-        ("nesterov", np.int32),
-        ("maximize", np.int32),
-        ("format", FORMAT),
-    ],
-    align=True,
-)
-JOB: Final = np.dtype(
-    [
-        # spec, weight, gradient, scale, residual, first, second, largest, first_bound,
-        # second_bound, flags
-        ("pointers", np.uint64, 11),
-        ("rows", np.int64),
-        ("length", np.int64),
-        # scales, repeats, low_exponent, high_exponent
-        ("facts", np.int32, 4),
-        # weight_keys, moment_keys
-        ("keys", np.int32, 8),
-        # the floats of Hyper
-        ("hyper", np.float32, 16),
-    ],
-    align=True,
-)
 
-ARRAY: Final = Struct(
-    f"{FORMAT.itemsize}s"
-    # from, to, scale
-    "3Q"
-    # rows, length
-    "2q"
-    # shared, stochastic, rescale, bfloat16, nan_code, spacing
-    "6i"
-    # keys
-    "4i"
-    # position
-    "i"
-    # padding to a multiple of eight bytes
-    "0q"
-)
+def dtype_of(record: Record) -> np.dtype[np.void]:
+    """Return a record as NumPy has it: neighbours of one array are one field."""
+    names: list[str] = []
+    formats: list[Any] = []
+    offsets: list[int] = []
+    for name, neighbours in groupby(record.fields, lambda field: field.array or field.name):
+        fields = list(neighbours)
+        first = fields[0]
+        numbers: list[Entry] = []
+        for field in fields:
+            numbers += entries(field.kind)
+        names.append(name)
+        offsets.append(record.offsets[first.name])
+        if first.array:
+            formats.append((numbers[0].code, len(numbers)))
+        elif isinstance(first.kind, Record):
+            formats.append(dtype_of(first.kind))
+        else:
+            formats.append(numbers[0].code)
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": record.size}
+    )
+
+
+def struct_of(record: Record) -> Struct:
+    """Return a record as `struct` packs it: records within it are bytes."""
+    layout = "="
+    end = 0
+    for field in record.fields:
+        kind = field.kind
+        offset = record.offsets[field.name]
+        code = f"{kind.size}s" if isinstance(kind, Record) else next(entries(kind)).code
+        layout += f"{offset - end}x{code}"
+        end = offset + calcsize(f"={code}")
+    return Struct(f"{layout}{record.size - end}x")
+
+
+FORMAT_DTYPE: Final = dtype_of(FORMAT)
+JOB_DTYPE: Final = dtype_of(JOB)
+SPEC_DTYPE: Final = dtype_of(SPEC)
+WIDENING_DTYPE: Final = dtype_of(WIDENING)
+_FORMAT: Final = struct_of(FORMAT)
+KEYS_STRUCT: Final = struct_of(KEYS)
+ARRAY_STRUCT: Final = struct_of(ARRAY)
+array_values: Final = itemgetter(*[field.name for field in ARRAY.fields])
+"""Return the values of a whole array's record in their order, of a dict by name."""
 
 
 @lru_cache(maxsize=256)
-def format_record(fmt: FloatFormat) -> NDArray[np.void]:
-    """Return a format as a record of C, whose memory lives as long as the cache."""
-    record = np.zeros(1, dtype=FORMAT)
-    fields = {
-        "mantissa_bits": fmt.mantissa_bits,
-        "bias": fmt.bias,
-        "emin": fmt.emin,
-        "emax": fmt.emax,
-        "bits": fmt.bits,
-        "sign_bit": fmt.sign_bit,
-        "max_code": fmt.max_code,
-        "top": largest_bits(fmt),
-        "signed_zero": fmt.has_negative_zero,
-        "coarse": fmt.ulp_min > 1,
-        "one_nan": fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else -1,
-        "many_nans": len(fmt.nan_codes) > 1,
-        "inf_code": -1 if fmt.inf_code is None else fmt.inf_code,
-        "largest": fmt.max,
-    }
-    for name, value in fields.items():
-        record[name] = value
-    return record
+def format_record(fmt: FloatFormat) -> bytes:
+    """Return the facts of a format."""
+    return _FORMAT.pack(*astuple(format_facts(fmt)))

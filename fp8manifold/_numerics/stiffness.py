@@ -21,20 +21,16 @@ with polynomials in ``+`` and ``*`` for the logarithm of a mantissa and for ``2^
 
 import math
 from collections.abc import Mapping
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from fp8manifold._base.blocks import block_on
 from fp8manifold._base.float_bits import float_bits
+from fp8manifold._interface import EXP2_SERIES, FLOAT32_TERMS, LOG2_SERIES, StiffnessPower
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
 
-# The series of 2^x around 0, and that of log2((1 + t) / (1 - t)) / t in t^2.
-_EXP2_SERIES = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
-_LOG2_SERIES = tuple(2 / math.log(2) / (2 * i + 1) for i in range(18))
-_FLOAT32_TERMS = 8
 # Sums of so many bits of mantissas stay exact in float64.
 _PART_BITS = 26
 
@@ -101,24 +97,6 @@ def bounded_share(
     return share
 
 
-class StiffnessPower(StrEnum):
-    """The exponents ``k`` of S / S_ref, by how the power is computed.
-
-    Their order is that of C's enumeration (`_native/step.h`).
-    """
-
-    #: 0: the ratio is not computed
-    NONE = "none"
-    #: 1
-    LINEAR = "linear"
-    #: 1/2
-    SQRT = "sqrt"
-    #: 2
-    SQUARE = "square"
-    #: any other, by logarithms
-    ANY = "power"
-
-
 def bounded_ratio_power(
     stiffness: Tensor, scale: Tensor, power: StiffnessPower, numbers: Mapping[str, Tensor]
 ) -> Tensor:
@@ -164,13 +142,13 @@ def log2_of_mantissa(x: Tensor) -> Tensor:
     one = fields.power_of_two(0)
     f = ((x.view(fields.integer) & mantissa_mask) | one).view(x.dtype)
     t = (f - 1) / (f + 1)
-    return _polynomial(t * t, _LOG2_SERIES) * t
+    return _polynomial(t * t, LOG2_SERIES) * t
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     """Return a polynomial by Horner's scheme, of its first eight terms in float32."""
     if x.dtype != torch.float64:
-        coefficients = coefficients[:_FLOAT32_TERMS]
+        coefficients = coefficients[:FLOAT32_TERMS]
     value = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient
@@ -181,7 +159,7 @@ def exp2_exact(x: Tensor) -> Tensor:
     """Return ``2^x``, within 4 ULP and the same bits everywhere."""
     fields = float_bits(x.dtype)
     whole = torch.round(x)
-    power_of_fraction = _polynomial(x - whole, _EXP2_SERIES)
+    power_of_fraction = _polynomial(x - whole, EXP2_SERIES)
     exponent = whole.to(fields.integer).clamp(1 - fields.bias, fields.bias)
     return power_of_fraction * fields.power_of_two(exponent).view(x.dtype)
 

@@ -21,9 +21,8 @@ in capitals are constants that a kernel is compiled for.
 import triton
 import triton.language as tl
 
+from fp8manifold._interface import GpuReport
 from fp8manifold._triton import format as floats
-from fp8manifold._triton.kinds import NOT_FINITE_WORD
-from fp8manifold._triton.kinds import REPORT_WORDS as _REPORT_WORDS
 from fp8manifold._triton.stages import (
     GRADIENT,
     LENGTH,
@@ -33,8 +32,8 @@ from fp8manifold._triton.stages import (
     load_size,
 )
 
-REPORT_WORDS: tl.constexpr = tl.constexpr(_REPORT_WORDS)
-NOT_FINITE: tl.constexpr = tl.constexpr(NOT_FINITE_WORD)
+REPORT_WORDS: tl.constexpr = tl.constexpr(len(GpuReport._fields))
+NOT_FINITE: tl.constexpr = tl.constexpr(GpuReport._fields.index("is_nonfinite"))
 LARGEST_INT8: tl.constexpr = tl.constexpr(0x42FE0000)  # float32 bits of 127
 
 
@@ -101,9 +100,9 @@ def decode_kernel(
     With SPACING store ``scale * ulp``.
     """
     offsets, mask, row_scale = _scaled_offsets(scale, rows, length, in_row, R, W)
-    code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * FORMAT.SIGN_BIT - 1)
+    code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * FORMAT.sign_bit - 1)
     if SPACING:
-        value = floats.magnitude_ulp(code & (FORMAT.SIGN_BIT - 1), FORMAT, 0) * row_scale
+        value = floats.magnitude_ulp(code & (FORMAT.sign_bit - 1), FORMAT, 0) * row_scale
     else:
         value = floats.any_value(code, FORMAT) * row_scale
     if out.dtype.element_ty == tl.uint16:
@@ -164,7 +163,7 @@ def encode_kernel(
         x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W
     )
     code = floats.encode_finite(value, draw, FORMAT, STOCHASTIC, FIXED)
-    code = tl.where(value != value, FORMAT.NAN_CODE, code).to(tl.uint8)
+    code = tl.where(value != value, FORMAT.nan_code, code).to(tl.uint8)
     tl.store(out + offsets, code, mask=mask)
 
 

@@ -17,10 +17,53 @@ kernel is compiled for.
 import triton
 import triton.language as tl
 
+from fp8manifold._interface import (
+    EXP2_SERIES,
+    HASH_MULTIPLIERS,
+    HASH_SHIFTS,
+    LOG2_SERIES,
+    POSITIONS,
+)
+
 #: 1.5 * 2^23: a float32 below 2^22 that is added to it is rounded to a whole number.
 TO_WHOLE: tl.constexpr = tl.constexpr(12582912.0)
 #: 2^-24: draws are whole numbers of it.
 DRAW_UNIT: tl.constexpr = tl.constexpr(5.9604644775390625e-08)
+
+# The rounds that make a random word of a position.
+SHIFT_1: tl.constexpr = tl.constexpr(HASH_SHIFTS[0])
+SHIFT_2: tl.constexpr = tl.constexpr(HASH_SHIFTS[1])
+SHIFT_3: tl.constexpr = tl.constexpr(HASH_SHIFTS[2])
+MULTIPLIER_1: tl.constexpr = tl.constexpr(HASH_MULTIPLIERS[0])
+MULTIPLIER_2: tl.constexpr = tl.constexpr(HASH_MULTIPLIERS[1])
+MULTIPLIER_3: tl.constexpr = tl.constexpr(HASH_MULTIPLIERS[2])
+
+# The terms of 2^x and of log2((1 + t) / (1 - t)) / t that float32 takes.
+EXP2_0: tl.constexpr = tl.constexpr(EXP2_SERIES[0])
+EXP2_1: tl.constexpr = tl.constexpr(EXP2_SERIES[1])
+EXP2_2: tl.constexpr = tl.constexpr(EXP2_SERIES[2])
+EXP2_3: tl.constexpr = tl.constexpr(EXP2_SERIES[3])
+EXP2_4: tl.constexpr = tl.constexpr(EXP2_SERIES[4])
+EXP2_5: tl.constexpr = tl.constexpr(EXP2_SERIES[5])
+EXP2_6: tl.constexpr = tl.constexpr(EXP2_SERIES[6])
+EXP2_7: tl.constexpr = tl.constexpr(EXP2_SERIES[7])
+LOG2_0: tl.constexpr = tl.constexpr(LOG2_SERIES[0])
+LOG2_1: tl.constexpr = tl.constexpr(LOG2_SERIES[1])
+LOG2_2: tl.constexpr = tl.constexpr(LOG2_SERIES[2])
+LOG2_3: tl.constexpr = tl.constexpr(LOG2_SERIES[3])
+LOG2_4: tl.constexpr = tl.constexpr(LOG2_SERIES[4])
+LOG2_5: tl.constexpr = tl.constexpr(LOG2_SERIES[5])
+LOG2_6: tl.constexpr = tl.constexpr(LOG2_SERIES[6])
+LOG2_7: tl.constexpr = tl.constexpr(LOG2_SERIES[7])
+
+# The numbers of a step that a power of the stiffness field needs, by their index.
+INVERSE_REFERENCE: tl.constexpr = tl.constexpr(POSITIONS["inverse_reference"])
+LOG_REFERENCE: tl.constexpr = tl.constexpr(POSITIONS["log_reference"])
+LOW: tl.constexpr = tl.constexpr(POSITIONS["low"])
+HIGH: tl.constexpr = tl.constexpr(POSITIONS["high"])
+LOG_LOW: tl.constexpr = tl.constexpr(POSITIONS["log_low"])
+LOG_HIGH: tl.constexpr = tl.constexpr(POSITIONS["log_high"])
+POWER: tl.constexpr = tl.constexpr(POSITIONS["power"])
 
 
 @triton.jit
@@ -61,9 +104,9 @@ def random_word(keys, position):
     ``keys`` points to three round keys and a phase.
     """
     x = position + tl.load(keys)
-    x = (x ^ (x >> 17)) * 0xED5AD4BB + tl.load(keys + 1)
-    x = (x ^ (x >> 11)) * 0xAC4C1B51 + tl.load(keys + 2)
-    return (x ^ (x >> 15)) * 0x31848BAB + tl.load(keys + 3)
+    x = (x ^ (x >> SHIFT_1)) * MULTIPLIER_1 + tl.load(keys + 1)
+    x = (x ^ (x >> SHIFT_2)) * MULTIPLIER_2 + tl.load(keys + 2)
+    return (x ^ (x >> SHIFT_3)) * MULTIPLIER_3 + tl.load(keys + 3)
 
 
 @triton.jit
@@ -99,50 +142,50 @@ def _unbiased(x, BIAS: tl.constexpr):
 @triton.jit
 def magnitude_value(magnitude, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr):
     """Return the value of a code without its sign."""
-    fields = magnitude << (23 - FORMAT.MANTISSA_BITS - EXTRA_BITS)
-    return _unbiased(float_of(fields), FORMAT.BIAS)
+    fields = magnitude << (23 - FORMAT.mantissa_bits - EXTRA_BITS)
+    return _unbiased(float_of(fields), FORMAT.bias)
 
 
 @triton.jit
 def code_value(code, FORMAT: tl.constexpr):
     """Return the value of a finite code; a shift carries its sign along."""
-    EXPONENT_BITS: tl.constexpr = FORMAT.BITS - 1 - FORMAT.MANTISSA_BITS
+    EXPONENT_BITS: tl.constexpr = FORMAT.bits - 1 - FORMAT.mantissa_bits
     # The sign, and as many bits below it as code and mantissa have: the copies of the
     # sign between them go. -2147483648 is the sign bit of an int32.
     MASK: tl.constexpr = ((1 << (23 + EXPONENT_BITS)) - 1) - 2147483648
-    fields = ((code << (32 - FORMAT.BITS)) >> (8 - EXPONENT_BITS)) & MASK
-    return _unbiased(float_of(fields), FORMAT.BIAS)
+    fields = ((code << (32 - FORMAT.bits)) >> (8 - EXPONENT_BITS)) & MASK
+    return _unbiased(float_of(fields), FORMAT.bias)
 
 
 @triton.jit
 def magnitude_ulp(magnitude, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr):
     """Return the format's ulp at a code without its sign, which may have extra bits."""
-    field = tl.maximum(magnitude >> (FORMAT.MANTISSA_BITS + EXTRA_BITS), 1)
-    return power_of_two(field - (FORMAT.BIAS + FORMAT.MANTISSA_BITS))
+    field = tl.maximum(magnitude >> (FORMAT.mantissa_bits + EXTRA_BITS), 1)
+    return power_of_two(field - (FORMAT.bias + FORMAT.mantissa_bits))
 
 
 @triton.jit
 def any_value(code, FORMAT: tl.constexpr):
     """Return the value of any code, NaN and Inf included."""
-    magnitude = code & (FORMAT.SIGN_BIT - 1)
-    sign = (code << (32 - FORMAT.BITS)) & -2147483648
+    magnitude = code & (FORMAT.sign_bit - 1)
+    sign = (code << (32 - FORMAT.bits)) & -2147483648
     value = bits_of(magnitude_value(magnitude, FORMAT, 0)) | sign
-    if FORMAT.MANY_NANS:
-        value = tl.where(magnitude > FORMAT.MAX_CODE, 0x7FC00000, value)
-    if FORMAT.INF_CODE >= 0:
-        value = tl.where(magnitude == FORMAT.INF_CODE, 0x7F800000 | sign, value)
-    if FORMAT.ONE_NAN >= 0:
-        value = tl.where(code == FORMAT.ONE_NAN, 0x7FC00000, value)
+    if FORMAT.many_nans:
+        value = tl.where(magnitude > FORMAT.max_code, 0x7FC00000, value)
+    if FORMAT.inf_code >= 0:
+        value = tl.where(magnitude == FORMAT.inf_code, 0x7F800000 | sign, value)
+    if FORMAT.one_nan >= 0:
+        value = tl.where(code == FORMAT.one_nan, 0x7FC00000, value)
     return float_of(value)
 
 
 @triton.jit
 def is_special(code, FORMAT: tl.constexpr):
     """Return whether a code is NaN or Inf: steps leave such codes as they are."""
-    if FORMAT.MANY_NANS:
-        special = (code & (FORMAT.SIGN_BIT - 1)) > FORMAT.MAX_CODE
+    if FORMAT.many_nans:
+        special = (code & (FORMAT.sign_bit - 1)) > FORMAT.max_code
     else:
-        special = code == FORMAT.ONE_NAN
+        special = code == FORMAT.one_nan
     return special
 
 
@@ -162,18 +205,18 @@ def encoding_steps(bits, FORMAT: tl.constexpr, EXTRA_BITS: tl.constexpr, PART_BI
 
     Steps are whole numbers of an ulp, in parts of ``2^-PART_BITS``.
     """
-    MANTISSA_BITS: tl.constexpr = FORMAT.MANTISSA_BITS + EXTRA_BITS
+    MANTISSA_BITS: tl.constexpr = FORMAT.mantissa_bits + EXTRA_BITS
     FIELD: tl.constexpr = 254 + MANTISSA_BITS + PART_BITS
     # As an int32, of which the exponent field may have overflowed into the sign.
     FIELD_BITS: tl.constexpr = FIELD * (1 << 23) - ((1 << 32) if FIELD >= 256 else 0)
-    magnitude = tl.minimum(bits, FORMAT.TOP)
-    power = tl.maximum(magnitude & 0x7F800000, (127 + FORMAT.EMIN) << 23)
+    magnitude = tl.minimum(bits, FORMAT.top)
+    power = tl.maximum(magnitude & 0x7F800000, (127 + FORMAT.emin) << 23)
     steps = float_of(magnitude) * float_of(FIELD_BITS - power)
-    if FORMAT.COARSE:
+    if FORMAT.coarse:
         # The quotient of the smallest floats underflows, but is not 0 to a draw of 0.
         # The bound is 2^-100.
         steps = tl.maximum(steps, float_of(tl.minimum(magnitude, 27 << 23)))
-    below = (power >> (23 - MANTISSA_BITS)) - ((127 + FORMAT.EMIN) << MANTISSA_BITS)
+    below = (power >> (23 - MANTISSA_BITS)) - ((127 + FORMAT.emin) << MANTISSA_BITS)
     return steps, below
 
 
@@ -191,7 +234,7 @@ def encode_magnitude(
     steps, below = encoding_steps(bits, FORMAT, EXTRA_BITS, PART_BITS)
     if not STOCHASTIC:
         whole = round_even(steps)
-        if FORMAT.MANTISSA_BITS + EXTRA_BITS == 0:
+        if FORMAT.mantissa_bits + EXTRA_BITS == 0:
             # One value per binade: 1.5 steps were rounded to the even number of steps,
             # 2. The even code may be the lower one, after an odd number of codes below.
             whole = whole - ((steps == 1.5).to(tl.int32) & below & 1)
@@ -215,12 +258,12 @@ def encode_finite(
     if STOCHASTIC:
         draw = mirror_draw(draw, bits)
     code = encode_magnitude(bits & 0x7FFFFFFF, draw, FORMAT, 0, STOCHASTIC, FIXED_POINT)
-    sign = (bits >> (32 - FORMAT.BITS)) & FORMAT.SIGN_BIT
-    if FORMAT.SIGNED_ZERO:
+    sign = (bits >> (32 - FORMAT.bits)) & FORMAT.sign_bit
+    if FORMAT.signed_zero:
         code = code | sign
     else:
         # The sum has the sign bit set unless the code is 0, which stays +0.
-        code = code + ((code + (FORMAT.SIGN_BIT - 1)) & sign)
+        code = code + ((code + (FORMAT.sign_bit - 1)) & sign)
     return code
 
 
@@ -247,8 +290,8 @@ def split_code(signed_code, old_code, FORMAT: tl.constexpr, EXTRA_BITS: tl.const
     # In another order of these statements ptxas spills registers of widen_kernel.
     nearest = (signed_code + (1 << (EXTRA_BITS - 1))) >> EXTRA_BITS
     is_zero = nearest == 0
-    zero = tl.where(old_code == FORMAT.SIGN_BIT, FORMAT.SIGN_BIT, 0)
-    code = tl.where(is_zero, zero, tl.abs(nearest) | (nearest & FORMAT.SIGN_BIT))
+    zero = tl.where(old_code == FORMAT.sign_bit, FORMAT.sign_bit, 0)
+    code = tl.where(is_zero, zero, tl.abs(nearest) | (nearest & FORMAT.sign_bit))
     return code, (signed_code - (nearest << EXTRA_BITS)).to(tl.int8)
 
 
@@ -265,12 +308,12 @@ def binade_of(x, lowest):
 @triton.jit
 def _nearest_value(x, FORMAT: tl.constexpr):
     """Return a number of the format's range rounded, ties to the even code."""
-    CONSTANT: tl.constexpr = TO_WHOLE * 2.0**-FORMAT.MANTISSA_BITS
-    power = binade_of(x, FORMAT.EMIN)
-    if FORMAT.MANTISSA_BITS == 0:
+    CONSTANT: tl.constexpr = TO_WHOLE * 2.0**-FORMAT.mantissa_bits
+    power = binade_of(x, FORMAT.emin)
+    if FORMAT.mantissa_bits == 0:
         # One value per binade: the even code is that of an even exponent field. An odd
         # multiple of the power of two in the constant turns the tie the other way.
-        ODD_MULTIPLE: tl.constexpr = CONSTANT + (1 ^ ((127 - FORMAT.BIAS) & 1))
+        ODD_MULTIPLE: tl.constexpr = CONSTANT + (1 ^ ((127 - FORMAT.bias) & 1))
         odd_field = (bits_of(power) >> 23) & 1
         magic = float_of(bits_of(power * ODD_MULTIPLE) ^ odd_field)
     else:
@@ -283,16 +326,16 @@ def _drawn_value(x, draw, FORMAT: tl.constexpr):
     """Return the magnitude of a number of the format's range, rounded by a draw."""
     # If the smallest ulp exceeds 1, the quotient of the smallest float by it would
     # underflow: finer units are counted.
-    UNITS_PER_ULP: tl.constexpr = 16777216.0 if FORMAT.COARSE else 1.0
+    UNITS_PER_ULP: tl.constexpr = 16777216.0 if FORMAT.coarse else 1.0
     x = tl.abs(x)
-    unit = binade_of(x, FORMAT.EMIN) * (2.0**-FORMAT.MANTISSA_BITS / UNITS_PER_ULP)
+    unit = binade_of(x, FORMAT.emin) * (2.0**-FORMAT.mantissa_bits / UNITS_PER_ULP)
     units = tl.math.div_rn(x, unit)
-    steps = tl.floor(units * DRAW_UNIT) if FORMAT.COARSE else tl.floor(units)
+    steps = tl.floor(units * DRAW_UNIT) if FORMAT.coarse else tl.floor(units)
     fraction = units - steps * UNITS_PER_ULP
     excess = fraction - draw.to(tl.float32) * (UNITS_PER_ULP * DRAW_UNIT)
     goes_on = tl.ceil(clamp(excess, 0.0, 1.0))
     rounded = (goes_on + steps) * unit
-    if FORMAT.COARSE:
+    if FORMAT.coarse:
         rounded = rounded * UNITS_PER_ULP
     return rounded
 
@@ -300,14 +343,14 @@ def _drawn_value(x, draw, FORMAT: tl.constexpr):
 @triton.jit
 def round_value(x, draw, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Return the nearest or a drawn value of the grid, saturating; NaN stays."""
-    in_range = clamp(x, -FORMAT.LARGEST, FORMAT.LARGEST)
+    in_range = clamp(x, -FORMAT.largest, FORMAT.largest)
     if STOCHASTIC:
         rounded = _drawn_value(in_range, mirror_draw(draw, bits_of(x)), FORMAT)
     else:
         rounded = _nearest_value(in_range, FORMAT)
-    if FORMAT.SIGNED_ZERO or STOCHASTIC:
+    if FORMAT.signed_zero or STOCHASTIC:
         rounded = float_of((bits_of(rounded) & 0x7FFFFFFF) | (bits_of(x) & -2147483648))
-    if not FORMAT.SIGNED_ZERO:
+    if not FORMAT.signed_zero:
         # -0 becomes +0.
         rounded = rounded + 0.0
     return rounded
@@ -371,14 +414,14 @@ def sign_of(x):
 def chart_stiffness(x, lowest, highest, FORMAT: tl.constexpr):
     """Return one step at ``x``, whose exponent is clamped to ``[lowest, highest]``."""
     power = tl.minimum(binade_of(x, lowest), power_of_two(highest))
-    return power * (2.0**-FORMAT.MANTISSA_BITS)
+    return power * (2.0**-FORMAT.mantissa_bits)
 
 
 @triton.jit
 def _codes_below(stiffness, lowest, FORMAT: tl.constexpr):
     """Return ``(e - lowest) 2^M``, which ``|x| / S`` lacks of the steps from 0."""
-    exponent_field = (bits_of(stiffness) >> 23) + FORMAT.MANTISSA_BITS
-    return ((exponent_field - (127 + lowest)) << FORMAT.MANTISSA_BITS).to(tl.float32)
+    exponent_field = (bits_of(stiffness) >> 23) + FORMAT.mantissa_bits
+    return ((exponent_field - (127 + lowest)) << FORMAT.mantissa_bits).to(tl.float32)
 
 
 @triton.jit
@@ -392,12 +435,12 @@ def chart_forward(x, lowest, highest, FORMAT: tl.constexpr):
 @triton.jit
 def _chart_inverse(coordinate, lowest, highest, FORMAT: tl.constexpr):
     """Return the value so many steps from zero."""
-    STEPS_PER_BINADE: tl.constexpr = float(1 << FORMAT.MANTISSA_BITS)
+    STEPS_PER_BINADE: tl.constexpr = float(1 << FORMAT.mantissa_bits)
     sign = sign_of(coordinate)
     magnitude = coordinate * sign
     index = tl.floor(magnitude * (1.0 / STEPS_PER_BINADE)) - 1.0
     index = tl.minimum(tl.maximum(index, 0.0), (highest - lowest).to(tl.float32))
-    spacing = power_of_two(index.to(tl.int32) + lowest - FORMAT.MANTISSA_BITS)
+    spacing = power_of_two(index.to(tl.int32) + lowest - FORMAT.mantissa_bits)
     return (magnitude - index * STEPS_PER_BINADE) * spacing * sign
 
 
@@ -430,14 +473,14 @@ def exp2_exact(x):
     whole = tl.where(small, (x + TO_WHOLE) - TO_WHOLE, x)
     fraction = x - whole
     # A tensor of the first coefficient, in the shape of x.
-    value = x * 0.0 + 1.5252733804059838e-05
-    value = value * fraction + 0.00015403530393381606
-    value = value * fraction + 0.0013333558146428441
-    value = value * fraction + 0.009618129107628477
-    value = value * fraction + 0.05550410866482158
-    value = value * fraction + 0.2402265069591007
-    value = value * fraction + 0.6931471805599453
-    value = value * fraction + 1.0
+    value = x * 0.0 + EXP2_7
+    value = value * fraction + EXP2_6
+    value = value * fraction + EXP2_5
+    value = value * fraction + EXP2_4
+    value = value * fraction + EXP2_3
+    value = value * fraction + EXP2_2
+    value = value * fraction + EXP2_1
+    value = value * fraction + EXP2_0
     return value * power_of_two(tl.minimum(tl.maximum(whole, -126.0), 127.0).to(tl.int32))
 
 
@@ -448,14 +491,14 @@ def log2_of_mantissa(x):
     t = tl.math.div_rn(f - 1.0, f + 1.0)
     square = t * t
     # A tensor of the first coefficient, in the shape of x.
-    value = square * 0.0 + 0.19235933878519512
-    value = value * square + 0.22195308321368667
-    value = value * square + 0.2623081892525388
-    value = value * square + 0.3205988979753252
-    value = value * square + 0.4121985831111324
-    value = value * square + 0.5770780163555853
-    value = value * square + 0.9617966939259756
-    value = value * square + 2.8853900817779268
+    value = square * 0.0 + LOG2_7
+    value = value * square + LOG2_6
+    value = value * square + LOG2_5
+    value = value * square + LOG2_4
+    value = value * square + LOG2_3
+    value = value * square + LOG2_2
+    value = value * square + LOG2_1
+    value = value * square + LOG2_0
     return value * t
 
 
@@ -467,23 +510,23 @@ def field_factor(stiffness, scale, numbers, MODE: tl.constexpr, EXPONENTS: tl.co
         stiffness: its mantissa is that of the scale.
         scale: the logarithm of its mantissa is taken in place of the stiffness's, which
             may be a larger tensor.
-        numbers: points to ``1 / S_ref``, ``log2 S_ref``, the two bounds of the ratio,
-            those of its logarithm, and ``k``.
+        numbers: points to the numbers of the step.
         MODE: ``linear``, ``sqrt``, ``square``, or ``power`` for any other ``k``.
         EXPONENTS: whether scales are stored as exponents.
     """
     if MODE == "power":
-        log_reference = tl.load(numbers + 1)
+        log_reference = tl.load(numbers + LOG_REFERENCE)
         if not EXPONENTS:
             log_reference = log_reference - log2_of_mantissa(scale)
         logarithm = ((bits_of(stiffness) >> 23) - 127).to(tl.float32) - log_reference
-        logarithm = tl.minimum(tl.maximum(logarithm, tl.load(numbers + 4)), tl.load(numbers + 5))
-        factor = exp2_exact(logarithm * tl.load(numbers + 6))
+        logarithm = tl.maximum(logarithm, tl.load(numbers + LOG_LOW))
+        logarithm = tl.minimum(logarithm, tl.load(numbers + LOG_HIGH))
+        factor = exp2_exact(logarithm * tl.load(numbers + POWER))
     else:
         # Positive floats are ordered like their bits.
-        low = bits_of(tl.load(numbers + 2))
-        high = bits_of(tl.load(numbers + 3))
-        ratio = bits_of(stiffness * tl.load(numbers))
+        low = bits_of(tl.load(numbers + LOW))
+        high = bits_of(tl.load(numbers + HIGH))
+        ratio = bits_of(stiffness * tl.load(numbers + INVERSE_REFERENCE))
         factor = float_of(tl.minimum(tl.maximum(ratio, low), high))
         if MODE == "sqrt":
             factor = tl.math.sqrt_rn(factor)

@@ -12,40 +12,14 @@ Triton.
 """
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-
-from fp8manifold._numerics.records import format_record
+from fp8manifold import _interface
 from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
-
-REPORT_WORDS: Final = 4
-"""Words (int32) of the report for each parameter, after as many for all of them.
-
-The first word of all refuses the step.
-"""
-# A parameter's words.
-SATURATED_WORD: Final = 0  # whether a weight is at the end of its range
-DOUBLED_WORD: Final = 1  # the number of scales that were doubled
-NOT_FINITE_WORD: Final = 2  # whether its gradient, or the square of it, is not finite
-ZERO_ROW_WORD: Final = 3  # whether all weights of some row are 0
-
-WIDENED: Final = np.dtype(
-    [
-        # codes, residual, scales as they are stored, gradient, first moment, the
-        # parameter's words of the report
-        ("pointers", np.uint64, 6),
-        ("rows", np.int64),
-        ("length", np.int64),
-        ("keys", np.int32, 4),
-    ],
-    align=True,
-)
-"""A record of a parameter whose scales may double."""
 
 
 def _cached_hash(facts: Any) -> int:
@@ -61,30 +35,8 @@ def _cached_hash(facts: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Format:
-    """A format as kernels are compiled for it: the fields of native code's record."""
-
-    MANTISSA_BITS: int
-    BIAS: int
-    EMIN: int
-    EMAX: int
-    BITS: int
-    SIGN_BIT: int
-    MAX_CODE: int
-    #: float32 bits of the largest value.
-    TOP: int
-    SIGNED_ZERO: int
-    #: Whether the smallest ulp exceeds 1.
-    COARSE: int
-    #: The code of NaN if there is exactly one, else -1.
-    ONE_NAN: int
-    #: Whether all codes above MAX_CODE are special.
-    MANY_NANS: int
-    #: -1 if there is none.
-    INF_CODE: int
-    LARGEST: float
-    #: What a NaN is encoded as.
-    NAN_CODE: int
+class Format(_interface.Format):
+    """A format as kernels are compiled for it."""
 
     __hash__ = _cached_hash
 
@@ -93,17 +45,16 @@ class Format:
 
         The factor from values to parts must be a normal float32, too.
         """
-        mantissa_bits = self.MANTISSA_BITS + extra_bits
+        mantissa_bits = self.mantissa_bits + extra_bits
         if mantissa_bits > 5:
             return False
-        return all(-127 < mantissa_bits + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
+        return all(-127 < mantissa_bits + 24 - e <= 127 for e in (self.emin, self.emax))
 
 
 @lru_cache(maxsize=256)
 def format_of(fmt: FloatFormat) -> Format:
     """Return a format's facts for kernels."""
-    facts: tuple[Any, ...] = (*format_record(fmt)[0].item(), fmt.nan_code or 0)
-    return Format(*facts)
+    return Format(**asdict(_interface.format_facts(fmt)))
 
 
 @dataclass(frozen=True)

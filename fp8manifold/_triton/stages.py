@@ -1,8 +1,8 @@
 """The stages of a step over a tile, as in ``stages.c`` of native code.
 
-A parameter's step is described by a record, the ``Job`` that native code reads too: its
-pointers, sizes, keys and numbers. Kernels read it as int32 words and never see a
-tensor::
+A parameter's step is described by a record, the ``JOB`` of ``_interface.py`` that native
+code reads too: its pointers, sizes, keys and numbers. Kernels read it as int32 words and
+never see a tensor::
 
     record + 2 * WEIGHT, GRADIENT, ...  ->  addresses, 64 bits each
     record + ROWS, LENGTH               ->  64-bit sizes
@@ -20,52 +20,42 @@ capitals are constants that a kernel is compiled for.
 import triton
 import triton.language as tl
 
-from fp8manifold._numerics.records import JOB
+from fp8manifold._interface import JOB, POSITIONS
 from fp8manifold._triton import format as floats
 
-WORD_BYTES = 4
-
-
-def _word_of(field: str, index: int = 0) -> tl.constexpr:
-    """Return the offset in words of an entry of a record's field."""
-    assert JOB.fields is not None
-    return tl.constexpr(JOB.fields[field][1] // WORD_BYTES + index)
-
-
-RECORD_WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // WORD_BYTES)
-ROWS: tl.constexpr = _word_of("rows")
-LENGTH: tl.constexpr = _word_of("length")
-#: Rows, or elements of a run, that share one scale.
-REPEATS: tl.constexpr = _word_of("facts", 1)
-#: Two exponents of values, between which the chart's exponent follows the format's.
-LOW: tl.constexpr = _word_of("facts", 2)
-KEYS: tl.constexpr = _word_of("keys")
-MOMENT_KEYS: tl.constexpr = _word_of("keys", 4)
-HYPER: tl.constexpr = _word_of("hyper")
+# Offsets in words.
+RECORD_WORDS: tl.constexpr = tl.constexpr(JOB.size // 4)
+ROWS: tl.constexpr = tl.constexpr(JOB.word("rows"))
+LENGTH: tl.constexpr = tl.constexpr(JOB.word("length"))
+REPEATS: tl.constexpr = tl.constexpr(JOB.word("repeats"))
+LOW: tl.constexpr = tl.constexpr(JOB.word("low_exponent"))
+HIGH: tl.constexpr = tl.constexpr(JOB.word("high_exponent"))
+KEYS: tl.constexpr = tl.constexpr(JOB.word("weight_keys"))
+MOMENT_KEYS: tl.constexpr = tl.constexpr(JOB.word("moment_keys"))
+HYPER: tl.constexpr = tl.constexpr(JOB.word("hyper"))
 
 # The pointers of a record, by their index.
-WEIGHT: tl.constexpr = tl.constexpr(1)
-GRADIENT: tl.constexpr = tl.constexpr(2)
-SCALE: tl.constexpr = tl.constexpr(3)
-RESIDUAL: tl.constexpr = tl.constexpr(4)
-FIRST: tl.constexpr = tl.constexpr(5)  # the first moment
-SECOND: tl.constexpr = tl.constexpr(6)
-LARGEST_SECOND: tl.constexpr = tl.constexpr(7)  # of AMSGrad
-FIRST_BOUND: tl.constexpr = tl.constexpr(8)  # of a row; its largest magnitude if fitted
-SECOND_BOUND: tl.constexpr = tl.constexpr(9)
-REPORT: tl.constexpr = tl.constexpr(10)  # the parameter's words of it, as in kinds.py
+WEIGHT: tl.constexpr = tl.constexpr(JOB.column("weight"))
+GRADIENT: tl.constexpr = tl.constexpr(JOB.column("gradient"))
+SCALE: tl.constexpr = tl.constexpr(JOB.column("scale"))
+RESIDUAL: tl.constexpr = tl.constexpr(JOB.column("residual"))
+FIRST: tl.constexpr = tl.constexpr(JOB.column("first"))
+SECOND: tl.constexpr = tl.constexpr(JOB.column("second"))
+LARGEST_SECOND: tl.constexpr = tl.constexpr(JOB.column("largest"))
+FIRST_BOUND: tl.constexpr = tl.constexpr(JOB.column("first_bound"))
+SECOND_BOUND: tl.constexpr = tl.constexpr(JOB.column("second_bound"))
+REPORT: tl.constexpr = tl.constexpr(JOB.column("report"))
 
-# The numbers of a record, by their index in NUMBERS of optim/_directions.py.
-BETA1: tl.constexpr = tl.constexpr(0)
-GAIN1: tl.constexpr = tl.constexpr(1)
-BETA2: tl.constexpr = tl.constexpr(2)
-GAIN2: tl.constexpr = tl.constexpr(3)
-EPS: tl.constexpr = tl.constexpr(4)
-RATE: tl.constexpr = tl.constexpr(5)
-KEEP: tl.constexpr = tl.constexpr(6)
-FIELD_NUMBERS: tl.constexpr = tl.constexpr(7)  # from inverse_reference to power
-INJECT: tl.constexpr = tl.constexpr(14)
-PER_UNIT: tl.constexpr = tl.constexpr(15)
+# The numbers of a record, by their index.
+BETA1: tl.constexpr = tl.constexpr(POSITIONS["beta1"])
+GAIN1: tl.constexpr = tl.constexpr(POSITIONS["gain1"])
+BETA2: tl.constexpr = tl.constexpr(POSITIONS["beta2"])
+GAIN2: tl.constexpr = tl.constexpr(POSITIONS["gain2"])
+EPS: tl.constexpr = tl.constexpr(POSITIONS["eps"])
+RATE: tl.constexpr = tl.constexpr(POSITIONS["rate"])
+KEEP: tl.constexpr = tl.constexpr(POSITIONS["keep"])
+INJECT: tl.constexpr = tl.constexpr(POSITIONS["inject"])
+PER_UNIT: tl.constexpr = tl.constexpr(POSITIONS["per_unit"])
 
 
 # --------------------------------------------------------------------------------------
@@ -170,8 +160,8 @@ def chart_ends(record, scale, SPEC: tl.constexpr):
         # A subnormal scale has an exponent below the one that its field says.
         exponent_of_subnormal = (floats.bits_of(scale * 16777216.0) >> 23) - (127 + 24)
         exponent = tl.where(exponent == -127, exponent_of_subnormal, exponent)
-        lowest = tl.maximum(tl.load(record + LOW) - exponent, SPEC.format.EMIN)
-        highest = tl.minimum(tl.load(record + LOW + 1) - exponent, SPEC.format.EMAX)
+        lowest = tl.maximum(tl.load(record + LOW) - exponent, SPEC.format.emin)
+        highest = tl.minimum(tl.load(record + HIGH) - exponent, SPEC.format.emax)
         highest = tl.maximum(highest, lowest)
     return lowest, highest
 
@@ -196,8 +186,8 @@ def inverse_scale(scale, SPEC: tl.constexpr):
 def _joined_code(code, residual, SPEC: tl.constexpr):
     """Return code and residual as one signed code with that many more mantissa bits."""
     # -1 for a negative number
-    negative = -((code & SPEC.format.SIGN_BIT) >> (SPEC.format.BITS - 1))
-    signed_code = ((code & (SPEC.format.SIGN_BIT - 1)) ^ negative) - negative
+    negative = -((code & SPEC.format.sign_bit) >> (SPEC.format.bits - 1))
+    signed_code = ((code & (SPEC.format.sign_bit - 1)) ^ negative) - negative
     return (signed_code << SPEC.residual_bits) + residual
 
 
@@ -210,7 +200,7 @@ def decode_with_ulp(code, residual, SPEC: tl.constexpr):
         value = floats.magnitude_value(magnitude, SPEC.format, SPEC.residual_bits)
         value = floats.float_of(floats.bits_of(value) | (signed_code & -2147483648))
     else:
-        magnitude = code & (SPEC.format.SIGN_BIT - 1)
+        magnitude = code & (SPEC.format.sign_bit - 1)
         value = floats.code_value(code, SPEC.format)
     return value, floats.magnitude_ulp(magnitude, SPEC.format, SPEC.residual_bits)
 
@@ -236,8 +226,8 @@ def load_weights(record, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.cons
                 code = floats.encode_finite(value, 0, SPEC.format, False, False)
                 value, ulp = decode_with_ulp(code, residual, SPEC)
             else:
-                highest = tl.full((), SPEC.format.EMAX, tl.int32)
-                ulp = floats.chart_stiffness(value, SPEC.format.EMIN, highest, SPEC.format)
+                highest = tl.full((), SPEC.format.emax, tl.int32)
+                ulp = floats.chart_stiffness(value, SPEC.format.emin, highest, SPEC.format)
     return stored, value, ulp
 
 
@@ -282,9 +272,9 @@ def _fitted_scale(largest_bits, FORMAT: tl.constexpr):
     """Return the smallest power of two that takes a magnitude within the format."""
     # Added to the magnitude, it carries into the exponent field if the mantissa exceeds
     # that of the format's largest value.
-    CARRY: tl.constexpr = 0x7FFFFF - FORMAT.TOP % 0x800000
+    CARRY: tl.constexpr = 0x7FFFFF - FORMAT.top % 0x800000
     field = (largest_bits + CARRY) >> 23
-    return floats.float_of(tl.maximum(field - FORMAT.EMAX, 1) << 23)
+    return floats.float_of(tl.maximum(field - FORMAT.emax, 1) << 23)
 
 
 @triton.jit
@@ -458,7 +448,7 @@ def descend(record, offsets, mask, gradient, first, second, SPEC: tl.constexpr, 
 @triton.jit
 def _field_factor(record, ulp, scale, SPEC: tl.constexpr):
     stiffness = ulp * scale if SPEC.metric == "ulp" else scale
-    numbers = (record + HYPER + FIELD_NUMBERS).to(tl.pointer_type(tl.float32))
+    numbers = (record + HYPER).to(tl.pointer_type(tl.float32))
     return floats.field_factor(stiffness, scale, numbers, SPEC.stiffness, SPEC.exponents)
 
 
@@ -491,7 +481,7 @@ def _target_on_chart(value, steps, lowest, highest, SPEC: tl.constexpr):
         target = tl.where(steps == 0.0, value, shifted)
     else:
         target = tl.where(steps == 0.0, value, value + steps)
-    return floats.clamp(target, -SPEC.format.LARGEST, SPEC.format.LARGEST)
+    return floats.clamp(target, -SPEC.format.largest, SPEC.format.largest)
 
 
 @triton.jit

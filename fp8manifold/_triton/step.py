@@ -21,32 +21,27 @@ finite. ``SPEC`` and ``TILE`` are constants of ``kinds.py``; names are those of
 import triton
 import triton.language as tl
 
+from fp8manifold._interface import WIDENING, GpuReport
 from fp8manifold._triton import format as floats
 from fp8manifold._triton import stages
-from fp8manifold._triton.kinds import (
-    DOUBLED_WORD,
-    SATURATED_WORD,
-    WIDENED,
-    ZERO_ROW_WORD,
-)
 
 # Entries of the report of one parameter.
-SATURATED: tl.constexpr = tl.constexpr(SATURATED_WORD)
-DOUBLED: tl.constexpr = tl.constexpr(DOUBLED_WORD)
-ZERO_ROW: tl.constexpr = tl.constexpr(ZERO_ROW_WORD)
+SATURATED: tl.constexpr = tl.constexpr(GpuReport._fields.index("is_saturated"))
+DOUBLED: tl.constexpr = tl.constexpr(GpuReport._fields.index("doubled"))
+ZERO_ROW: tl.constexpr = tl.constexpr(GpuReport._fields.index("has_zero_row"))
 
 # A record of a parameter whose scales may double: its offsets in words, and the indices
 # of its pointers.
-WIDENED_WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // stages.WORD_BYTES)
-WIDENED_ROWS: tl.constexpr = tl.constexpr(WIDENED.fields["rows"][1] // stages.WORD_BYTES)
-WIDENED_LENGTH: tl.constexpr = tl.constexpr(WIDENED.fields["length"][1] // stages.WORD_BYTES)
-WIDENED_KEYS: tl.constexpr = tl.constexpr(WIDENED.fields["keys"][1] // stages.WORD_BYTES)
-WIDENED_CODES: tl.constexpr = tl.constexpr(0)
-WIDENED_RESIDUAL: tl.constexpr = tl.constexpr(1)
-WIDENED_SCALES: tl.constexpr = tl.constexpr(2)
-WIDENED_GRADIENT: tl.constexpr = tl.constexpr(3)
-WIDENED_MOMENT: tl.constexpr = tl.constexpr(4)
-WIDENED_REPORT: tl.constexpr = tl.constexpr(5)
+WIDENED_WORDS: tl.constexpr = tl.constexpr(WIDENING.size // 4)
+WIDENED_ROWS: tl.constexpr = tl.constexpr(WIDENING.word("rows"))
+WIDENED_LENGTH: tl.constexpr = tl.constexpr(WIDENING.word("length"))
+WIDENED_KEYS: tl.constexpr = tl.constexpr(WIDENING.word("keys"))
+WIDENED_CODES: tl.constexpr = tl.constexpr(WIDENING.column("codes"))
+WIDENED_RESIDUAL: tl.constexpr = tl.constexpr(WIDENING.column("residual"))
+WIDENED_SCALES: tl.constexpr = tl.constexpr(WIDENING.column("scales"))
+WIDENED_GRADIENT: tl.constexpr = tl.constexpr(WIDENING.column("gradient"))
+WIDENED_MOMENT: tl.constexpr = tl.constexpr(WIDENING.column("moment"))
+WIDENED_REPORT: tl.constexpr = tl.constexpr(WIDENING.column("report"))
 
 
 # --------------------------------------------------------------------------------------
@@ -85,8 +80,8 @@ def _store_residual(
 @triton.jit
 def _report_codes(record, code, mask, SPEC: tl.constexpr, TILE: tl.constexpr):
     """Set the report's words for rows with the last code, and for rows of zeros."""
-    magnitude = code & (SPEC.format.SIGN_BIT - 1)
-    is_last = ((magnitude == SPEC.format.MAX_CODE) & mask).to(tl.int32)
+    magnitude = code & (SPEC.format.sign_bit - 1)
+    is_last = ((magnitude == SPEC.format.max_code) & mask).to(tl.int32)
     places = stages.pointer(record, stages.REPORT, tl.int32, False)
     # The same address for each row: the masks of the stores have that shape.
     places = places + tl.zeros((TILE.rows,), tl.int32)
@@ -121,14 +116,14 @@ def _store_weights(
     if SPEC.storage == "plain":
         _store_float(record, offsets, mask, target, word, SPEC, TILE)
     elif SPEC.storage == "free":
-        rounded = floats.clamp(target, -SPEC.format.LARGEST, SPEC.format.LARGEST)
+        rounded = floats.clamp(target, -SPEC.format.largest, SPEC.format.largest)
         # A weight that does not move is not rounded by the scale.
         new = tl.where(rounded == value, stored, rounded * scale)
         _store_float(record, offsets, mask, new, word, SPEC, TILE)
     elif SPEC.storage == "grid":
         if SPEC.residual_bits:
             is_negative_zero = floats.bits_of(stored) == -2147483648
-            old_code = tl.where(is_negative_zero, SPEC.format.SIGN_BIT, 0)
+            old_code = tl.where(is_negative_zero, SPEC.format.sign_bit, 0)
             code = _store_residual(record, offsets, mask, target, draw, old_code, SPEC, TILE)
             new = floats.code_value(code, SPEC.format) * scale
             # NaN stays.
@@ -144,7 +139,7 @@ def _store_weights(
             code = floats.encode_finite(target, draw, SPEC.format, STOCHASTIC, SPEC.fixed_point)
             if SPEC.writeback == "momentum":
                 rounded = floats.code_value(code, SPEC.format)
-        if SPEC.format.MANY_NANS or SPEC.format.ONE_NAN >= 0:
+        if SPEC.format.many_nans or SPEC.format.one_nan >= 0:
             code = tl.where(floats.is_special(stored, SPEC.format), stored, code)
         _report_codes(record, code, mask, SPEC, TILE)
         new = code.to(tl.uint8)
@@ -370,7 +365,7 @@ def _halve_values(record, offsets, mask, SPEC: tl.constexpr):
         stages.store(record, WIDENED_RESIDUAL, tl.int8, offsets, residual, mask, False)
     else:
         code = floats.encode_finite(half, draw, SPEC.format, True, SPEC.fixed_point)
-    if SPEC.format.MANY_NANS or SPEC.format.ONE_NAN >= 0:
+    if SPEC.format.many_nans or SPEC.format.one_nan >= 0:
         code = tl.where(floats.is_special(old_code, SPEC.format), old_code, code)
     stages.store(record, WIDENED_CODES, tl.uint8, offsets, code.to(tl.uint8), mask, False)
 
@@ -409,7 +404,7 @@ def widen_kernel(table, chunks, report, SPEC: tl.constexpr, TILE: tl.constexpr):
         for tile in range(tiles):
             offsets, mask = stages.offsets_of(row, row_mask, tile * TILE.width, length, TILE)
             code = stages.load(record, WIDENED_CODES, tl.uint8, offsets, mask, False).to(tl.int32)
-            is_last = ((code & (SPEC.format.SIGN_BIT - 1)) == SPEC.format.MAX_CODE) & mask
+            is_last = ((code & (SPEC.format.sign_bit - 1)) == SPEC.format.max_code) & mask
             is_last = is_last & _is_moving(record, offsets, mask, SPEC)
             is_saturated = tl.maximum(is_saturated, tl.max(is_last.to(tl.int32), axis=1))
         scale = stages.load_scales(record, WIDENED_SCALES, row, row_mask, SPEC)

@@ -5,8 +5,9 @@ optimizers   stiffness.py, stiffness_muon.py, riemannian.py, _fisher/, wrapper.p
 a step       _optimizer.py runs it; a parameter in it is a `Slot` (_slot.py), its
              fixed parts a `Spec` (_spec.py). _muon.py: steps of whole matrices
 arithmetic   _step.py, with _directions.py and _writeback.py, in PyTorch. It defines
-             the bits that _native_step.py (C) and _triton_step.py (GPU) equal.
-             _backends.py chooses
+             the bits that _native_step.py (C) and _triton_step.py (GPU) equal, with
+             which it shares the tables of fp8manifold/_interface.py. _backends.py
+             chooses
 steady       _plan.py takes a step again as it was planned, _graphed.py records it
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
 state        _state.py, _streams.py (random bits), _scales.py, _adopted.py

@@ -18,11 +18,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._interface import NUMBERS, MomentStorage, WeightStorage
 from fp8manifold._numerics.stiffness import sqrt_exact
 from fp8manifold._ranks import share_of
 from fp8manifold.distributed import rows_of
-from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
-from fp8manifold.optim._kinds import MomentStorage, WeightStorage
+from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.optim._state import check_sizes, check_state

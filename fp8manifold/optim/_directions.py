@@ -6,11 +6,18 @@ A direction is a pure function of one parameter's gradient and moments::
 
 ``numbers`` are the floats of this step by name (``beta1``, ``rate``, ...): an optimizer
 computes them in Python (``_numbers``), so that no direction knows of options or
-schedules. They travel to C and to a GPU's kernels as one row in the order of `NUMBERS`.
+schedules. They travel to C and to a GPU's kernels as one row in the order of `NUMBERS`
+(``_interface.py``).
 
-Only + - * /, comparisons and ``sqrt_exact`` are used, which round alike everywhere: the
-same formulas stand in ``_native/stages.c`` and ``_triton/stages.py``, with the same bits.
-``_step.py`` calls a direction through `DIRECTIONS`.
+These functions are the definition of the directions, and ``_step.py``, which calls them
+through `DIRECTIONS`, is that of the rest of a step. Whoever wants to know what a step
+computes reads these two files. All else is a twin, tested to the bit against them:
+
+    _native/stages.c       the same stages in C, a tile at a time
+    _native/in_one_loop.c  Adam over codes once more, in one loop
+    _triton/stages.py      the same stages on a GPU
+
+Only + - * /, comparisons and ``sqrt_exact`` are used, which round alike everywhere.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,38 +26,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8manifold._interface import NUMBERS, POSITIONS
 from fp8manifold._numerics.stiffness import sqrt_exact
 
-NUMBERS: Final = (
-    # decay of the first moment, and what the gradient adds to it
-    "beta1",
-    "gain1",
-    # of the second moment
-    "beta2",
-    "gain2",
-    "eps",
-    # size of the step: the learning rate, bias corrections included
-    "rate",
-    # what decay leaves of the weight
-    "keep",
-    # 1 / S_ref, and log2 S_ref
-    "inverse_reference",
-    "log_reference",
-    # bounds of S / S_ref, and their log2
-    "low",
-    "high",
-    "log_low",
-    "log_high",
-    # the stiffness exponent k
-    "power",
-    # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the first moment
-    "inject",
-    # what gradients with respect to codes are multiplied by, a power of two
-    "per_unit",
-)
-"""Names of the numbers of a step, in the order in which C and kernels read them."""
-POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
-"""The position of each number in a row."""
 Numbers = Mapping[str, Tensor]
 """The numbers of a step by name, each a 0-dim tensor."""
 

@@ -30,11 +30,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold._numerics.stiffness import StiffnessPower
+from fp8manifold._interface import MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import numbers_by_name
-from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._native_step import (
     GRADIENT_COLUMN,
     TENSOR_COLUMNS,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8manifold._interface import NativeReport
 from fp8manifold._native import library
 from fp8manifold.optim._muon import MuonBatch, batches_of
 from fp8manifold.optim._native_step import (
@@ -72,7 +73,7 @@ class NativePlan:
         """Take the steps of the slots, and return reports as `NativeStep.run` does."""
         keys = self._draw_keys.rows([slot.steps_done + 1 for slot in slots])
         numbers = number_rows([slots[i] for i in self._leaders])[self._rows]
-        reports = np.zeros((len(slots), 2), dtype=np.int32)
+        reports = np.zeros((len(slots), len(NativeReport._fields)), dtype=np.int32)
         if self._step is not None:
             direct = self._direct
             reports[direct] = self._step.run(keys[direct], numbers[direct])

@@ -1,13 +1,13 @@
 """A step in native code: many parameters in one call of C.
 
-The C code (``_native/step.c``) takes an array of `JOB` records, one for each parameter.
-A record has
+The C code (``_native/step.c``) takes an array of `JOB` records, one for each parameter
+(``_interface.py``). A record has
 
     pointers    of the spec, the weight, the gradient, the scale, the residual, moments,
                 their bounds, and of two flags that the step reports
     rows        and length: the matrix that the parameter is seen as
     facts       whether there is one scale, one a row or one an element, how many rows
-                share one, and where a chart of the ulp ends
+                share one, and where a chart of the ulp ends (`JobFacts`)
     keys        round keys of the random bits: new in every step
     hyper       the numbers of the step (`NUMBERS`): new in every step
 
@@ -24,7 +24,6 @@ rounded once after the step.
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -33,11 +32,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold._interface import (
+    JOB,
+    KEYS,
+    NUMBERS,
+    POSITIONS,
+    JobFacts,
+    KernelDirection,
+    KernelMetric,
+    KernelWriteBack,
+    MomentStorage,
+    NativeReport,
+    ScaleSharing,
+    WeightStorage,
+    numbers_in_c,
+)
 from fp8manifold._native import library, most_threads
-from fp8manifold._numerics.records import JOB, SPEC, format_record
+from fp8manifold._numerics.records import FORMAT_DTYPE, JOB_DTYPE, SPEC_DTYPE, format_record
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._directions import NUMBERS, POSITIONS
-from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
 from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._writeback import to_half
@@ -50,19 +62,25 @@ from fp8manifold.random_bits import (
     signed_word,
 )
 
-# What there is native code for, in the order of the enumerations of C (_native/step.h). All
-# else is stepped in PyTorch.
-_DIRECTIONS: Final = ("adam", "sgd", "lion", "muon")
-_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
-_METRICS: Final = ("ulp", "euclidean")
-_ONE_SCALE, _SCALE_A_ROW, _SCALE_AN_ELEMENT = range(3)
+# What there is native code for. All else is stepped in PyTorch.
+_DIRECTIONS: Final = frozenset(KernelDirection)
+_WRITEBACKS: Final = frozenset(KernelWriteBack)
 
-WEIGHT_COLUMN: Final = 1
+WEIGHT_COLUMN: Final = JOB.column("weight")
 """Position of the weight's address among the pointers of a record."""
-GRADIENT_COLUMN: Final = 2
+GRADIENT_COLUMN: Final = JOB.column("gradient")
 """Position of the gradient's address among the pointers of a record."""
-TENSOR_COLUMNS: Final = slice(1, 10)
+REPORT_COLUMN: Final = JOB.column("report")
+"""Position of the report's address among the pointers of a record."""
+TENSOR_COLUMNS: Final = slice(WEIGHT_COLUMN, REPORT_COLUMN)
 """Positions of the addresses of all tensors: of `addresses_of`."""
+_TENSORS: Final = tuple(field.name for field in JOB.fields)[TENSOR_COLUMNS]
+_KEY_WORDS: Final = len(KEYS.fields)
+"""Words of the keys of one kind of draws: round keys, and a phase after them."""
+_PHASE: Final = KEYS.word("phase")
+WEIGHT_KEYS: Final = slice(0, _KEY_WORDS)
+"""Words of the keys of weights, before those of the keys of moments."""
+_MOMENT_KEYS: Final = slice(_KEY_WORDS, 2 * _KEY_WORDS)
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _WEIGHT_DTYPES: Final = {
@@ -114,7 +132,7 @@ class NativeStep:
         jobs = []
         # whatever the records point to has to live as long as they do
         self._specs, self._scales = [], []
-        self._reports = np.zeros((len(slots), 2), dtype=np.int32)
+        self._reports = np.zeros((len(slots), len(NativeReport._fields)), dtype=np.int32)
         for slot, report in zip(slots, self._reports, strict=True):
             matrix = _matrix_of(slot)
             spec = _spec_record(slot.spec)
@@ -125,7 +143,13 @@ class NativeStep:
                 *addresses_of(slot, slot.tensors["gradient"], matrix.scale),
                 report.ctypes.data,
             ]
-            facts = (matrix.scales, slot.view.repeats, *slot.chart_ends)
+            low, high = slot.chart_ends
+            facts = JobFacts(
+                scales=matrix.scales,
+                repeats=slot.view.repeats,
+                low_exponent=low,
+                high_exponent=high,
+            )
             jobs.append(Job(pointers, matrix.rows, matrix.length, facts))
         self.records = records_of(jobs)
         self._most_threads = most_threads(int(self.records["rows"] @ self.records["length"]))
@@ -141,9 +165,7 @@ class NativeStep:
             numbers: of the step, as `number_rows` returns them.
 
         Returns:
-            Two flags for each: whether a weight is at the end of its range, and whether
-            some tile of weights is all 0. Without such a tile every scale has a weight
-            that is not 0.
+            The fields of a `NativeReport` for each.
         """
         records = self.records
         self._reports[:] = 0
@@ -163,13 +185,12 @@ class Job(NamedTuple):
     pointers: list[int]
     rows: int
     length: int
-    #: as in `JOB`
-    facts: tuple[int, ...]
+    facts: JobFacts
 
 
 def records_of(jobs: Sequence[Job]) -> NDArray[np.void]:
     """Return the records of jobs, still without keys and numbers."""
-    records = np.zeros(len(jobs), dtype=JOB)
+    records = np.zeros(len(jobs), dtype=JOB_DTYPE)
     pointers, records["rows"], records["length"], records["facts"] = zip(*jobs, strict=True)
     records["pointers"] = np.array(pointers, dtype=np.uint64)
     return records
@@ -199,7 +220,7 @@ class DrawKeys:
         Args:
             steps: the number of the step of each slot, from 1.
         """
-        rows = np.zeros((len(steps), 8), dtype=np.int32)
+        rows = np.zeros((len(steps), 2 * _KEY_WORDS), dtype=np.int32)
         prefixes = list(zip(self._seeds, steps, strict=True))
         for draws, positions in self._positions_by_draws.items():
             # One key for each (seed, step), made for stream 0. Its words are seed, step, 0;
@@ -213,13 +234,13 @@ class DrawKeys:
                 keys.append(key_by_prefix[prefix])
             seeds_and_epochs: list[tuple[int, ...]] = [key.words[:2] for key in keys]
             further_words = keys[0].words[3:]
-            rows[positions, :3] = round_key_rows(
+            rows[positions, :_PHASE] = round_key_rows(
                 seeds_and_epochs, self._streams[positions], *further_words
             )
-            rows[positions, 3] = [key.phase for key in keys]
+            rows[positions, _PHASE] = [key.phase for key in keys]
         moments = self._with_moments
         if moments:
-            rows[moments, 4:7] = round_key_rows(
+            rows[moments, _KEY_WORDS : _KEY_WORDS + _PHASE] = round_key_rows(
                 [prefixes[i] for i in moments], self._streams[moments], FOR_MOMENTS
             )
         return rows
@@ -232,16 +253,16 @@ def key_rows(slots: Sequence[Slot], *further_words: int) -> NDArray[np.int32]:
     end with these.
     """
     if further_words:
-        rows = np.zeros((len(slots), 8), dtype=np.int32)
+        rows = np.zeros((len(slots), 2 * _KEY_WORDS), dtype=np.int32)
         streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
         prefixes = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
-        rows[:, :3] = round_key_rows(prefixes, streams, *further_words)
+        rows[:, :_PHASE] = round_key_rows(prefixes, streams, *further_words)
         return rows
     rows = DrawKeys(slots).rows([slot.steps_done + 1 for slot in slots])
     for slot, row in zip(slots, rows, strict=True):
         if slot.offset:
-            row[0:4] = _keys_at(slot.offset, slot.rounding_key)
-            row[4:8] = _keys_at(slot.offset, slot.moments_key)
+            row[WEIGHT_KEYS] = _keys_at(slot.offset, slot.rounding_key)
+            row[_MOMENT_KEYS] = _keys_at(slot.offset, slot.moments_key)
     return rows
 
 
@@ -309,12 +330,11 @@ def _run_portion(slots: Sequence[Slot]) -> None:
     wide_slots = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in slots]
     step = NativeStep(wide_slots)
     reports = step.run(key_rows(wide_slots), number_rows(wide_slots)).tolist()
-    for slot, wide_slot, (is_saturated, has_zero_row) in zip(
-        slots, wide_slots, reports, strict=True
-    ):
+    for slot, wide_slot, words in zip(slots, wide_slots, reports, strict=True):
         if slot.spec.storage == WeightStorage.CODES:
-            slot.saturated.append(bool(is_saturated))
-            slot.has_zero_rows.append(bool(has_zero_row))
+            report = NativeReport(*words)
+            slot.saturated.append(bool(report.is_saturated))
+            slot.has_zero_rows.append(bool(report.has_zero_tile))
         if wide_slot.weight is not slot.weight:
             slot.weight.copy_(_rounded(wide_slot.weight, slot))
 
@@ -356,8 +376,7 @@ class _Matrix(NamedTuple):
 
     rows: int
     length: int
-    #: one, one a row or one an element, as in C's enumeration
-    scales: int
+    scales: ScaleSharing
     scale: Tensor | None
 
 
@@ -368,11 +387,11 @@ def _matrix_of(slot: Slot) -> _Matrix:
         if not slot.spec.blockwise:
             # nothing is by rows: one long row is quickest
             rows, length = 1, rows * length
-        return _Matrix(rows, length, _ONE_SCALE, scale)
+        return _Matrix(rows, length, ScaleSharing.ONE_SCALE, scale)
     if view.row_dims == view.dims:
         scale = row_view(scale, slot.weight.shape, view).contiguous()
-        return _Matrix(rows, length, _SCALE_AN_ELEMENT, scale)
-    return _Matrix(rows, length, _SCALE_A_ROW, scale.contiguous())
+        return _Matrix(rows, length, ScaleSharing.SCALE_AN_ELEMENT, scale)
+    return _Matrix(rows, length, ScaleSharing.SCALE_A_ROW, scale.contiguous())
 
 
 def addresses_of(
@@ -396,32 +415,32 @@ def addresses_of(
     if spec.storage == WeightStorage.CODES:
         weight_dtype = torch.uint8
     gradient_dtype = gradient.dtype if gradient.dtype in _FLOATS else torch.float32
-    addresses = [
-        _address(weight, weight_dtype, numel, device),
-        _address(gradient, gradient_dtype, numel, device),
-    ]
-    if scale is None:
-        addresses.append(0)
-    else:
+    addresses = dict.fromkeys(_TENSORS, 0)
+    addresses["weight"] = _address(weight, weight_dtype, numel, device)
+    addresses["gradient"] = _address(gradient, gradient_dtype, numel, device)
+    if scale is not None:
         is_exponents = allows_exponents and scale.dtype is torch.uint8
         scale_dtype = torch.uint8 if is_exponents else torch.float32
-        addresses.append(_address(scale, scale_dtype, scale.numel(), device))
+        addresses["scale"] = _address(scale, scale_dtype, scale.numel(), device)
     blocks = numel // slot.view.dims[-1]
     moment_dtype = _MOMENT_DTYPES[spec.moments]
     first = spec.first_moment
     second = "exp_avg_sq" if "exp_avg_sq" in spec.moment_names else None
+    largest = "max_exp_avg_sq" if spec.amsgrad else None
+    first_bound = spec.bound_names.get(first) if first else None
+    second_bound = spec.bound_names.get(second) if second else None
     entries = (
-        ("residual" if spec.residual_bits else None, torch.int8, numel),
-        (first, moment_dtype, numel),
-        (second, moment_dtype, numel),
-        ("max_exp_avg_sq" if spec.amsgrad else None, torch.float32, numel),
-        (spec.bound_names.get(first) if first else None, torch.float32, blocks),
-        (spec.bound_names.get(second) if second else None, torch.float32, blocks),
+        ("residual", "residual" if spec.residual_bits else None, torch.int8, numel),
+        ("first", first, moment_dtype, numel),
+        ("second", second, moment_dtype, numel),
+        ("largest", largest, torch.float32, numel),
+        ("first_bound", first_bound, torch.float32, blocks),
+        ("second_bound", second_bound, torch.float32, blocks),
     )
-    for name, dtype, size in entries:
-        tensor = None if name is None else slot.tensors[name]
-        addresses.append(0 if tensor is None else _address(tensor, dtype, size, device))
-    return addresses
+    for field, name, dtype, size in entries:
+        if name is not None:
+            addresses[field] = _address(slot.tensors[name], dtype, size, device)
+    return list(addresses.values())
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> int:
@@ -440,25 +459,25 @@ def _spec_record(spec: Spec) -> NDArray[np.void]:
     """Return a spec as a record of C, whose memory lives as long as the cache."""
     # a direction is stored as the step of a plain weight of 0 (`number_rows`)
     storage = WeightStorage.PLAIN if spec.storage == WeightStorage.DIRECTION else spec.storage
-    fields = {
-        "direction": _DIRECTIONS.index(spec.direction),
-        "storage": _position(storage),
-        "writeback": _WRITEBACKS.index(spec.writeback),
-        "moments": _position(spec.moments),
-        "geometry": _position(spec.geometry),
-        "stiffness": _position(spec.stiffness),
-        "metric": _METRICS.index(spec.metric) if spec.fmt is not None else 0,
+    metric = "ulp" if spec.fmt is None else spec.metric
+    assert isinstance(metric, str)
+    choices = {
+        "direction": KernelDirection(spec.direction),
+        "storage": storage,
+        "writeback": KernelWriteBack(spec.writeback),
+        "moments": spec.moments,
+        "geometry": spec.geometry,
+        "stiffness": spec.stiffness,
+        "metric": KernelMetric(metric),
+    }
+    fmt = spec.fmt or FloatFormat(4, 3)
+    fields = numbers_in_c(choices) | {
         "decays": spec.decays,
         "nesterov": spec.nesterov,
         "maximize": spec.maximize,
-        "format": format_record(spec.fmt or FloatFormat(4, 3))[0],
+        "format": np.frombuffer(format_record(fmt), FORMAT_DTYPE)[0],
     }
-    record = np.zeros(1, dtype=SPEC)
+    record = np.zeros(1, dtype=SPEC_DTYPE)
     for name, value in fields.items():
         record[name] = value
     return record
-
-
-def _position(member: StrEnum) -> int:
-    """Return the position of a choice in its enumeration, which C has in the same order."""
-    return list(type(member)).index(member)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.reading import PendingValues, eager_only
+from fp8manifold._interface import MomentStorage, WeightStorage
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim import _checks, _state
@@ -41,7 +42,6 @@ from fp8manifold.optim._agreement import in_every_process, watch_for_zero
 from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
-from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._plan import Plan, Verdict, is_steady, make_plan
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full

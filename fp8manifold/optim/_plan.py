@@ -41,10 +41,10 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
+from fp8manifold._interface import GpuReport, NativeReport, WeightStorage
 from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
-from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._muon import averages_as_torch
 from fp8manifold.optim._native_plan import NativePlan
 from fp8manifold.optim._native_step import is_native, sum_of_squares
@@ -350,12 +350,13 @@ class Plan:
         reports = self._step.run(native).tolist()
         torch.autograd.graph.increment_version(self._changed)
         ends = []
-        for i, (is_saturated, has_zero_row) in zip(self._native, reports, strict=True):
+        for i, words in zip(self._native, reports, strict=True):
             if slots[i].storage != WeightStorage.CODES:
                 continue
-            if is_saturated:
-                ends.append(_End(i, True, bool(has_zero_row)))
-            elif not has_zero_row:
+            report = NativeReport(*words)
+            if report.is_saturated:
+                ends.append(_End(i, True, bool(report.has_zero_tile)))
+            elif not report.has_zero_tile:
                 # every scale has a weight that is not 0: `zero_scales` need not look
                 self._parameters[i].filled = self._parameters[i].codes._version
         return ends
@@ -391,8 +392,12 @@ class Plan:
                 squares_are_finite(slot)
         count_step(slots, report, added=graph is not None)
         torch.autograd.graph.increment_version(self._changed)
-        # True: what the report says of rows of zeros is read when it is counted
-        return [_End(i, bool(report.values[1 + i][0]), True) for i in self._late]
+        ends = []
+        for i in self._late:
+            of_slot = GpuReport(*report.values[1 + i])
+            # True: what the report says of rows of zeros is read when it is counted
+            ends.append(_End(i, bool(of_slot.is_saturated), True))
+        return ends
 
     def _may_step_on_cpu(self, optimizer: Any, native: list[Slot]) -> bool:
         """Return True if all gradients and their squares are finite.

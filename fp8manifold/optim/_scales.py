@@ -25,11 +25,10 @@ from torch import Tensor
 
 from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import describe_change
+from fp8manifold._interface import Geometry, StiffnessPower, WeightStorage
 from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_codes, split_codes
-from fp8manifold._numerics.stiffness import StiffnessPower
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
-from fp8manifold.optim._kinds import Geometry, WeightStorage
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
 from fp8manifold.optim._step import block_noise, blocks_of, load_weights, step
 from fp8manifold.random_bits import draw_of, words_at

@@ -33,6 +33,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import PendingValues, read_cached, remember_value
 from fp8manifold._encoded.storage import expand_scale, number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
+from fp8manifold._interface import WeightStorage
 from fp8manifold._native._arrays import spacings_by_kernel
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import decode_with_specials, decode_with_ulp
@@ -41,7 +42,6 @@ from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._directions import row_from_numbers
-from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.random_bits import DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor

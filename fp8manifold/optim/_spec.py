@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
+from fp8manifold import _interface
+from fp8manifold._interface import Geometry, MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.stiffness import StiffnessPower
-from fp8manifold.formats import FloatFormat
+from fp8manifold.formats import FloatFormat, as_format
 from fp8manifold.optim._directions import DIRECTIONS
-from fp8manifold.optim._kinds import Geometry, MomentStorage, WeightStorage
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
 MOMENTS: Final = tuple(str(member) for member in MomentStorage)
@@ -44,17 +44,10 @@ It is each block's largest magnitude, in float32.
 """
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
 """All entries of a state that have one number for each block."""
-MOMENT_FORMAT: Final = FloatFormat(4, 3)
-"""The format of both moments in 8 bits.
-
-The second moment ``v`` is stored as its square root, which gives it 36 binades.
-"""
-MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
-"""The format of a fitted moment.
-
-It is nearly evenly spaced: an error in an orthogonal factor counts beside the whole
-matrix.
-"""
+MOMENT_FORMAT: Final = as_format(_interface.MOMENT_FORMAT)
+"""The format of both moments in 8 bits."""
+MOMENTUM_FORMAT: Final = as_format(_interface.MOMENTUM_FORMAT)
+"""The format of a fitted moment."""
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.blocks import block_on
+from fp8manifold._interface import Geometry, MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold._numerics import codec
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of
-from fp8manifold._numerics.stiffness import StiffnessPower, bounded_ratio_power
+from fp8manifold._numerics.stiffness import bounded_ratio_power
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, numbers_by_name
-from fp8manifold.optim._kinds import Geometry, MomentStorage, WeightStorage
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
 from fp8manifold.optim._writeback import to_half

@@ -27,9 +27,16 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
+from fp8manifold._interface import (
+    WIDENING,
+    GpuReport,
+    JobFacts,
+    MomentStorage,
+    ScaleSharing,
+    WeightStorage,
+)
+from fp8manifold._numerics.records import WIDENING_DTYPE
 from fp8manifold._triton.kinds import (
-    REPORT_WORDS,
-    WIDENED,
     KernelSpec,
     Tile,
     TileScales,
@@ -44,10 +51,11 @@ from fp8manifold._triton.launch import (
     launch,
     launches_of,
 )
-from fp8manifold.optim._kinds import MomentStorage, WeightStorage
 from fp8manifold.optim._native_step import (
     GRADIENT_COLUMN,
+    REPORT_COLUMN,
     TENSOR_COLUMNS,
+    WEIGHT_KEYS,
     Job,
     addresses_of,
     for_directions,
@@ -73,8 +81,10 @@ _DTYPES: Final = {
     torch.float16: "float16",
     torch.uint8: "uint8",
 }
-_GRADIENT_OF_WIDENING: Final = 3
+_GRADIENT_OF_WIDENING: Final = WIDENING.column("gradient")
 """Position of the gradient's address among the pointers of a doubling of scales."""
+_REPORT_OF_WIDENING: Final = WIDENING.column("report")
+"""Position of the report's address among the pointers of a doubling of scales."""
 _LOG: Final = logging.getLogger("fp8manifold")
 _given_up: Final[list[str]] = []
 """The first line of the error for which kernels were given up, once that has happened."""
@@ -130,8 +140,16 @@ class TritonStep:
             ]
             rows, length, repeats, kind = kind_of(slot, places)
             kinds.append(kind)
+            # how scales are shared a kernel knows from its kind
+            low, high = slot.chart_ends
+            facts = JobFacts(
+                scales=ScaleSharing.ONE_SCALE,
+                repeats=repeats,
+                low_exponent=low,
+                high_exponent=high,
+            )
             # the address of the report is filled in later
-            jobs.append(Job([*places, 0], rows, length, (0, repeats, *slot.chart_ends)))
+            jobs.append(Job([*places, 0], rows, length, facts))
         self.records = records_of(jobs)
         self._kinds = kinds
         self._doubling = [i for i, slot in enumerate(slots) if kernel_doubles_scales(slot)]
@@ -182,7 +200,7 @@ class TritonStep:
     def words(self) -> Tensor:
         """Return zeros for the kernels' report: a row for all steps, and one for each."""
         return torch.zeros(
-            (1 + len(self.records), REPORT_WORDS), dtype=torch.int32, device=self._device
+            (1 + len(self.records), len(GpuReport._fields)), dtype=torch.int32, device=self._device
         )
 
     @property
@@ -196,9 +214,10 @@ class TritonStep:
         addresses = []
         for i, (records, _) in enumerate(self.launches):
             # the first launches are of the step, later ones double scales
-            gradient = GRADIENT_COLUMN if i == 0 else _GRADIENT_OF_WIDENING
-            # the last address is that of the report
-            fixed = np.delete(records["pointers"], [gradient, -1], axis=1)
+            new_in_every_step = [GRADIENT_COLUMN, REPORT_COLUMN]
+            if i > 0:
+                new_in_every_step = [_GRADIENT_OF_WIDENING, _REPORT_OF_WIDENING]
+            fixed = np.delete(records["pointers"], new_in_every_step, axis=1)
             addresses.append(fixed.tolist())
         return calls, addresses
 
@@ -219,7 +238,7 @@ class TritonStep:
         indices = np.arange(len(slots)) if rows is None else np.array(rows)
         offsets = (1 + indices).astype(np.uint64) * np.uint64(report[0].nbytes)
         report_rows = np.uint64(report.data_ptr()) + offsets
-        records["pointers"][:, -1] = report_rows
+        records["pointers"][:, REPORT_COLUMN] = report_rows
         records["keys"] = key_rows(slots)
         numbers = number_rows(slots)
         numbers[self._directions] = for_directions(numbers[self._directions])
@@ -228,8 +247,9 @@ class TritonStep:
             doublings = self._widenings.records
             gradients = records["pointers"][self._doubling, GRADIENT_COLUMN]
             doublings["pointers"][:, _GRADIENT_OF_WIDENING] = gradients
-            doublings["pointers"][:, -1] = report_rows[self._doubling]
-            doublings["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
+            doublings["pointers"][:, _REPORT_OF_WIDENING] = report_rows[self._doubling]
+            keys = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)
+            doublings["keys"] = keys[:, WEIGHT_KEYS]
 
 
 def launch_steps(
@@ -272,13 +292,14 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues
     _, report = launched
     if not decides and any(slot.spec.storage == WeightStorage.CODES for slot in slots):
         rows = report.values[1:]
-        for slot, (is_saturated, doubled, _, has_zero_row) in zip(slots, rows, strict=True):
+        for slot, words in zip(slots, rows, strict=True):
+            of_slot = GpuReport(*words)
             if slot.spec.storage == WeightStorage.CODES:
-                slot.saturated.append(bool(is_saturated))
-                slot.has_zero_rows.append(bool(has_zero_row))
+                slot.saturated.append(bool(of_slot.is_saturated))
+                slot.has_zero_rows.append(bool(of_slot.has_zero_row))
             if kernel_doubles_scales(slot):
-                slot.doubled.append(doubled)
-                _log_doubled(slot.parameter, doubled)
+                slot.doubled.append(of_slot.doubled)
+                _log_doubled(slot.parameter, of_slot.doubled)
     return report
 
 
@@ -309,7 +330,7 @@ def _widenings(slots: Sequence[Slot], doubling: Sequence[int]) -> Widenings | No
     """
     if not doubling:
         return None
-    records = np.zeros(len(doubling), dtype=WIDENED)
+    records = np.zeros(len(doubling), dtype=WIDENING_DTYPE)
     widenings = []
     for record, i in zip(records, doubling, strict=True):
         slot = slots[i]
@@ -318,14 +339,15 @@ def _widenings(slots: Sequence[Slot], doubling: Sequence[int]) -> Widenings | No
         scale = parameter.kept_scale
         bits = slot.spec.residual_bits
         first = slot.spec.first_moment
-        record["pointers"] = (
-            slot.tensors["weight"].data_ptr(),
-            slot.tensors["residual"].data_ptr() if bits else 0,
-            scale.data_ptr(),
-            0,
-            slot.tensors[first].data_ptr() if first else 0,
-            0,
-        )
+        # those of the gradient and of the report are new in every step
+        addresses = {
+            "codes": slot.tensors["weight"].data_ptr(),
+            "residual": slot.tensors["residual"].data_ptr() if bits else 0,
+            "scales": scale.data_ptr(),
+            "moment": slot.tensors[first].data_ptr() if first else 0,
+        }
+        for name, address in addresses.items():
+            record["pointers"][WIDENING.column(name)] = address
         record["rows"] = scale.numel()
         record["length"] = slot.view.numel // scale.numel()
         gradient = _DTYPES[slot.tensors["gradient"].dtype]
@@ -468,13 +490,14 @@ def count_verdict(optimizer: Any, verdict: PendingVerdict) -> None:
     versions = verdict.versions
     backward_pass = verdict.backward_pass
     (refused, *_), *rows = verdict.report.values
+    reports = [GpuReport(*words) for words in rows]
     if backward_pass is not None:
         optimizer._note_pass(backward_pass)
     if refused:
         culprits = [
             parameter
-            for parameter, (_, _, is_nonfinite, _) in zip(versions, rows, strict=True)
-            if is_nonfinite
+            for parameter, report in zip(versions, reports, strict=True)
+            if report.is_nonfinite
         ]
         if backward_pass is None:
             optimizer._count_skipped(culprits)
@@ -482,12 +505,11 @@ def count_verdict(optimizer: Any, verdict: PendingVerdict) -> None:
             optimizer._count_skipped_pass(backward_pass, culprits)
     elif backward_pass is None:
         optimizer.skipped_in_row = 0
-    for (parameter, version), row in zip(versions.items(), rows, strict=True):
-        _, doubled, _, has_zero_row = row
-        if doubled:
-            optimizer.widened_scales += doubled
-            _log_doubled(parameter, doubled)
-        if not has_zero_row and isinstance(parameter, FP8Tensor):
+    for (parameter, version), report in zip(versions.items(), reports, strict=True):
+        if report.doubled:
+            optimizer.widened_scales += report.doubled
+            _log_doubled(parameter, report.doubled)
+        if not report.has_zero_row and isinstance(parameter, FP8Tensor):
             # until its codes change, every scale is known to have a weight that is not 0
             parameter.filled = version
 

@@ -17,9 +17,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold._interface import WeightStorage
 from fp8manifold._numerics import codec
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._kinds import WeightStorage
 
 
 @dataclass(frozen=True)

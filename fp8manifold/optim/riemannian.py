@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._geoopt_import import load_geoopt
+from fp8manifold._interface import Geometry
 from fp8manifold._numerics.charts import Retraction
 from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness, stiffness_bounds
 from fp8manifold._ranks import local_of, spread
@@ -30,7 +31,6 @@ from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._finite import squares_are_finite
-from fp8manifold.optim._kinds import Geometry
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of, stiffness_field
 from fp8manifold.optim._spec import BOUNDS

@@ -22,8 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold._interface import StiffnessPower
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.stiffness import StiffnessPower, log2_bounded
+from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._checks import (
     Schedule,

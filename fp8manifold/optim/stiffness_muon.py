@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._interface import StiffnessPower
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.stiffness import StiffnessPower
 from fp8manifold.nn._selection import CONVOLUTIONS, is_conv1d, is_linear
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
 from fp8manifold.optim._muon import (

@@ -35,6 +35,7 @@ from triton_twins import CARD, different, twin
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._encoded.storage import dequantize_codes
+from fp8manifold._interface import GpuReport
 from fp8manifold._native import _arrays
 from fp8manifold._triton import launch
 from fp8manifold._triton.whole import array_on_gpu
@@ -171,7 +172,14 @@ def test_a_refused_step_changes_nothing(monkeypatch):
             assert verdict is not None
             # The first row says that all steps are refused, the second that this step's
             # gradient is the reason.
-            assert verdict.values == [[1, 0, 0, 0], [0, 0, 1, 0]]
+            refused, of_step = verdict.values
+            assert refused == [1, 0, 0, 0]
+            assert GpuReport(*of_step)._asdict() == {
+                "is_saturated": 0,
+                "doubled": 0,
+                "is_nonfinite": 1,
+                "has_zero_row": 0,
+            }
             old_tensors.append(slot.tensors)
             new_tensors.append(copied.tensors)
 

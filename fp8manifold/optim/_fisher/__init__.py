@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._interface import StiffnessPower, WeightStorage
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.stiffness import StiffnessPower, power_of_ratio, reference_stiffness
+from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim._checks import Schedule, check_finite, lr_of, options_in, refuse_sharded
 from fp8manifold.optim._fisher import nngeometry as fisher
-from fp8manifold.optim._kinds import WeightStorage
 from fp8manifold.optim._slot import Parameters, Slot, stiffness_field
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers

@@ -10,7 +10,6 @@ import importlib.util
 import io
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import fp8manifold as fm
 from fp8manifold import _native, optim
 from fp8manifold._native import _arrays, is_available
 from fp8manifold._native._arrays import round_at_scale
-from fp8manifold._numerics import records as _layouts
+from fp8manifold._native._sources import HEADER
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._streams import content_word
 from fp8manifold.random_bits import draw_key
@@ -193,30 +192,6 @@ def test_memory_of_another_kind_is_refused(wrong):
     assert torch.equal(p, old_values)
 
 
-def test_records_have_the_fields_of_the_structures():
-    """Names and order of what C reads; sizes follow from them."""
-    for header, structure, record in (
-        ("format.h", "Format", _layouts.FORMAT),
-        ("step.h", "Spec", _layouts.SPEC),
-    ):
-        text = re.sub(r"/\*.*?\*/", "", (FOLDER / header).read_text(), flags=re.DOTALL)
-        body = text[: text.index(f"}} {structure};")].rpartition("typedef struct {")[2]
-        declared = [
-            name
-            for line in body.split(";")
-            for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())
-        ]
-        assert tuple(declared) == record.names
-    sizes = {
-        "Spec": _layouts.SPEC.itemsize,
-        "Job": _layouts.JOB.itemsize,
-        "Array": _layouts.ARRAY.size,
-    }
-    text = (FOLDER / "step.h").read_text() + (FOLDER / "grid.c").read_text()
-    asserted = dict(re.findall(r"_Static_assert\(sizeof\((\w+)\) == (\d+)", text))
-    assert asserted == {name: str(size) for name, size in sizes.items()}
-
-
 def build_hook():
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     module = importlib.util.module_from_spec(spec)
@@ -225,7 +200,7 @@ def build_hook():
 
 
 def sources(tmp_path):
-    for path in FOLDER.glob("*.[ch]"):
+    for path in {*FOLDER.glob("*.[ch]")} - {FOLDER / HEADER}:
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
 
@@ -368,9 +343,10 @@ def test_a_build_never_leaves_half_a_library_to_be_loaded(succeeds, tmp_path, mo
         assert (hook.build(folder, lambda _: None) is not None) is succeeds
         assert observed == [b"the old one"] * 2
         assert running.read() == b"the old one"
-    assert {path.name for path in folder.iterdir()} == names | (
+    assert {path.name for path in folder.iterdir()} == {*names, HEADER} | (
         {"_kernels.so"} if succeeds else set()
     )
+    assert (folder / HEADER).read_text() == hook.header_text()
     assert not succeeds or (folder / "_kernels.so").read_bytes() == b"half"
 
 
@@ -428,6 +404,7 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
     subprocess.run(["tar", "xzf", str(sdist), "-C", str(tmp_path)], check=True)
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     assert not list(unpacked.rglob("_kernels*"))
+    assert not list(unpacked.rglob(HEADER))
     without = hatch("wheel", unpacked, CC="/nowhere/cc")
     assert without.name.endswith("-py3-none-any.whl")
     names = {Path(name).name for name in zipfile.ZipFile(without).namelist()}

@@ -477,7 +477,7 @@ def test_every_value_that_a_kernel_is_compiled_for_is_a_constant():
     assert as_constants(spec) is known
     for field in dataclasses.fields(spec):
         assert type(getattr(known, field.name)) is language.constexpr
-    assert type(known.format.value.LARGEST) is language.constexpr
+    assert type(known.format.value.largest) is language.constexpr
     assert repr(known) == repr(spec)
     assert hash(known) == hash(spec)
     assert as_constants("float32") == "float32"
