@@ -30,7 +30,10 @@ from fp8manifold._interface import NUMBERS, POSITIONS
 from fp8manifold._numerics.stiffness import sqrt_exact
 
 Numbers = Mapping[str, Tensor]
-"""The numbers of a step by name, each a 0-dim tensor."""
+"""The numbers of a step by name, each a 0-dim tensor.
+
+Floats, which a direction's operations round to the tensors' dtype, give the same bits.
+"""
 
 
 def numbers_by_name(row: Tensor) -> Numbers:

@@ -478,6 +478,11 @@ class RiemannianAdam(Riemannian):
         state: dict[str, Any],
         manifold: "geoopt.Manifold",
     ) -> tuple[Tensor, Tensor | None]:
+        """Return geoopt's own Adam, which has other bits than the direction ``adam``.
+
+        The second moment averages inner products in place of squares, and both are
+        divided by their bias corrections before eps is added.
+        """
         group = slot.group
         step = slot.age
         beta1, beta2 = group["betas"]
@@ -584,11 +589,12 @@ class RiemannianSGD(Riemannian):
         manifold: "geoopt.Manifold",
     ) -> tuple[Tensor, Tensor | None]:
         group = slot.group
-        momentum = group["momentum"]
-        if not momentum:
+        if not group["momentum"]:
             return gradient, None
         buffer: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        gain = 1.0 if slot.age == 1 else 1 - group["dampening"]
-        buffer.mul_(momentum).add_(gradient * gain)
-        direction = gradient + buffer * momentum if group["nesterov"] else buffer
-        return direction, buffer
+        moments = {"momentum_buffer": buffer}
+        numbers = sgd_numbers(slot)
+        sgd = DIRECTIONS["sgd"].descend
+        descent = sgd(gradient, moments, numbers, nesterov=group["nesterov"])
+        buffer.copy_(descent.moments["momentum_buffer"])
+        return descent.direction, buffer
