@@ -7,11 +7,11 @@ tensors inside it, under names `WEIGHT::PART`. A tied weight is written once.
 The second half reads checkpoints of GPT-2 into the model here.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import geoopt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,6 +21,9 @@ import fp8manifold as fm
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.system.errors import BenchError, DiskError, one_line, refusals
 from nanogpt_bench.system.files import refuse_to_replace, replacing
+
+if TYPE_CHECKING:
+    import geoopt
 
 #: in a checkpoint, between the name of another package's tensor and the name of a plain
 #: tensor inside it
@@ -218,9 +221,15 @@ def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:
     return layers
 
 
-def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]:
-    """Return the parameters on geoopt's Stiefel manifold or sphere, by name."""
+def constrained_weights(model: nn.Module) -> dict[str, "geoopt.ManifoldParameter"]:
+    """Return the parameters on geoopt's Stiefel manifold or sphere, by name.
+
+    Without geoopt, which takes long to import, there are none.
+    """
     weights: dict[str, Any] = {}
+    geoopt = sys.modules.get("geoopt")
+    if geoopt is None:
+        return weights
     for name, parameter in model.named_parameters():
         manifold = getattr(parameter, "manifold", None)
         if isinstance(manifold, geoopt.Stiefel | geoopt.Sphere):

@@ -6,7 +6,6 @@ The manifolds are geoopt's, on which weights are constrained.
 from functools import partial
 from typing import Any
 
-import geoopt
 import torch
 from torch import Tensor
 
@@ -132,6 +131,9 @@ class Geometry(Monitor):
 
         The rounded weight is the one by which the layer multiplies.
         """
+        # a weight is constrained, so it is imported
+        import geoopt
+
         on_sphere = isinstance(parameter.manifold, geoopt.Sphere)
         metric = OFF_SPHERE if on_sphere else ORTHOGONALITY
         distance = row_length_error if on_sphere else orthogonality

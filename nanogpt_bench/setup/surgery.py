@@ -4,9 +4,8 @@ Both change a finished model.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import geoopt
 import torch
 from torch import nn
 
@@ -24,6 +23,9 @@ from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers, rows_of_outputs
 from nanogpt_bench.system.errors import BenchError, counted, refusals
+
+if TYPE_CHECKING:
+    import geoopt
 
 #: number of layers left in float that a line names
 _NAMED_LAYERS = 4
@@ -48,6 +50,8 @@ def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
     with refusals("model.formats", ValueError, TypeError):
         model = fm.quantize_model(model, **quantization(config))
     if is_continuous:
+        import geoopt
+
         # The float weights come back, on the continuous manifold of format and scale.
         for name, layer in quantized_layers(model).items():
             assert layer.weight_format is not None, "a layer whose weights are quantised"
@@ -204,6 +208,8 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
     """
     if settings.constraint is None:
         return
+    import geoopt
+
     for name in constrained_layers(settings):
         layer: Any = model.get_submodule(name)
         manifold = geoopt.Sphere() if settings.constraint == "sphere" else geoopt.EuclideanStiefel()
@@ -215,13 +221,15 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
         layer.weight = geoopt.ManifoldParameter(point, manifold=manifold)
 
 
-def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:
+def rate_of(weight: "geoopt.ManifoldParameter", settings: OptimizerConfig) -> float:
     """Return the rate with which geoopt turns vectors by `optimizer.constrained_lr`.
 
     A vector is a row or column of the weight. Under Adam a step is as long as its rate:
     per row on the sphere, and for the whole matrix on the Stiefel manifold, where it is
     divided among orthonormal vectors.
     """
+    import geoopt
+
     rate = settings.constrained_lr or 0.0
     if settings.name == "riemannian_adam" and not isinstance(weight.manifold, geoopt.Sphere):
         return rate * min(weight.shape) ** 0.5

@@ -48,7 +48,7 @@ BUDGETS = {
     "StiffnessAdamW": Budget(first=830, second=455, steady=74, files=10),
     "StiffnessSGD": Budget(first=790, second=430, steady=72, files=10),
     "StiffnessLion": Budget(first=774, second=414, steady=68, files=9),
-    "StiffnessMuon": Budget(first=1063, second=549, steady=107, files=12),
+    "StiffnessMuon": Budget(first=1080, second=557, steady=93, files=12),
     "RiemannianAdam": Budget(first=705, second=407, steady=102, files=13),
 }
 
