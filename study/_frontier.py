@@ -19,7 +19,13 @@ from _study import against_baseline
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.row_styles import RULE_ORDER, THEMES, theme_colours
 from nanogpt_bench.report.svg_figures import svg
-from nanogpt_bench.report.vega_spec import CHART_CONFIG, coloured, ink, over, quantity
+from nanogpt_bench.report.vega_spec import (
+    CHART_CONFIG,
+    data_layer,
+    named_colour,
+    quantity,
+    with_colours,
+)
 
 PICTURES_FOLDER = Path(__file__).parent.parent / "docs" / "_static"
 #: GitHub's dark background, which differs from that of a report's dark theme
@@ -68,10 +74,10 @@ def memory() -> Spec:
     x = quantity("peak", None, (0, 58), grid=False, domain=False, ticks=False, labels=False)
     across = {"y": _pixels("low"), "y2": {"field": "high"}}
     colour = _colour_of_rule({bar.rule for bar in BARS})
-    dashed = {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": ink("bad")}
+    dashed = {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": named_colour("bad")}
     layers = [
-        over(bars, {"type": "rect"}, x=x, x2={"datum": 0}, **across, color=colour),
-        over(
+        data_layer(bars, {"type": "rect"}, x=x, x2={"datum": 0}, **across, color=colour),
+        data_layer(
             bars,
             {"type": "rect", "opacity": 0.4},
             x=x | {"field": "all"},
@@ -79,7 +85,7 @@ def memory() -> Spec:
             **across,
             color=colour,
         ),
-        over(card_line, dashed, x=x, **across),
+        data_layer(card_line, dashed, x=x, **across),
         *_words(bars, x={"value": 0}, y=_pixels("label"), text={"field": "name"}),
         *_words(
             bars,
@@ -93,7 +99,7 @@ def memory() -> Spec:
             card_line,
             dx=6,
             bold=True,
-            color=ink("bad"),
+            color=named_colour("bad"),
             x=x,
             y=_pixels("low"),
             text={"field": "name"},
@@ -253,27 +259,27 @@ def loss() -> Spec:
     angle = {"field": "angle", "type": "quantitative", "scale": None}
     point_mark = {"type": "point", "filled": True, "opacity": 1}
     arrow_head = point_mark | {"shape": "triangle-up", "size": 90}
-    circle = point_mark | {"size": 70, "color": ink("muted")}
-    diamond = point_mark | {"shape": "diamond", "size": 70, "color": ink("muted")}
+    circle = point_mark | {"size": 70, "color": named_colour("muted")}
+    diamond = point_mark | {"shape": "diamond", "size": 70, "color": named_colour("muted")}
     layers = [
-        over([{"y": 0}], {"type": "rule", "color": ink("muted")}, y=y),
-        over(
+        data_layer([{"y": 0}], {"type": "rule", "color": named_colour("muted")}, y=y),
+        data_layer(
             arrows,
             {"type": "rule", "strokeWidth": 2},
             color=colour,
             strokeDash=dashes,
             **whole_arrow,
         ),
-        over(
+        data_layer(
             [*arrows, *marks],
             {"type": "rule", "strokeWidth": 1.5},
             x=x,
             color=colour,
             **interval,
         ),
-        over(arrows, arrow_head, x=x, y=y, color=colour, angle=angle),
-        over(starts, circle, x=x, y=y),
-        over(marks, diamond, x=x, y=y),
+        data_layer(arrows, arrow_head, x=x, y=y, color=colour, angle=angle),
+        data_layer(starts, circle, x=x, y=y),
+        data_layer(marks, diamond, x=x, y=y),
     ]
     for side in ("left", "right"):
         labels = [label._asdict() for label in LABELS if label.side == side]
@@ -308,7 +314,9 @@ def _arrow_end(text: str, rule: str, point: LossPoint) -> Spec:
 def _colour_of_rule(rules: Iterable[str]) -> Spec:
     """Return a scale from rules to the colours that reports give them; floats are grey."""
     domain = sorted(rules)
-    colours = [ink("muted" if rule == FLOATS else RULE_ORDER.index(rule)) for rule in domain]
+    colours = [
+        named_colour("muted" if rule == FLOATS else RULE_ORDER.index(rule)) for rule in domain
+    ]
     return {
         "field": "rule",
         "type": "nominal",
@@ -329,7 +337,7 @@ def _words(
     So lines behind the text end before it. The colour is a channel of `encoding`, or
     that of a mark.
     """
-    colour = encoding.pop("color", ink("ink"))
+    colour = encoding.pop("color", named_colour("ink"))
     text = {
         "type": "text",
         "align": align,
@@ -339,15 +347,15 @@ def _words(
         "fontWeight": "bold" if bold else "normal",
     }
     outline = {
-        "stroke": ink("page"),
+        "stroke": named_colour("page"),
         "strokeWidth": 4,
         "strokeJoin": "round",
-        "color": ink("page"),
+        "color": named_colour("page"),
     }
-    behind = over(rows, text | outline, **encoding)
+    behind = data_layer(rows, text | outline, **encoding)
     if "field" in colour:
-        return [behind, over(rows, text, **encoding, color=colour)]
-    return [behind, over(rows, text | {"color": colour}, **encoding)]
+        return [behind, data_layer(rows, text, **encoding, color=colour)]
+    return [behind, data_layer(rows, text | {"color": colour}, **encoding)]
 
 
 def _picture(
@@ -360,7 +368,7 @@ def _picture(
         "fontSize": 15,
         "subtitleFontSize": 12,
         "offset": 16,
-        "subtitleColor": ink("muted"),
+        "subtitleColor": named_colour("muted"),
         "subtitlePadding": 5,
         "frame": "bounds",
     }
@@ -379,7 +387,7 @@ def themed(name: str) -> dict[Path, Spec]:
     for theme, path in paths.items():
         background = backgrounds[theme]
         colours = theme_colours(theme) | {"page": background}
-        specs[path] = coloured(spec, colours) | {"background": background}
+        specs[path] = with_colours(spec, colours) | {"background": background}
     return specs
 
 

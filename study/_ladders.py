@@ -15,7 +15,14 @@ from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import loss_unit
 from nanogpt_bench.report.tables import run_heading
-from nanogpt_bench.report.vega_spec import Chart, curves, limit_line, of_row, over, quantity
+from nanogpt_bench.report.vega_spec import (
+    Chart,
+    curves,
+    data_layer,
+    limit_line,
+    quantity,
+    row_channel,
+)
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import one_line
 
@@ -201,15 +208,15 @@ def ladder_chart(
     y = quantity("y", loss_unit(result.row for result in results), zero=True)
     line_styles_by_label = line_styles(ladder, results, styles)
     spec = curves(values, line_styles_by_label, x, y)
-    colour = of_row("color", line_styles_by_label)
+    colour = row_channel("color", line_styles_by_label)
     tooltip = {"field": "text"}
     if bars:
         bar = {"type": "rule", "strokeWidth": 1.5, "clip": True}
         interval = {"y": y | {"field": "low"}, "y2": {"field": "high"}}
-        spec["layer"].append(over(bars, bar, x=x, **interval, color=colour, tooltip=tooltip))
+        spec["layer"].append(data_layer(bars, bar, x=x, **interval, color=colour, tooltip=tooltip))
     if rings:
         ring = {"type": "point", "filled": False, "size": 180, "strokeWidth": 2, "clip": True}
-        spec["layer"].append(over(rings, ring, x=x, y=y, color=colour, tooltip=tooltip))
+        spec["layer"].append(data_layer(rings, ring, x=x, y=y, color=colour, tooltip=tooltip))
     spec["layer"].append(limit_line(0.0, y=y))
     title = f"Gap to {reference_name(results)} by {ladder.title.removeprefix('Gap by ')}"
     return Chart(ladder.name, title, _caption(ladder), spec, 400, wide=True, rows=tuple(lines))

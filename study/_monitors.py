@@ -9,7 +9,7 @@ from _markdown import markdown
 from _predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors
 
 from nanogpt_bench.report.results_file import Exported
-from nanogpt_bench.report.rows import Row, find_reference, row_runs, setting_of
+from nanogpt_bench.report.rows import Row, find_reference, row_key, row_runs
 from nanogpt_bench.sweep.plan import baseline_of
 
 #: every run's final gap is to this row of its file, or to the file's own reference where
@@ -69,7 +69,7 @@ def _points(files: Sequence[Exported], is_wanted: Callable[[Row], bool]) -> list
     points = {}
     for file in files:
         wanted_rows = [row for row in file.rows if is_wanted(row)]
-        settings = {setting_of(run) for _, run in row_runs(wanted_rows)}
+        settings = {row_key(run) for _, run in row_runs(wanted_rows)}
         name = baseline_of(REFERENCE_RULE, file.rows) if _has_reference(file) else file.baseline
         for key, point in early_points(file.rows, find_reference(file.rows, name)).items():
             if point.group in settings:

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.holm import holm
-from nanogpt_bench.report.rows import Row, identity, references_by_label, seed_of, setting_of
+from nanogpt_bench.report.rows import Row, identity, references_by_label, row_key, seed_of
 from nanogpt_bench.runs.load import Run
 
 #: share of a run's steps within which metrics count as early
@@ -109,7 +109,7 @@ def early_points(
             reference_run = _finished_run(reference_row, seed_of(run))
             if reference_run is None:
                 continue
-            name = setting_of(run) if group is Group.SETTING else row.format
+            name = row_key(run) if group is Group.SETTING else row.format
             point = _point(run, reference_run, at, name)
             if point is not None:
                 points[identity(run)] = point

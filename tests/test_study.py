@@ -58,7 +58,7 @@ def test_a_map_has_the_mean_gap_of_every_layer_in_every_format():
         if entry["kind"] == "run":
             losses.setdefault(entry["label"], {})[entry["seed"]] = entry["final_val_loss"]
     layer_map = import_module("_maps").map_of(read_export(path))
-    for pattern, gaps in zip(layer_map.patterns, layer_map.gap, strict=True):
+    for pattern, gaps in zip(layer_map.patterns, layer_map.gaps, strict=True):
         for fmt, gap in zip(layer_map.formats, gaps, strict=True):
             losses_of_layer = losses[f"{fmt} {'*' if pattern == 'all layers' else pattern}"]
             assert gap == pytest.approx(

@@ -70,13 +70,13 @@ def _export(folder: Path, out: Path) -> int:
     from nanogpt_bench.report.results_file import (  # imports torch
         EntryKind,
         export,
-        is_of_kind,
+        has_known_kinds,
         to_json,
     )
 
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
-    refuse_to_replace("--out", out, json_test(is_of_kind), "another name")
+    refuse_to_replace("--out", out, json_test(has_known_kinds), "another name")
     content = export(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, to_json(content))

@@ -192,12 +192,12 @@ class Measurement:
         scale: str = "",
         *,
         saves: bool = True,
-        against: Sequence[float] = (),
+        reference_losses: Sequence[float] = (),
     ) -> Evaluation:
         """Measure one set of formats; the first row has to have none.
 
-        The gap is to the losses `against`, window by window; without these to those of
-        the float weights. `saves` allows writing the weights to `save`.
+        The gap is to `reference_losses`, window by window. Without these it is to the
+        losses of the float weights. `saves` allows writing the weights to `save`.
         """
         start = time.perf_counter()
         options = dict(self.options)
@@ -214,10 +214,11 @@ class Measurement:
         self.losses = losses
         rounded_tables = {}
         if formats.get(EMBEDDINGS, "none") != "none":
-            rounded_tables = self._embeddings()
-        self.unquantised = self._unquantised(report, rounded_tables)
+            rounded_tables = self._table_sizes()
+        self.unquantised = self._lines_of_unquantised(report, rounded_tables)
         differences = []
-        for loss, reference_loss in zip(losses, against or self.float_losses, strict=True):
+        base = reference_losses or self.float_losses
+        for loss, reference_loss in zip(losses, base, strict=True):
             differences.append(loss - reference_loss)
         mean_loss, loss_error = mean_and_error(losses)
         gap, gap_error = mean_and_error(differences) if formats else (None, None)
@@ -236,7 +237,7 @@ class Measurement:
             seconds=time.perf_counter() - start,
         )
 
-    def _embeddings(self) -> dict[int, int]:
+    def _table_sizes(self) -> dict[int, int]:
         """Return the parameters of each table of embeddings, by its weight's id."""
         parameters = {}
         for module in self.model.modules():
@@ -244,8 +245,12 @@ class Measurement:
                 parameters[id(module.weight)] = module.weight.numel()
         return parameters
 
-    def _unquantised(self, report: Any, rounded_tables: Mapping[int, int]) -> list[str]:
-        """Return what a report says is left, but no layer of a rounded table."""
+    def _lines_of_unquantised(self, report: Any, rounded_tables: Mapping[int, int]) -> list[str]:
+        """Return a line for each layer that a report lists as left in float.
+
+        Embeddings are among these, also where their tables were rounded; such layers are
+        left out.
+        """
         lines = []
         for layer in report.left:
             weights = self.model.get_submodule(layer.name).parameters(recurse=False)

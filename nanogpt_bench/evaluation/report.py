@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.endings import RunStatus
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_corpus_text
@@ -81,7 +82,8 @@ REPORT_FIELDS = (
     "quantized_parameters",
     "seconds",
 )
-FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
+#: the formats without --formats
+DEFAULT_FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
 #: the formats of `--formats all`
 ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
 #: settings of `run` that a report on a pretrained model takes
@@ -150,7 +152,12 @@ def report_model(args: argparse.Namespace) -> int:
         model_outline = outline(args.model)
         folder = config.data.dir if "data.dir" in settings else None
         corpus = _open_text(args, folder, model_outline, config.model.block_size)
-        measurement = _pretrained_measurement(args, settings, model_outline, corpus, device)
+        batch = config.train.batch_size if "train.batch_size" in settings else BATCH
+        # The measurement has the only reference to the model, so that it can free the
+        # model before it reads it again.
+        measurement = _pretrained_measurement(
+            args, config, layer_formats, batch, model_outline, corpus, device
+        )
         facts = environment(corpus, config.runtime.threads)
         _report(measurement, args, layer_formats, out, facts)
     return 0
@@ -158,43 +165,28 @@ def report_model(args: argparse.Namespace) -> int:
 
 def _pretrained_measurement(
     args: argparse.Namespace,
-    settings: Mapping[str, Any],
+    config: Config,
+    layer_formats: Mapping[str, Any],
+    batch: int,
     model_outline: Outline,
     corpus: Corpus,
     device: torch.device,
 ) -> Measurement:
-    """Return the measurement of a pretrained model, to which it has the only reference.
-
-    So it can free the model before it reads it again.
-
-    The model is read in one of three ways. One that was published in codes is measured
-    in these, unless an option needs its floats. A float model is read again for each
-    row, into codes, unless rows need the floats. A .gguf file can be read as floats
-    only.
-    """
-    config = build_config({key: value for key, value in settings.items() if key != "model.formats"})
-    layer_formats = settings.get("model.formats") or {}
-    asks_for_formats = any(
-        (
-            args.formats,
-            args.scales,
-            layer_formats,
-            settings.get("model.tied"),
-            settings.get("model.headroom"),
-        )
-    )
-    asks_for_floats = any((args.sensitivity, args.budget, args.embeddings))
+    """Return the measurement of a pretrained model, read as its rows need it."""
+    way = _way_of_reading(args, config, layer_formats, model_outline)
+    model: Any = None
     stored = None
-    codes: dict[str, Any] = {}
-    if model_outline.stored and not asks_for_floats and not asks_for_formats:
+    reader = None
+    if way is _Reading.AS_STORED:
         stored = _stored_as(model_outline)
         bytes_each = model_outline.stored_bytes / model_outline.parameters
-        codes = {"bytes_each": bytes_each, "quantization": {}}
-    needs_floats = model_outline.stored or asks_for_floats or EMBEDDINGS in layer_formats
-    rereads = not needs_floats and "gguf_file" not in find_model(args.model)
-    model: Any = load_narrow(args.model) if rereads else None
+        model = load_causal(args.model, bytes_each=bytes_each, quantization={})
+    elif way is _Reading.FOR_EACH_ROW:
+        # None for a model whose files have no 16-bit floats.
+        model = load_narrow(args.model)
+        reader = partial(_read_in_formats, args.model, device)
     if model is None:
-        model = load_causal(args.model, **codes)
+        model = load_causal(args.model)
     block = config.model.block_size or min(
         WINDOW_TOKENS, model_outline.positions, len(corpus.val) - 1
     )
@@ -208,16 +200,53 @@ def _pretrained_measurement(
         model=model.to(device),
         windows=windows,
         tokens_per_byte=corpus.val_tokens_per_byte,
-        batch=config.train.batch_size if "train.batch_size" in settings else BATCH,
+        batch=batch,
         options={
             "tied": config.model.tied or "leave",
             "headroom": config.model.headroom,
             "seed": config.seed,
         },
         save=args.save,
-        reader=partial(_read_in_formats, args.model, device) if rereads else None,
+        reader=reader,
         stored=stored,
     )
+
+
+class _Reading(Enum):
+    """How a pretrained model is read."""
+
+    #: once, in the codes in which it was published
+    AS_STORED = auto()
+    #: as floats once, and again for each row, into the codes of its formats
+    FOR_EACH_ROW = auto()
+    #: once, as floats, which each row rounds
+    AS_FLOATS = auto()
+
+
+def _way_of_reading(
+    args: argparse.Namespace,
+    config: Config,
+    layer_formats: Mapping[str, Any],
+    model_outline: Outline,
+) -> _Reading:
+    """Return how a pretrained model is read.
+
+    Codes of its files serve where no option asks for formats or floats. Reading again
+    saves the memory of the floats. It does not serve rows that need them, nor .gguf
+    files, which can be read as floats only.
+    """
+    asks_for_floats = any((args.sensitivity, args.budget, args.embeddings))
+    if model_outline.stored:
+        model = config.model
+        asks_for_formats = any(
+            (args.formats, args.scales, layer_formats, model.tied, model.headroom)
+        )
+        is_as_stored = not asks_for_floats and not asks_for_formats
+        return _Reading.AS_STORED if is_as_stored else _Reading.AS_FLOATS
+    is_gguf = "gguf_file" in find_model(args.model)
+    if asks_for_floats or EMBEDDINGS in layer_formats or is_gguf:
+        return _Reading.AS_FLOATS
+    return _Reading.FOR_EACH_ROW
 
 
 def _stored_as(model_outline: Outline) -> StoredAs:
@@ -415,19 +444,20 @@ def _measure(
 ) -> _Results:
     names = list(formats)
     if not names and not layer_formats and not measurement.stored:
-        names = list(FORMATS)
+        names = list(DEFAULT_FORMATS)
     scales = list(dict.fromkeys(args.scales or ["channel"]))
     plans = _plan_rows(measurement, names, scales, layer_formats, embeddings=args.embeddings)
     groups: dict[str, list[str]] = {}
     if args.sensitivity:
         groups = _layer_groups(measurement, LayerGroups(args.sensitivity), layer_formats)
-        names = names or list(FORMATS)
+        names = names or list(DEFAULT_FORMATS)
     with _progress_bar(len(plans) + len(groups) * len(names)) as tick:
         rows: list[Evaluation] = []
         for plan in plans:
             rows.append(measurement.row(*plan))
             tick(f"{plan.title}: {rows[-1].val_loss:.4f}")
-            # The first row has formats only if the files have codes.
+            # Once, of the first row with formats. It is the second one, or the only one
+            # of a model that is measured in the codes of its files.
             if len(rows) == 2 or measurement.stored:
                 say(f"not quantised: {'; '.join(measurement.unquantised) or 'nothing'}")
         if not groups:
@@ -550,7 +580,7 @@ class _GapMap:
                     {**dict.fromkeys(keys, name), **self._layer_formats},
                     self._scale,
                     saves=False,
-                    against=losses,
+                    reference_losses=losses,
                 )
                 self._cells[MapCell(pattern, name)] = evaluation
                 tick(f"{pattern} in {name}: {evaluation.gap:+.4f}")

@@ -44,12 +44,18 @@ from nanogpt_bench.setup.start import check_text, same_text
 from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.system.errors import BenchError, say
 
-#: settings that may differ from the run's: those of the measurement, and those of the
-#: rows in a format
-OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")
-OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tied", "model.formats")
+# Settings of the command line, which may differ from the run's: those of the measurement,
+# and those of the rows in a format. A name that ends with a dot stands for a section.
+MEASUREMENT_KEYS = ("data.dir", "eval.", "runtime.", "train.batch_size")
+FORMAT_KEYS = (
+    "model.storage",
+    "model.granularity",
+    "model.headroom",
+    "model.tied",
+    "model.formats",
+)
 #: entries of the environment that can change the last bits of a loss
-_OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
+_BIT_FACTS = ("libraries.torch", "threads", "cpu", "gpu")
 #: the fields of an evaluation that a file has
 EVALUATION_FIELDS = (
     "format",
@@ -79,7 +85,10 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
                 "--formats"
             )
         if not _is_allowed(key):
-            names = [f"{name}*" if name.endswith(".") else name for name in OF_MEASURE + OF_FORMATS]
+            names = [
+                f"{name}*" if name.endswith(".") else name
+                for name in MEASUREMENT_KEYS + FORMAT_KEYS
+            ]
             raise BenchError(
                 f"--{key}: the weights of a run have been trained; allowed: {', '.join(names)}"
             )
@@ -87,7 +96,7 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_allowed(key: str) -> bool:
-    for name in OF_MEASURE + OF_FORMATS:
+    for name in MEASUREMENT_KEYS + FORMAT_KEYS:
         is_in_section = name.endswith(".") and key.startswith(name)
         if key == name or is_in_section:
             return True
@@ -104,7 +113,7 @@ class RunWeights:
         #: the formats that were given by layer
         self.formats: dict[str, Any] = dict(overrides.get("model.formats") or {})
         self._shape = trained_shape(trained.path)
-        measurement = {key: value for key, value in overrides.items() if key not in OF_FORMATS}
+        measurement = {key: value for key, value in overrides.items() if key not in FORMAT_KEYS}
         # As many threads as the run had: sums in another order have other last bits.
         measurement["runtime.threads"] = overrides.get("runtime.threads") or _threads(trained)
         settings = {**trained.settings, "model.init_from": None, **measurement}
@@ -178,7 +187,7 @@ class RunWeights:
         given_formats = {}
         if floats and not names:
             given_formats = {**self.config.model.formats, **self.formats}
-        format_settings = [key for key in self.overrides if key in OF_FORMATS]
+        format_settings = [key for key in self.overrides if key in FORMAT_KEYS]
         if format_settings and not given_formats and set(names) <= {"none"}:
             raise BenchError(
                 f"--{format_settings[0]}: no row has a format; give --formats, such as "
@@ -381,8 +390,8 @@ def _compare_with_record(
         return f"{run} did not validate: there is nothing to compare the first row with"
     if loss == recorded:
         return f"{run} had the val loss of the first row, to the bit"
-    differences = [f"--{key}" for key in weights.overrides if key not in OF_FORMATS]
-    for key in _OF_BITS:
+    differences = [f"--{key}" for key in weights.overrides if key not in FORMAT_KEYS]
+    for key in _BIT_FACTS:
         value_then = at(trained.environment, key)
         value_now = at(environment_now, key)
         if value_then != value_now:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class AttentionEntropy(Monitor):
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
-        if not self.looks(step):
+        if not self.is_measured(step):
             return
         attentions = self._attentions_in_turn(step)
         for block, entropies in self._measure(step.model, attentions).items():
@@ -84,15 +85,17 @@ class AttentionEntropy(Monitor):
 
     def _attentions_in_turn(self, step: Step) -> dict[str, Attention]:
         """Return the attention layers that this step measures, by their block."""
+        layers = [
+            (name, module)
+            for name, module in step.model.named_modules()
+            if isinstance(module, Attention)
+        ]
         attentions: dict[str, Attention] = {}
-        index = 0
-        for name, module in step.model.named_modules():
-            if not isinstance(module, Attention):
-                continue
+        for block, (name, module) in enumerate(layers):
+            # Turns have a block by its name in the model, the record by its number.
             block_name = name.rpartition(".")[0]
             if self.takes(step, block_name):
-                attentions[str(index)] = module
-            index += 1
+                attentions[str(block)] = module
         return attentions
 
     def _measure(self, model: nn.Module, attentions: dict[str, Attention]) -> dict[str, Tensor]:
@@ -142,19 +145,28 @@ def _entropy_hook(
     return measure
 
 
+class _SavedBuffer(NamedTuple):
+    """A buffer of a module, and a copy of its values."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    values: Tensor
+
+
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore every buffer at the end, the tensor itself and its values."""
-    saved: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+    buffers: list[_SavedBuffer] = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                saved.append((module, name, buffer, buffer.clone()))
+                buffers.append(_SavedBuffer(module, name, buffer, buffer.clone()))
     try:
         yield
     finally:
-        for module, name, buffer, content in saved:
-            module._buffers[name] = buffer.copy_(content)
+        for saved in buffers:
+            saved.module._buffers[saved.name] = saved.tensor.copy_(saved.values)
 
 
 #: returns the monitor of a run

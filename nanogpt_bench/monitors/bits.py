@@ -11,8 +11,8 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import LINEAR, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import is_rounded
-from nanogpt_bench.monitors.capture import Watched, flowing
-from nanogpt_bench.monitors.points import Monitor, Scale, Step, unit_blocks
+from nanogpt_bench.monitors.capture import Watched, captured_operands
+from nanogpt_bench.monitors.points import Monitor, Scale, Step, unit_pieces
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
 UNIFORMITY = _bits(
@@ -55,7 +55,7 @@ def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor
     if x.dtype is torch.uint8:
         return torch.bincount(x.flatten(), minlength=size)
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
-    for _, units in unit_blocks(scale, x):
+    for _, units in unit_pieces(scale, x):
         counts += torch.bincount(fm.encode(units, fmt), minlength=size)
     return counts
 
@@ -116,15 +116,15 @@ class Bits(Monitor):
         self._histograms: dict[tuple[str, str], Histogram] = {}
 
     def after_backward(self, step: Step) -> None:
-        if not self.looks(step) or not step.at_last_micro_step:
+        if not self.is_measured(step) or not step.at_last_micro_step:
             return
-        for operand in flowing(self._layers, self._capture, self._settings):
+        for operand in captured_operands(self._layers, self._capture, self._settings):
             if operand.format is not None and bool(operand.values.isfinite().all()):
                 counts = code_histogram(operand.values, operand.format, operand.scale)
                 self._histograms[operand.kind, operand.layer] = Histogram(operand.format, counts)
 
     def complete_record(self, step: Step) -> None:
-        if not step.number or not self.looks(step):
+        if not step.number or not self.is_measured(step):
             return
         self._count_weights(step)
         for (kind, layer), histogram in self._histograms.items():

@@ -55,13 +55,15 @@ class Capture(Observer):
                 continue
             self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
             if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
-                hook = self._keep(self.weight_gradients, name)
+                # The scaler runs in the backward pass, and its input is the gradient.
+                hook = _keep_input(self.weight_gradients, name)
                 self._backward_handles.append(
                     layer.weight_gradient_scaler.register_forward_pre_hook(hook)
                 )
         for name, module in step.model.named_modules():
             if isinstance(module, Block) and self._turns.takes(step, name):
-                self._handles.append(module.register_forward_hook(self._keep(self.residuals, name)))
+                hook = _keep_output(self.residuals, name)
+                self._handles.append(module.register_forward_hook(hook))
 
     def after_forward(self, step: Step) -> None:
         for handle in self._handles:
@@ -97,17 +99,23 @@ class Capture(Observer):
 
         return keep
 
-    def _keep(self, tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
-        """Return a hook that stores the output of a module, or the input of a scaler.
 
-        A hook before the forward pass gets no output.
-        """
+def _keep_output(tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
+    """Return a forward hook that stores a module's output."""
 
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], *outputs: Tensor) -> None:
-            tensor = outputs[-1] if outputs else inputs[-1]
-            tensors[name] = tensor.detach()
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        tensors[name] = output.detach()
 
-        return keep
+    return keep
+
+
+def _keep_input(tensors: dict[str, Tensor], name: str) -> Callable[..., None]:
+    """Return a hook, called before a module, that stores its last input."""
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        tensors[name] = inputs[-1].detach()
+
+    return keep
 
 
 #: elements that share a scale under granularity "block"
@@ -130,7 +138,7 @@ class Operand:
     scale: Tensor | float = 1.0
 
 
-def flowing(
+def captured_operands(
     layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig
 ) -> Iterator[Operand]:
     """Yield operands before quantisation.
@@ -261,7 +269,7 @@ class Update:
 class UpdateMonitor(Monitor):
     """A monitor of updates."""
 
-    def see(self, step: Step, update: Update) -> None:
+    def measure_update(self, step: Step, update: Update) -> None:
         """Measure one layer's update, whose tensors are freed afterwards."""
         raise NotImplementedError
 
@@ -354,4 +362,4 @@ class UpdateObserver(Observer):
             scale=layer.weight_scale().detach(),
         )
         for monitor in self._monitors:
-            monitor.see(step, update)
+            monitor.measure_update(step, update)

@@ -83,25 +83,26 @@ class FloorObserver(Observer):
         self._layers = layers
         self._formats = formats
         self._decay = decay
-        self._first = steps - max(1, steps // 4)
+        #: steps before the last quarter, in which nothing is measured
+        self._steps_before = steps - max(1, steps // 4)
         #: the averaged gradient of each layer's weight, begun at zero and not yet
-        #: divided by `_weight`, which corrects that
+        #: divided by `_total_weight`, which corrects that
         self._averages: dict[str, Tensor] = {}
         #: the sum of the weights of gradients in the averages, 1 after many steps
-        self._weight = 0.0
+        self._total_weight = 0.0
         self._sums: dict[str, float] = defaultdict(float)
         self._count = 0
 
     @torch.no_grad()
     def before_step(self, step: Step) -> None:
-        self._weight = self._decay * self._weight + 1 - self._decay
+        self._total_weight = self._decay * self._total_weight + 1 - self._decay
         for name, layer in self._layers.items():
             if layer.weight.grad is None:
                 continue
             gradient = dequantized(layer.weight.grad).float()
             average = self._averages.setdefault(name, torch.zeros_like(gradient))
             average.lerp_(gradient, 1 - self._decay)
-        if step.number > self._first and step.due(INTERVAL):
+        if step.number > self._steps_before and step.due(INTERVAL):
             self._measure()
 
     def _measure(self) -> None:
@@ -109,7 +110,7 @@ class FloorObserver(Observer):
         for name, average in self._averages.items():
             weight = forward_weight(self._layers[name])
             for fmt in self._formats:
-                floor = rounding_floor(weight, average / self._weight, fmt)
+                floor = rounding_floor(weight, average / self._total_weight, fmt)
                 self._sums[f"{FLOOR.by(fmt).name}/{layer_kind(name)}"] += floor
                 self._sums[FLOOR.by(fmt).name] += floor
 
@@ -120,14 +121,14 @@ class FloorObserver(Observer):
     def state(self) -> dict[str, Any]:
         return {
             "averages": {name: average.clone() for name, average in self._averages.items()},
-            "weight": self._weight,
+            "weight": self._total_weight,
             "sums": dict(self._sums),
             "count": self._count,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._averages = dict(state["averages"])
-        self._weight = state["weight"]
+        self._total_weight = state["weight"]
         self._sums = defaultdict(float, state["sums"])
         self._count = state["count"]
 

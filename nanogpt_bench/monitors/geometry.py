@@ -13,7 +13,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric
 from nanogpt_bench.model.weights import constrained_weights, dequantized, forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.points import Monitor, Scale, Step, inside, scaled_blocks
+from nanogpt_bench.monitors.points import Monitor, Scale, Step, clamp_to_format, scaled_pieces
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
 STIFFNESS_MEAN = _geometry(
@@ -53,9 +53,9 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
     [0.46875, 0.25]
     """
     sums = []
-    for scales, part in scaled_blocks(scale, w):
+    for scales, part in scaled_pieces(scale, w):
         units = part / scales
-        near = inside(units, fmt)
+        near = clamp_to_format(units, fmt)
         # NaN for NaN and Inf
         ulps = fm.ulp(near, fmt).add_(units * 0)
         # Compared in value and in the weights' dtype: a grid point times the scale,
@@ -106,7 +106,7 @@ class Geometry(Monitor):
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
-        if not self.looks(step) or not step.at_last_micro_step:
+        if not self.is_measured(step) or not step.at_last_micro_step:
             return
         for name, layer in self._layers.items():
             if self.takes(step, name):

@@ -16,7 +16,14 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric
 from nanogpt_bench.model.weights import dequantized
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
-from nanogpt_bench.monitors.points import PIECE_ELEMENTS, Scale, Step, blocks, inside, unit_blocks
+from nanogpt_bench.monitors.points import (
+    PIECE_ELEMENTS,
+    Scale,
+    Step,
+    clamp_to_format,
+    pieces,
+    unit_pieces,
+)
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
 GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")
@@ -75,7 +82,7 @@ def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
     # Each piece is summed in a unit of its own, its largest magnitude: squares of large
     # gradients could overflow float32.
     rows = []
-    for (part,) in blocks(g):
+    for (part,) in pieces(g):
         magnitude = part.abs()
         top = magnitude.amax()
         unit = torch.where((top > 0) & top.isfinite(), top, 1.0)
@@ -114,8 +121,8 @@ def update_to_noise(
     0.3333333333333333
     """
     sums = []
-    for scales, start, target in unit_blocks(scale, weight, requested):
-        end = inside(target, fmt)
+    for scales, start, target in unit_pieces(scale, weight, requested):
+        end = clamp_to_format(target, fmt)
         gap = fm.ulp(end, fmt)
         fraction = (end / gap).abs_().frac_()
         spacing = (gap * scales).double()
@@ -143,7 +150,8 @@ class DeadRuns:
 
     def __init__(self) -> None:
         self.runs: Tensor | None = None
-        #: an upper bound on the lengths of the runs
+        #: an upper bound on the lengths of the runs: while it is low, no run can exceed
+        #: an int16, and the tensor need not be clamped
         self._bound = 0
 
     @torch.no_grad()
@@ -155,8 +163,10 @@ class DeadRuns:
             self.runs.clamp_(max=_LONGEST - steps)
         self._bound = min(self._bound + steps, _LONGEST)
         flat = self.runs.view(-1)
-        pieces = flat.split(PIECE_ELEMENTS) if g.device.type == "cpu" and g.numel() else [flat]
-        for runs, (part,) in zip(pieces, blocks(g), strict=True):
+        # divided as `pieces` divides the gradient
+        is_divided = g.device.type == "cpu" and g.numel()
+        runs_of_pieces = flat.split(PIECE_ELEMENTS) if is_divided else [flat]
+        for runs, (part,) in zip(runs_of_pieces, pieces(g), strict=True):
             # A comparison into a mask costs four times as much.
             small = part.abs().lt_(DEAD_BELOW).to(runs.dtype)
             if steps > 1:
@@ -211,7 +221,7 @@ class Gradients(UpdateMonitor):
             if is_measured:
                 self._measure(name, gradient)
 
-    def see(self, step: Step, update: Update) -> None:
+    def measure_update(self, step: Step, update: Update) -> None:
         """Compare a requested update with the noise that rounding it adds."""
         ratio = update_to_noise(update.old, update.requested, update.format, update.scale)
         self._figures.add(UPDATE_TO_NOISE, update.name, ratio, update.old.numel())

@@ -79,26 +79,26 @@ class Step:
         metric: str,
         figures: Mapping[str, float | None],
         sizes: Mapping[str, int] | None = None,
-        over: Callable[[Iterable[float]], float] | None = None,
-        of_all: Mapping[str, float | None] | None = None,
+        combine: Callable[[Iterable[float]], float] | None = None,
+        latest: Mapping[str, float | None] | None = None,
     ) -> None:
         """Record a figure by layer, and over all layers.
 
-        The figure over all layers is `over` of them, or their mean, weighted by
-        `sizes`. A layer whose figure is None or not finite is recorded as null and left
-        out of the mean. If this step measured only some layers, `of_all` has the latest
+        The figure over all layers is what `combine` makes of them, or their mean,
+        weighted by `sizes`. A layer whose figure is None or not finite is recorded as null and left
+        out of the mean. If this step measured only some layers, `latest` has the latest
         figure of each.
         """
         for layer, value in figures.items():
             self.record[f"{metric}/{layer}"] = value
         finite: dict[str, float] = {}
-        for layer, value in (figures if of_all is None else of_all).items():
+        for layer, value in (figures if latest is None else latest).items():
             if value is not None and math.isfinite(value):
                 finite[layer] = value
         if not finite:
             return
-        if over is not None:
-            self.record[metric] = over(finite.values())
+        if combine is not None:
+            self.record[metric] = combine(finite.values())
             return
         weights = {layer: sizes[layer] if sizes else 1 for layer in finite}
         weighted_sum = sum(finite[layer] * weights[layer] for layer in finite)
@@ -264,8 +264,8 @@ class LayerFigures:
                 metric.name,
                 figures={layer: figure.value for layer, figure in new.items()},
                 sizes={layer: figure.size for layer, figure in latest.items()},
-                over=max if metric.over == LARGEST else None,
-                of_all={layer: figure.value for layer, figure in latest.items()},
+                combine=max if metric.over == LARGEST else None,
+                latest={layer: figure.value for layer, figure in latest.items()},
             )
         self._new.clear()
 
@@ -307,7 +307,7 @@ class Monitor(Observer):
         self._turns = turns
         self._figures = LayerFigures(turns)
 
-    def looks(self, step: Step) -> bool:
+    def is_measured(self, step: Step) -> bool:
         """Return whether this step is measured."""
         return step.due(self._turns.interval)
 
@@ -316,7 +316,7 @@ class Monitor(Observer):
         return self._turns.takes(step, name)
 
     def complete_record(self, step: Step) -> None:
-        if self.looks(step):
+        if self.is_measured(step):
             self._figures.write(step)
 
     def state(self) -> dict[str, Any]:
@@ -326,18 +326,19 @@ class Monitor(Observer):
         self._figures.load_state(state)
 
 
+#: positive; a tensor broadcasts against what it scales
 Scale = Tensor | float
-"""Positive; a tensor broadcasts against what it scales."""
-#: elements per piece on the CPU
+#: elements per piece on the CPU, so that a piece and what is computed of it fit into the
+#: processor's cache
 PIECE_ELEMENTS = 131_072
 
 
-def fitting(scale: Scale, x: Tensor) -> Tensor:
-    """Return a scale as a tensor that does not widen `x`."""
+def scale_like(scale: Scale, x: Tensor) -> Tensor:
+    """Return a scale as a tensor on the device and in the working dtype of `x`."""
     return torch.as_tensor(scale, device=x.device).detach().to(_working_dtype(x))
 
 
-def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield flat pieces of tensors of one shape, in float32 or float64.
 
     Empty tensors have one empty piece.
@@ -349,24 +350,24 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(part[start : start + size].to(_working_dtype(part)) for part in flat)
 
 
-def scaled_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def scaled_pieces(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield pieces of a scale (flat, or one number) and of tensors."""
-    fitted = fitting(scale, tensors[0])
-    if fitted.numel() == 1:
-        scalar = fitted.reshape(())
-        for parts in blocks(*tensors):
+    scales = scale_like(scale, tensors[0])
+    if scales.numel() == 1:
+        scalar = scales.reshape(())
+        for parts in pieces(*tensors):
             yield scalar, *parts
         return
-    yield from blocks(fitted.expand(tensors[0].shape), *tensors)
+    yield from pieces(scales.expand(tensors[0].shape), *tensors)
 
 
-def unit_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def unit_pieces(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield pieces of a scale, and of tensors divided by it."""
-    for scales, *parts in scaled_blocks(scale, *tensors):
+    for scales, *parts in scaled_pieces(scale, *tensors):
         yield scales, *(part / scales for part in parts)
 
 
-def inside(units: Tensor, fmt: fm.FloatFormat) -> Tensor:
+def clamp_to_format(units: Tensor, fmt: fm.FloatFormat) -> Tensor:
     """Return values clamped to the range of a format; NaN stays NaN."""
     return units.clamp(-fmt.max, fmt.max)
 

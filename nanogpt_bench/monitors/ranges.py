@@ -18,10 +18,10 @@ from nanogpt_bench.monitors.capture import (
     Update,
     UpdateMonitor,
     Watched,
-    flowing,
+    captured_operands,
     weight_operand,
 )
-from nanogpt_bench.monitors.points import Scale, Step, blocks, unit_blocks
+from nanogpt_bench.monitors.points import Scale, Step, pieces, unit_pieces
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
 OVERFLOW = _ranges(
@@ -70,13 +70,13 @@ CLAMPED = _ranges(
 )
 AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite values.", over=LARGEST)
 
-#: the variance, relative to amax squared, that rounding in float32 can give a constant
-_AMAX_ROUNDING = 2.0**-44
+#: the variance that rounding in float32 can give a constant, relative to its square
+_CONSTANT_VARIANCE = 2.0**-44
 #: factor by which rounding of a tensor's own scale may put its largest value beyond the
 #: format's
-_OF_SCALES = 1 + 2.0**-20
+_SCALE_ROUNDING = 1 + 2.0**-20
 #: the largest count that a float32 holds exactly
-_EXACT = 2**24
+_LARGEST_EXACT_COUNT = 2**24
 
 
 @torch.no_grad()
@@ -101,14 +101,14 @@ def range_figures(
     moments = _moments(x)
     if not math.isfinite(moments.amax):
         moments = _moments(x[x.isfinite()])
-    spread, skewness = _spread_of_logs(x)
+    logs = _spread_of_logs(x)
     figures: dict[Metric, float | None] = {}
     if fmt is not None:
         figures.update(_shares_out_of_range(x, fmt, scale))
     figures[AMAX] = moments.amax
     figures[KURTOSIS] = moments.fourth / moments.variance**2 if moments.variance else None
-    figures[LOG2_STD] = spread
-    figures[LOG2_SKEWNESS] = skewness
+    figures[LOG2_STD] = logs.std
+    figures[LOG2_SKEWNESS] = logs.skewness
     return figures
 
 
@@ -128,15 +128,16 @@ def _moments(x: Tensor) -> _Moments:
     if n == 0:
         return _Moments(0.0, 0.0, 0.0)
     rows = []
-    for (part,) in blocks(x):
+    for (part,) in pieces(x):
         rows.append(torch.stack([part.abs().amax().double(), part.sum().double()]))
     tops, totals = torch.stack(rows).unbind(1)
     amax = tops.amax()
     mean = totals.sum() / n
     unit = amax.clamp(min=2.0**-1000)
-    powers = [_central_powers(part, mean, unit) for (part,) in blocks(x)]
+    powers = [_central_powers(part, mean, unit) for (part,) in pieces(x)]
     largest, variance, fourth = torch.cat([amax.view(1), torch.stack(powers).sum(0) / n]).tolist()
-    if variance > _AMAX_ROUNDING:
+    # in units of amax, whose square is 1
+    if variance > _CONSTANT_VARIANCE:
         return _Moments(largest, variance, fourth)
     return _Moments(largest, 0.0, 0.0)
 
@@ -147,27 +148,35 @@ def _central_powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
     return torch.stack([squares.sum(), torch.dot(squares, squares)]).double()
 
 
-def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
+class _LogSpread(NamedTuple):
+    """Standard deviation and skewness of logarithms; None where they are undefined."""
+
+    std: float | None
+    skewness: float | None
+
+
+def _spread_of_logs(x: Tensor) -> _LogSpread:
     """Return standard deviation and skewness of log2 |x| over finite elements but 0."""
-    sums = [_powers_of_logs(part) for (part,) in blocks(x)]
+    sums = [_powers_of_logs(part) for (part,) in pieces(x)]
     n, first, second, third = torch.stack(sums).sum(0).tolist()
     if not n:
-        return None, None
+        return _LogSpread(None, None)
     mean = first / n
     square = second / n
     variance = square - mean**2
-    if variance <= _AMAX_ROUNDING * square:
-        return 0.0, None
+    if variance <= _CONSTANT_VARIANCE * square:
+        return _LogSpread(0.0, None)
     central = third / n - 3 * mean * variance - mean**3
-    return math.sqrt(variance), central / variance**1.5
+    return _LogSpread(math.sqrt(variance), central / variance**1.5)
 
 
 def _powers_of_logs(part: Tensor) -> Tensor:
     logs = part.abs().log2_().double()
-    counted = logs.isfinite()
-    logs = logs.where(counted, 0.0)
+    # not those of zeros, Inf and NaN
+    is_finite = logs.isfinite()
+    logs = logs.where(is_finite, 0.0)
     squares = logs.square()
-    count = counted.sum().double()
+    count = is_finite.sum().double()
     return torch.stack([count, logs.sum(), squares.sum(), torch.dot(squares, logs)])
 
 
@@ -177,13 +186,13 @@ def _shares_out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[M
     tie = fmt.max + fmt.ulp_max / 2
     tie_overflows = bool(fmt.max_code % 2)
     rows = []
-    for _, units in unit_blocks(scale, x):
+    for _, units in unit_pieces(scale, x):
         magnitude = units.abs_()
-        overflow = _next_below(tie, magnitude.dtype) if tie_overflows else tie
-        # overflow, clamped, not zero, not rounded to zero
-        limits = (overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2)
+        overflow_limit = _next_below(tie, magnitude.dtype) if tie_overflows else tie
+        # above them: overflow, clamped, not zero, not rounded to zero
+        limits = (overflow_limit, fmt.max * _SCALE_ROUNDING, 0.0, fmt.ulp_min / 2)
         scratch = torch.empty_like(magnitude)
-        dtype = torch.float64 if magnitude.numel() > _EXACT else None
+        dtype = torch.float64 if magnitude.numel() > _LARGEST_EXACT_COUNT else None
         counts = []
         for limit in limits:
             # A comparison into floats costs a quarter of one into a mask.
@@ -220,18 +229,18 @@ class Ranges(UpdateMonitor):
         #: layers whose weight was measured in this step, before its write-back
         self._updated_layers: set[str] = set()
 
-    def see(self, step: Step, update: Update) -> None:
+    def measure_update(self, step: Step, update: Update) -> None:
         """Measure a weight before its write-back."""
         self._measure(weight_operand(update.name, update.layer, update.requested))
         self._updated_layers.add(update.name)
 
     def after_backward(self, step: Step) -> None:
-        if self.looks(step) and step.at_last_micro_step:
-            for operand in flowing(self._layers, self._capture, self._settings):
+        if self.is_measured(step) and step.at_last_micro_step:
+            for operand in captured_operands(self._layers, self._capture, self._settings):
                 self._measure(operand)
 
     def complete_record(self, step: Step) -> None:
-        if not step.number or not self.looks(step):
+        if not step.number or not self.is_measured(step):
             return
         for name, layer in self._layers.items():
             if name not in self._updated_layers and self.takes(step, name):

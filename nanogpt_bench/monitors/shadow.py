@@ -17,7 +17,7 @@ from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, MEAN, Metric
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.model.weights import dequantized, forward_weight, linear_layers
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.points import Observer, Step, blocks
+from nanogpt_bench.monitors.points import Observer, Step, pieces
 
 _shadow = partial(Metric, monitor="shadow")
 COSINE = _shadow(
@@ -72,17 +72,18 @@ def shadow_figures(g: Tensor, reference: Tensor) -> ShadowFigures:
     """
     if g.numel() == 0:
         return ShadowFigures(None, None)
-    # Each gradient is measured in a unit of its own, its largest magnitude.
+    # Each gradient is measured in a unit of its own, its largest magnitude: squares of
+    # large or small gradients could leave float32's range.
     tops_of_pieces = []
-    for pieces in blocks(g, reference):
-        tops_of_pieces.append(torch.stack([piece.abs().amax().double() for piece in pieces]))
+    for pair in pieces(g, reference):
+        tops_of_pieces.append(torch.stack([piece.abs().amax().double() for piece in pair]))
     tops = torch.stack(tops_of_pieces).amax(0).tolist()
     unit, reference_unit = (top if top != 0 else 1.0 for top in tops)
     if not (math.isfinite(unit) and math.isfinite(reference_unit)):
         return ShadowFigures(None, None)
     dtype = torch.promote_types(g.dtype, reference.dtype)
     products = []
-    for piece, reference_piece in blocks(g.to(dtype), reference.to(dtype)):
+    for piece, reference_piece in pieces(g.to(dtype), reference.to(dtype)):
         products.append(_products(piece, reference_piece, unit, reference_unit))
     dot, power, reference_power, noise = torch.stack(products).sum(0).tolist()
     cosine = None

@@ -22,7 +22,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, LOG, MEAN, SHARE, TOGETHER, ULPS, Metric
 from nanogpt_bench.config.schema import ROUNDED, Storage
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
-from nanogpt_bench.monitors.points import Scale, Step, blocks, inside, share, unit_blocks
+from nanogpt_bench.monitors.points import Scale, Step, clamp_to_format, pieces, share, unit_pieces
 
 _stall_metric = partial(Metric, monitor="stall", over=MEAN)
 UPDATE_LOST = _stall_metric(
@@ -129,7 +129,7 @@ def update_arrived(old: Tensor, requested: Tensor, new: Tensor) -> Arrival:
     1.0
     """
     sums = []
-    for start, target, end in blocks(old, requested, new):
+    for start, target, end in pieces(old, requested, new):
         wanted_move = target.double() - start.double()
         actual_move = end.double() - start.double()
         sums.append(torch.stack([wanted_move.dot(actual_move), wanted_move.dot(wanted_move)]))
@@ -148,8 +148,8 @@ def update_ulps(old: Tensor, requested: Tensor, fmt: fm.FloatFormat, scale: Scal
     0.25
     """
     sums = []
-    for _, start, target in unit_blocks(scale, old, requested):
-        spacings = fm.ulp(inside(start, fmt), fmt)
+    for _, start, target in unit_pieces(scale, old, requested):
+        spacings = fm.ulp(clamp_to_format(start, fmt), fmt)
         sums.append((target - start).abs_().div_(spacings).sum().double())
     return float(torch.stack(sums).sum()) / max(old.numel(), 1)
 
@@ -223,17 +223,17 @@ class Stall(UpdateMonitor):
         super().load_state(state)
         self._arrivals = {name: Arrival(*sums) for name, sums in state.get("moved", {}).items()}
 
-    def see(self, step: Step, update: Update) -> None:
+    def measure_update(self, step: Step, update: Update) -> None:
         self._has_update = True
         ulps = update_ulps(update.old, update.requested, update.format, update.scale)
         self._add(UPDATE_ULPS, update, ulps)
         if self._on_grid:
-            self._see_write_back(step, update)
+            self._measure_write_back(step, update)
         if update.codes is not None:
             unchanged = code_unchanged(update.codes, update.new_codes, update.old, update.new)
             self._add(CODE_UNCHANGED, update, unchanged)
 
-    def _see_write_back(self, step: Step, update: Update) -> None:
+    def _measure_write_back(self, step: Step, update: Update) -> None:
         self._add(UPDATE_LOST, update, update_lost(update.old, update.requested, update.new))
         arrival = update_arrived(update.old, update.requested, update.new)
         self._add(ARRIVED, update, arrival.share)

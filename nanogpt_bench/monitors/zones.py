@@ -16,7 +16,7 @@ from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
 from nanogpt_bench.config.schema import ROUNDED, Storage
 from nanogpt_bench.model.weights import forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.points import PIECE_ELEMENTS, Monitor, Scale, Step, fitting
+from nanogpt_bench.monitors.points import PIECE_ELEMENTS, Monitor, Scale, Step, scale_like
 
 ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",
@@ -41,15 +41,14 @@ def zero_gradient_zone(
     fmt: fm.FloatFormat,
     scale: Scale = 1.0,
     *,
-    output: torch.dtype = torch.bfloat16,
+    output_dtype: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
 ) -> float:
-    """Return the share of weights that half a spacing can move without any effect.
+    """Return the share of weights that can move half a spacing without any effect.
 
-    The output of the layer is unchanged for half a spacing, up or down.
-
-    A finite difference of the loss with respect to such a weight is zero. `weight` (O,
-    I) is the one multiplied by, and `output` the dtype of the outputs. Fewer rows of
+    Moved up or down by half a spacing, such a weight leaves all outputs as they are, so
+    that a finite difference of the loss with respect to it is zero. `weight` (O, I) is
+    the one multiplied by, and `output_dtype` that of the outputs. Fewer rows of
     `inputs` (..., I) give a larger share, or an equal one: 1 without any. An output
     that is NaN or Inf does not change for any step. A weight that is NaN, or multiplied
     by NaN or Inf, is in no zone.
@@ -60,14 +59,14 @@ def zero_gradient_zone(
     >>> zero_gradient_zone(weight, inputs, fmt)  # outputs near 1 are 0.0078 apart
     0.6666666666666666
     """
-    fitted = fitting(scale, weight)
-    half_spacings = fm.ulp(weight / fitted, fmt) * (fitted / 2)
+    scales = scale_like(scale, weight)
+    half_spacings = fm.ulp(weight / scales, fmt) * (scales / 2)
     rows = inputs.reshape(-1, weight.shape[1]).float()
     float_bias = None if bias is None else bias.detach().float()
     outputs = torch.nn.functional.linear(rows, weight.float(), float_bias)
     half_spacings = half_spacings.expand(weight.shape)
     count = 0
-    for ratios, halves in _largest_ratios(rows, _slack(outputs, output), half_spacings):
+    for ratios, halves in _largest_ratios(rows, _slack(outputs, output_dtype), half_spacings):
         count += int((ratios * halves < 1).sum())
     return count / max(weight.numel(), 1)
 
@@ -117,7 +116,7 @@ class Zones(Monitor):
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
-        if not self.looks(step) or not step.at_last_micro_step:
+        if not self.is_measured(step) or not step.at_last_micro_step:
             return
         for name, layer in self._layers.items():
             inputs = self._capture.inputs.get(name)
@@ -131,7 +130,7 @@ class Zones(Monitor):
                 rows[::stride][:COMPARED_TOKENS].float(),
                 fmt,
                 layer.weight_scale().detach(),
-                output=self._capture.output_dtypes[name],
+                output_dtype=self._capture.output_dtypes[name],
                 bias=layer.bias,
             )
             self._figures.add(ZERO_GRADIENT_ZONE, name, zone, layer.weight.numel())

@@ -30,14 +30,14 @@ from nanogpt_bench.system.files import refuse_to_replace, write_text
 
 PAGE = "report.html"
 TABLE_FILES = ("results.csv", "table.md")
-#: values shown of a fact
+#: the most different values that a fact lists
 MOST_VALUES = 4
 #: bytes of a page in which its title is looked for
 _HEAD = 4096
 
 
 def report(
-    runs: Sequence[Path],
+    sources: Sequence[Path],
     *,
     out: Path,
     baseline: str | None = None,
@@ -45,10 +45,10 @@ def report(
 ) -> Path:
     """Rebuild page, figures and tables in `out`; return the page.
 
-    `runs` are run folders, folders of them, or results files.
+    `sources` are run folders, folders of them, or results files.
     """
-    files = [read_export(path) for path in runs if is_export(path)]
-    folders = [path for path in runs if not is_export(path)]
+    files = [read_export(path) for path in sources if is_export(path)]
+    folders = [path for path in sources if not is_export(path)]
     run_folders = find_runs(folders, say)
     folder_runs = [load_run(folder) for folder in run_folders]
     file_rows: list[Row] = []
@@ -56,6 +56,8 @@ def report(
         file_rows += file.rows
     if not folder_runs and not any(row.runs for row in file_rows):
         raise BenchError("no run folders given: expected at least one")
+    # A file that is alone keeps its rows, with their labels, order and reference.
+    # Several sources are grouped anew, since a row may be in two of them.
     one_file = files[0] if len(files) == 1 and not folder_runs else None
     # A sweep's own files are in the folder of its runs.
     studies = read_studies([*folders, *(folder.parent for folder in run_folders), out])
@@ -71,10 +73,9 @@ def report(
     labels = [row.label for row in rows]
     if baseline is not None and baseline not in labels:
         raise unknown("--reference", baseline, labels)
-    counted = [run for _, run in row_runs(rows)]
-    several = len(counted) > 1
-    title = "nanogpt-bench report" if several else f"nanogpt-bench: {counted[0].name}"
-    facts = report_facts(counted)
+    runs = [run for _, run in row_runs(rows)]
+    title = "nanogpt-bench report" if len(runs) > 1 else f"nanogpt-bench: {runs[0].name}"
+    facts = report_facts(runs)
     missing = shortfall(rows)
     if missing:
         facts["Runs"] = missing
@@ -98,7 +99,7 @@ def _say_uncounted(rows: Iterable[Row], say: Callable[[str], None]) -> None:
 def check_report_folder(out: Path) -> None:
     """Refuse a folder with page, tables or figures that no report wrote.
 
-    A report's have its page beside them.
+    Those of an earlier report are replaced. They are recognised by its page.
     """
     page = out / PAGE
     for path in (page, *(out / name for name in TABLE_FILES), *drawn_in(out / "figures")):
@@ -132,6 +133,8 @@ def write_report(
         raise refused(f"output folder {str(out)!r} can't be made", error) from error
     reference = find_reference(rows, baseline)
     results = measure(rows, reference)
+    # Rows of another corpus or length have references of their own. The first gets the
+    # solid line.
     references = [result.row for result in results if result.reference]
     row_styles = styles(rows, reference, *references)
     if studies is None:

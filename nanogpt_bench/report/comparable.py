@@ -31,6 +31,7 @@ def corpus_digests(run: Run) -> dict[str, Any] | None:
             digests[name] = split.get("sha256")
     if not digests or not all(digests.values()):
         return None
+    # Those of labels, too, which a corpus of documents has.
     return digests | digests_of(splits)
 
 
@@ -94,7 +95,7 @@ def _validation(run: Run) -> list[Any] | None:
     return [*values, at(run.config, SEED_OF_DRAW, GONE[SEED_OF_DRAW])]
 
 
-#: the facts by name; settings among them are marked `of_task`
+#: the facts by name; the fields of settings among them have the mark `of_task`
 COMPARED_FACTS: Mapping[str, Fact] = {
     "task": _task,
     "corpus": corpus_digests,
@@ -117,8 +118,12 @@ def differing_facts(runs: Sequence[Run], reference_runs: Sequence[Run]) -> tuple
     >>> differing_facts([], [])
     ()
     """
-    pairs = list(itertools.product(runs, reference_runs))
-    return tuple(name for name in COMPARED_FACTS if any(_differ(name, *pair) for pair in pairs))
+    names: dict[str, None] = {}
+    for name in COMPARED_FACTS:
+        for run, reference_run in itertools.product(runs, reference_runs):
+            if _differ(name, run, reference_run):
+                names[name] = None
+    return tuple(names)
 
 
 def _differ(name: str, run: Run, reference_run: Run) -> bool:
@@ -141,4 +146,7 @@ def loss_conditions(runs: Sequence[Run]) -> frozenset[str]:
 
     Format, rule, learning rate and seed are left out.
     """
-    return frozenset(repr([fact(run) for fact in COMPARED_FACTS.values()]) for run in runs)
+    conditions = set()
+    for run in runs:
+        conditions.add(repr([fact(run) for fact in COMPARED_FACTS.values()]))
+    return frozenset(conditions)

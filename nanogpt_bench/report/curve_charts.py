@@ -14,11 +14,11 @@ from nanogpt_bench.report.vega_spec import (
     Chart,
     Line,
     Spec,
+    data_layer,
     limit_line,
     lines,
-    of_row,
-    over,
     quantity,
+    row_channel,
 )
 from nanogpt_bench.runs.load import MAX_POINTS, Run, decimate, smooth, smoothing_window
 
@@ -27,6 +27,11 @@ BY_STEP = "step"
 FEWEST_POINTS = 60
 #: points of all curves of a chart
 MOST_POINTS = 50 * MAX_POINTS
+#: share of the steps after which the loss axis looks for its highest loss
+FALL_SHARE = 1 / 6
+#: margin of the loss axis, as a share of it, and in nats where all losses are equal
+AXIS_MARGIN = 0.04
+LEAST_MARGIN = 0.05
 #: kinds of alerts about a rising loss: today's name, and an earlier one
 EARLY_DIVERGENCE = ("divergence", "early_divergence")
 #: titles of namespaces that differ from the capitalised name
@@ -47,7 +52,7 @@ class LossChart:
 
     name: str
     metric: Metric
-    #: what the curves are drawn over
+    #: what the curves are run_lines over
     against: str
     #: the title of that axis
     axis: str
@@ -92,7 +97,7 @@ def lines_of(
     """
     runs = sum(len(row.runs) for row in rows)
     limit = min(points, max(FEWEST_POINTS, MOST_POINTS // max(1, runs)))
-    drawn = []
+    run_lines = []
     for row, run in row_runs(rows):
         xs, ys = run.curve(key, against)
         if smoothed:
@@ -100,16 +105,18 @@ def lines_of(
         places = decimate(len(xs), limit)
         line = Line(row.label, run.seed, [xs[i] for i in places], [ys[i] for i in places])
         if any(y is not None for y in line.ys):
-            drawn.append(line)
-    return drawn
+            run_lines.append(line)
+    return run_lines
 
 
-def _event_marks(rows: Sequence[Row], drawn: Sequence[Line], against: str) -> list[dict[str, Any]]:
+def _event_marks(
+    rows: Sequence[Row], run_lines: Sequence[Line], against: str
+) -> list[dict[str, Any]]:
     """Return the first alert of divergence and the end of failed runs.
 
     They are points on the runs' curves.
     """
-    lines_by_run = {(line.label, line.seed): line for line in drawn}
+    lines_by_run = {(line.label, line.seed): line for line in run_lines}
     marks = []
     for row, run in row_runs(rows):
         line = lines_by_run.get((row.label, run.seed))
@@ -149,81 +156,85 @@ class _Point:
 def _point_at(line: Line, run: Run, step: int, against: str) -> _Point | None:
     """Return the place of a step on the curve's axis, and the last known value up to it."""
     steps, xs = run.curve(against)
-    reached = [
-        x for curve_step, x in zip(steps, xs, strict=True) if curve_step <= step and x is not None
-    ]
-    if not reached:
+    x_of_step = None
+    for curve_step, x in zip(steps, xs, strict=True):
+        if curve_step <= step and x is not None:
+            x_of_step = x
+    if x_of_step is None:
         return None
     points = zip(line.xs, line.ys, strict=True)
-    known = [y for x, y in points if y is not None and x <= reached[-1]]
-    return _Point(reached[-1], known[-1]) if known else None
+    ys_so_far = [y for x, y in points if y is not None and x <= x_of_step]
+    return _Point(x_of_step, ys_so_far[-1]) if ys_so_far else None
 
 
-def loss_range(drawn: Sequence[Line]) -> tuple[float, float] | None:
+def loss_range(run_lines: Sequence[Line]) -> tuple[float, float] | None:
     """Return the ends of the loss axis; None without a known loss.
 
     They are the lowest loss, and the highest after a sixth of the steps. All runs fall
     from ln(vocabulary) in the first steps; an axis up to there would compress the part
     that differs.
     """
-    last = max((line.xs[-1] for line in drawn if line.xs), default=0.0)
+    last = max((line.xs[-1] for line in run_lines if line.xs), default=0.0)
     late: list[float] = []
-    for line in drawn:
+    for line in run_lines:
         points = zip(line.xs, line.ys, strict=True)
-        late += [y for x, y in points if y is not None and x >= last / 6]
+        late += [y for x, y in points if y is not None and x >= FALL_SHARE * last]
     if not late:
         return None
     bottom = min(late)
     top = max(late)
-    margin = 0.04 * (top - bottom) or 0.05
+    margin = AXIS_MARGIN * (top - bottom) or LEAST_MARGIN
     return bottom - margin, top + margin
 
 
 def loss_charts(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
     """Return the charts of validation and training loss that have data.
 
-    Each is drawn by step and by wall-clock.
+    Each is run_lines by step and by wall-clock.
     """
     charts: list[Chart] = []
     for kind in LOSS_CHARTS:
-        drawn = lines_of(rows, kind.metric.name, kind.against, smoothed=kind.smoothed)
-        if drawn:
+        run_lines = lines_of(rows, kind.metric.name, kind.against, smoothed=kind.smoothed)
+        if run_lines:
             x = quantity("x", kind.axis)
-            y = quantity("y", loss_unit(rows), loss_range(drawn))
-            spec = lines(drawn, styles, x, y, marked=not kind.smoothed)
-            marks = _event_marks(rows, drawn, kind.against)
+            y = quantity("y", loss_unit(rows), loss_range(run_lines))
+            spec = lines(run_lines, styles, x, y, marked=not kind.smoothed)
+            marks = _event_marks(rows, run_lines, kind.against)
             if marks:
-                colour = of_row("color", styles)
+                colour = row_channel("color", styles)
                 tip = {"field": "text"}
-                spec["layer"].append(over(marks, DIAMOND, x=x, y=y, color=colour, tooltip=tip))
+                spec["layer"].append(
+                    data_layer(marks, DIAMOND, x=x, y=y, color=colour, tooltip=tip)
+                )
             title = f"{kind.metric.title} {kind.words}"
-            shown = rows_of(drawn)
+            shown = rows_of(run_lines)
             charts.append(Chart(kind.name, title, kind.caption, spec, 380, rows=shown))
     return charts
 
 
-def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
+def rows_of(run_lines: Sequence[Line]) -> tuple[str, ...]:
     """Return the rows of curves, each once."""
-    return tuple(dict.fromkeys(line.label for line in drawn))
+    return tuple(dict.fromkeys(line.label for line in run_lines))
 
 
 def stall_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
     """Return the chart of the stall of the rows in which it is a failure; [] without any.
 
-    Each row is drawn by its storage's metric.
+    Each row is run_lines by its storage's metric.
     """
-    drawn: list[Line] = []
+    run_lines: list[Line] = []
     for row in rows:
         metrics = [run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric]
         if metrics:
-            drawn += lines_of([row], metrics[0])
-    if not drawn:
+            # All runs of a row have one storage, and so one metric.
+            run_lines += lines_of([row], metrics[0])
+    if not run_lines:
         return []
     x = quantity("x", "step")
     y = quantity("y", "share of weights", (-0.02, 1.04), format=".0%")
     title = "Stall: weights a requested update did not move"
-    spec = lines(drawn, styles, x, y)
-    return [Chart("stall", title, "", spec, 380, wide=True, rows=rows_of(drawn))]
+    spec = lines(run_lines, styles, x, y)
+    return [Chart("stall", title, "", spec, 380, wide=True, rows=rows_of(run_lines))]
 
 
 def watched_charts(
@@ -241,21 +252,21 @@ def watched_charts(
         recorded.update(run.metrics.names)
     charts = []
     for metric in figures:
-        drawn = lines_of(rows, metric.name) if metric.name in recorded else []
-        if drawn:
-            y = _watched_axis(metric, drawn)
-            spec = lines(drawn, styles, quantity("x", "step"), y)
+        run_lines = lines_of(rows, metric.name) if metric.name in recorded else []
+        if run_lines:
+            y = _watched_axis(metric, run_lines)
+            spec = lines(run_lines, styles, quantity("x", "step"), y)
             if metric.name in limits:
                 spec["layer"].append(limit_line(limits[metric.name], y=y))
             name = f"watch-{metric.name.replace('/', '-')}"
-            shown = rows_of(drawn)
+            shown = rows_of(run_lines)
             charts.append(Chart(name, metric.title, metric.meaning, spec, rows=shown))
     return charts
 
 
-def _watched_axis(metric: Metric, drawn: Sequence[Line]) -> Spec:
+def _watched_axis(metric: Metric, run_lines: Sequence[Line]) -> Spec:
     values: set[float] = set()
-    for line in drawn:
+    for line in run_lines:
         values.update(y for y in line.ys if y is not None)
     is_share = metric.unit == SHARE
     options: Spec = {}

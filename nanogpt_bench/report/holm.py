@@ -1,7 +1,8 @@
-"""Holm's method: p-values of a family of tests, adjusted so that none is found by number alone.
+"""Holm's method: p-values of several tests, adjusted for how many they are.
 
-Sort the m p-values. The smallest counts m times, the next m - 1 times, and so on, and none
-becomes smaller than the one before it (Holm 1979, Scandinavian Journal of Statistics 6).
+Of many tests some have a small p-value by chance. Sort the m p-values. The smallest
+counts m times, the next m - 1 times, and so on, and none becomes smaller than the one
+before it (Holm 1979, Scandinavian Journal of Statistics 6).
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,8 @@ def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
         all_runs += row.runs
     rows = group_rows(all_runs)
     places = _places_of_runs(rows)
-    # Among others a file's row may have got another label. Its own leads to it, too.
+    # Grouped with runs of other sources, a file's row may have a longer label now. The
+    # label that it has in the file still leads to it.
     labels = {row.label: place for place, row in enumerate(rows)}
     for row in file_rows:
         if row.runs:
@@ -49,8 +50,12 @@ def _places_of_runs(rows: Sequence[Row]) -> dict[Any, int]:
 
 def _with_missing(row: Row, seeds: Iterable[int | None]) -> Row:
     """Return a row with further missing seeds, except those that it has already."""
-    known = {run.seed for run in row.runs} - {None} | {*row.missing}
-    missing = [seed for seed in seeds if seed not in known]
+    seeds_of_row = {*row.missing}
+    for run in row.runs:
+        # A run of unknown seed says nothing of which seeds are there.
+        if run.seed is not None:
+            seeds_of_row.add(run.seed)
+    missing = [seed for seed in seeds if seed not in seeds_of_row]
     return replace(row, missing=(*row.missing, *missing))
 
 

@@ -21,10 +21,11 @@ EXPORTED_DIGITS = 4
 
 def _is_of_model(metric: Metric) -> bool:
     """Return whether a monitor measures it on the model, and not on the machine."""
-    return metric.monitor not in (None, "", "resources") and metric != SHADOW_OVERHEAD
+    is_monitored = bool(metric.monitor)
+    return is_monitored and metric.monitor != "resources" and metric != SHADOW_OVERHEAD
 
 
-def _monitored_names() -> tuple[str, ...]:
+def _names_of_metrics() -> tuple[str, ...]:
     names = list(ALWAYS)
     for metric in METRICS:
         if _is_of_model(metric):
@@ -33,10 +34,10 @@ def _monitored_names() -> tuple[str, ...]:
 
 
 #: names of the monitors' metrics, in the order of display, without those of the machine
-MONITORED = _monitored_names()
+MONITORED = _names_of_metrics()
 
 
-def names_monitored(run: Run) -> tuple[str, ...]:
+def monitored_names(run: Run) -> tuple[str, ...]:
     """Return the names of the monitors' metrics in a run.
 
     Floors are named by format and kind of layer, beside their sums.
@@ -55,7 +56,7 @@ def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
     planned = run.number("steps_planned")
     if run.looks or not planned:
         return dict(run.looks)
-    names = names_monitored(run)
+    names = monitored_names(run)
     points = {name: list(zip(*run.curve(name), strict=True)) for name in names}
     steps: set[float] = set()
     for name in names:

@@ -22,15 +22,15 @@ from markupsafe import Markup
 
 from nanogpt_bench.report.row_styles import DASHES, THEMES, Style, theme_colours
 from nanogpt_bench.report.svg_figures import javascript
-from nanogpt_bench.report.vega_spec import CHART_CONFIG, Chart, Spec, short
+from nanogpt_bench.report.vega_spec import CHART_CONFIG, Chart, Spec, round_numbers
 
 # Only the page's own content may run or be shown: a report from somebody else can't
 # contact a server.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
-# The page uses Vega, with its interpreter, which reads expressions and does not compile
-# them.
+# POLICY forbids to compile text as code. The page therefore has Vega's interpreter,
+# which reads expressions and does not compile them.
 VEGA = "window.vegaEmbed = vegaEmbed;"
 #: a longer legend starts closed
 SHORT_LEGEND = 16
@@ -140,7 +140,10 @@ def _asset(name: str) -> str:
 
 def _packed(charts: Sequence[Chart]) -> str:
     """Return JSON for a script element, without `<`, `>` and `&`."""
-    content = {"config": CHART_CONFIG, "charts": [short(_on_page(chart)) for chart in charts]}
+    content = {
+        "config": CHART_CONFIG,
+        "charts": [round_numbers(_on_page(chart)) for chart in charts],
+    }
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

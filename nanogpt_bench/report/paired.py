@@ -86,17 +86,18 @@ def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> D
 
 def adjusted(differences: Sequence[Difference | None]) -> list[Difference | None]:
     """Return differences with `holm`: their p-values adjusted by Holm's method."""
-    changed = list(differences)
-    tested: list[int] = []
-    p_values: list[float] = []
-    for place, one in enumerate(differences):
-        if one is not None and one.p is not None:
-            tested.append(place)
-            p_values.append(one.p)
-    for place, p_value in zip(tested, holm(p_values), strict=True):
-        one = differences[place]
-        changed[place] = None if one is None else replace(one, holm=p_value)
-    return changed
+    # by place, the p-values of the differences that have one
+    p_values: dict[int, float] = {}
+    for place, paired in enumerate(differences):
+        if paired is not None and paired.p is not None:
+            p_values[place] = paired.p
+    holm_values = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    with_holm: list[Difference | None] = []
+    for place, paired in enumerate(differences):
+        if paired is not None and place in holm_values:
+            paired = replace(paired, holm=holm_values[place])
+        with_holm.append(paired)
+    return with_holm
 
 
 def difference_text(paired: Difference | None) -> str:

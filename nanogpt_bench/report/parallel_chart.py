@@ -13,7 +13,15 @@ from nanogpt_bench.report.columns import COLUMNS
 from nanogpt_bench.report.results import FIGURES
 from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import Row, flat, row_runs
-from nanogpt_bench.report.vega_spec import LOG_SPAN, Chart, Spec, curves, ink, over, quantity
+from nanogpt_bench.report.vega_spec import (
+    LOG_SPAN,
+    Chart,
+    Spec,
+    curves,
+    data_layer,
+    named_colour,
+    quantity,
+)
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 
@@ -48,15 +56,15 @@ HEADING = {
     "fontWeight": "bold",
     "align": "left",
     "limit": 140,
-    "color": ink("ink"),
+    "color": named_colour("ink"),
 }
-MARK_TEXT = {"type": "text", "align": "left", "dx": 5, "color": ink("ink")}
+MARK_TEXT = {"type": "text", "align": "left", "dx": 5, "color": named_colour("ink")}
 # An outline in the page's colour, so that no line crosses the text.
 MARK_OUTLINE = {
     "type": "text",
     "align": "left",
     "dx": 5,
-    "stroke": ink("page"),
+    "stroke": named_colour("page"),
     "strokeWidth": 4,
     "opacity": 0.85,
 }
@@ -106,7 +114,7 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
         values.append(line)
     spec = curves(values, styles, x, y)
     rules = [{"x": place, "y": 0, "end": 1} for place in range(len(axes))]
-    rule = {"type": "rule", "color": ink("ink")}
+    rule = {"type": "rule", "color": named_colour("ink")}
     marks = []
     headings = []
     for place, axis in enumerate(axes):
@@ -115,11 +123,11 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
             marks.append({"x": place, "y": mark.height, "text": mark.short_text})
     text = {"x": x, "y": y, "text": {"field": "text"}}
     spec["layer"] = [
-        over(rules, rule, x=x, y=y, y2={"field": "end"}),
+        data_layer(rules, rule, x=x, y=y, y2={"field": "end"}),
         *spec["layer"],
-        over(marks, MARK_OUTLINE, **text),
-        over(marks, MARK_TEXT, **text),
-        over(headings, HEADING, **text),
+        data_layer(marks, MARK_OUTLINE, **text),
+        data_layer(marks, MARK_TEXT, **text),
+        data_layer(headings, HEADING, **text),
     ]
     return Chart(
         "parallel",
@@ -128,7 +136,7 @@ def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | 
         spec,
         440,
         wide=True,
-        least=AXIS_PIXELS * len(axes),
+        min_width=AXIS_PIXELS * len(axes),
         rows=tuple(dict.fromkeys(row.label for row, _ in pairs)),
     )
 
@@ -204,11 +212,11 @@ def _axis_of_words(name: str, values: Sequence[Any]) -> DrawnAxis:
 
 def _axis_of_numbers(name: str, values: Sequence[Any], low: float, high: float) -> DrawnAxis:
     logarithmic = low > 0 and high / low >= LOG_SPAN
-    bend = math.log if logarithmic else float
+    linear_in = math.log if logarithmic else float
     middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
 
     def height_of(value: float) -> float:
-        return (bend(value) - bend(low)) / (bend(high) - bend(low))
+        return (linear_in(value) - linear_in(low)) / (linear_in(high) - linear_in(low))
 
     marks = [Mark(height_of(value), _number_text(value)) for value in (low, middle, high)]
     heights = [MISSING_PLACE if value is None else height_of(float(value)) for value in values]

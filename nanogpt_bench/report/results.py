@@ -102,11 +102,11 @@ def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
     references = references_by_label(rows, reference)
     results = [_measure_row(row, references.get(row.label)) for row in rows]
     # p-values are adjusted over the rows of the table.
-    paired = adjusted([result.difference for result in results])
-    also_paired = adjusted([result.also_difference for result in results])
+    differences = adjusted([result.difference for result in results])
+    also_differences = adjusted([result.also_difference for result in results])
     return [
-        replace(result, difference=one, also_difference=also)
-        for result, one, also in zip(results, paired, also_paired, strict=True)
+        replace(result, difference=paired, also_difference=also_paired)
+        for result, paired, also_paired in zip(results, differences, also_differences, strict=True)
     ]
 
 
@@ -159,10 +159,10 @@ class _Gap:
 
 def _measure_row(row: Row, reference: Row | None) -> Result:
     is_reference = row is reference
-    unlike: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
     if reference is not None and not is_reference:
-        unlike = differing_facts(row.runs, reference.runs)
-    comparable = None if unlike else reference
+        facts = differing_facts(row.runs, reference.runs)
+    comparable = None if facts else reference
     figures = {name: figure(map(measured, row.runs)) for name, measured in FIGURES.items()}
     gap = _Gap() if comparable is None else _measure_gap(row, comparable)
     evidence = RowComparison(
@@ -170,11 +170,13 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         stall=_mean_of_figure(figures["stall"]),
         cosine=_mean_of_figure(figures["cosine"]),
         reference=is_reference,
-        unlike=unlike,
-        unmeasured=reference is None,
+        differing_facts=facts,
+        lacks_reference=reference is None,
         gap=_mean_of_figure(gap.figure),
         gap_error=gap.error,
     )
+    given_up = Verdict(Judgement.FAILED, row.reason)
+    verdict = given_up if row.reason else judge_row(row.runs, evidence)
     stall_metrics = [run.stall_metric for run in row.runs if run.stall_metric]
     return Result(
         row=row,
@@ -187,9 +189,7 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         stall=figures["stall"],
         stall_metric=stall_metrics[0] if stall_metrics else None,
         tokens_per_s=figures["tokens_per_s"],
-        verdict=Verdict(Judgement.FAILED, row.reason)
-        if row.reason
-        else judge_row(row.runs, evidence),
+        verdict=verdict,
         arrived=figures["arrived"],
         cosine=figures["cosine"],
         alerts=_count_alerts(row),

@@ -280,9 +280,8 @@ def _flat_looks(run: Run) -> dict[str, list[Any]]:
         return {}
     looks: dict[str, list[Any]] = {f"{LOOK_PREFIX}step": list(figures)}
     for name in dict.fromkeys((*MONITORED, *chain.from_iterable(figures.values()))):
-        values = [measured.get(name) for measured in figures.values()]
         if any(name in measured for measured in figures.values()):
-            looks[LOOK_PREFIX + name] = values
+            looks[LOOK_PREFIX + name] = [measured.get(name) for measured in figures.values()]
     return looks
 
 
@@ -314,8 +313,11 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".json" and path.is_file()
 
 
-def is_of_kind(content: Any) -> bool:
-    """Return whether this is the content of a results file: entries of known kinds."""
+def has_known_kinds(content: Any) -> bool:
+    """Return whether a content is that of a results file: entries of known kinds.
+
+    An empty list is not.
+    """
     if not isinstance(content, list) or not content:
         return False
     kinds = tuple(EntryKind)
@@ -336,14 +338,14 @@ def read_export(path: Path) -> Exported:
             f"{str(path)!r} is a folder, no results file; of a sweep's folder one is made by: "
             f"{advice}"
         )
-    unread = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
-    with refusals(f"{str(path)!r} can't be read", *unread):
+    unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+    with refusals(f"{str(path)!r} can't be read", *unreadable):
         content = cleaned(read_json(path, times=8))
         if _kind(content) == "nanogpt-bench results":
             raise BenchError(
                 f"{str(path)!r} is of the former layout; export the sweep's folder again"
             )
-        if not is_of_kind(content):
+        if not has_known_kinds(content):
             raise BenchError(
                 f"{str(path)!r} holds no results; nanogpt-bench results export SWEEP --out "
                 f"FILE.json writes some"

@@ -69,6 +69,8 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
 #: pixels of a curve, and of each of several curves, which are close to each other
 WIDTH = 2.0
 WIDTH_OF_SEVERAL = 1.2
+#: factor of a reference's width: ink looks heavier than a colour
+INK_WIDTH = 0.9
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,16 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
 
     References are in ink, other rows differ by rule and format, if possible.
     """
-    inked = list(dict.fromkeys(row.label for row in references if row is not None))
+    ink_labels = list(dict.fromkeys(row.label for row in references if row is not None))
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
     by_label: dict[str, Style] = {}
     used_pairs: set[tuple[int, int]] = set()
     for row in rows:
         width = WIDTH if len(row.runs) < 2 else WIDTH_OF_SEVERAL
-        if row.label in inked:
-            dash = inked.index(row.label) % len(DASH_ORDER)
-            by_label[row.label] = Style(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
+        if row.label in ink_labels:
+            # as many markers as dashes
+            place = ink_labels.index(row.label) % len(DASH_ORDER)
+            by_label[row.label] = Style(None, DASH_ORDER[place], MARKERS[place], INK_WIDTH * width)
             continue
         wanted_dash = formats.index(row.format) if row.format != "none" else 0
         colour, dash = _free_pair(_rule_colour(row.rule), wanted_dash % len(DASH_ORDER), used_pairs)

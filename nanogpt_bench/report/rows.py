@@ -80,7 +80,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(setting_of(run), []).append(run)
+        groups.setdefault(row_key(run), []).append(run)
     labels = _distinct_labels(list(groups.values()))
     rows = []
     for label, group in zip(labels, groups.values(), strict=True):
@@ -114,8 +114,8 @@ def _progress_key(run: Run) -> tuple[bool, bool, int]:
     return run.status == RunStatus.FINISHED, has_ended(run.summary), run.last_step or 0
 
 
-def setting_of(run: Run) -> str:
-    """Return a key that runs share if they differ only in seeds.
+def row_key(run: Run) -> str:
+    """Return a key that the runs of one row share: they differ only in seeds.
 
     A run without a config shares it with no other.
     """
@@ -127,8 +127,12 @@ def setting_of(run: Run) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def setting_without(run: Run, keys: Set[str]) -> str:
-    """Return a key that runs share if their settings differ only in seeds and `keys`."""
+def setting_key(run: Run, keys: Set[str]) -> str:
+    """Return a key that runs share if their settings differ only in seeds and `keys`.
+
+    Unlike `row_key` it ignores what is in no setting, such as the rule that the records
+    of a run name.
+    """
     if not run.config:
         return f"path:{run.path}"
     return json.dumps(_settings_without(run, SEED_KEYS | keys), sort_keys=True, default=str)
@@ -238,10 +242,10 @@ def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
 def references_by_label(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
     """Return each row's reference by the row's label; {} without a reference.
 
-    It is `reference` itself. For a row with another corpus, length or size it is the
-    row most like `reference` with that corpus, length and size, of the reference's rule
-    and format. A row that is so found for itself alone stays with `reference`, to which
-    it has no gap.
+    It is `reference` itself for the rows that can be compared with it. Rows of another
+    corpus, length or size have a reference among themselves: the row of the same rule
+    and format as `reference` that is most like it. Where that row would be compared
+    with nothing but itself, it gets `reference`, to which it has no gap.
     """
     if reference is None:
         return {}
@@ -250,14 +254,14 @@ def references_by_label(rows: Sequence[Row], reference: Row | None) -> dict[str,
     nearest = _most_like(reference, incomparable)
     for row in incomparable:
         references[row.label] = nearest.get(loss_conditions(row.runs), reference)
-    # A row that would only be its own reference is none: it can't be compared.
-    needed = {
+    # rows that are the reference of another row, and not of themselves alone
+    shared_labels = {
         row_reference.label
         for label, row_reference in references.items()
         if row_reference.label != label
     }
     for row in incomparable:
-        if references[row.label].label not in needed:
+        if references[row.label].label not in shared_labels:
             references[row.label] = reference
     return references
 
@@ -328,7 +332,7 @@ def identity(run: Run) -> Hashable:
     times, losses = run.curve(VAL_LOSS.name, ELAPSED.name)
     if not times:
         return str(run.path)
-    return (setting_of(run), run.name, run.seed, times[0], losses[0])
+    return (row_key(run), run.name, run.seed, times[0], losses[0])
 
 
 def seed_of(run: Run) -> Hashable | None:

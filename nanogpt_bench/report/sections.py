@@ -37,8 +37,13 @@ from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, row_runs, uncounted_lines
 from nanogpt_bench.report.setting_charts import rate_chart, sensitivity_charts
 from nanogpt_bench.report.studies import Studies
-from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, shown_columns, tuning_cells
-from nanogpt_bench.report.vega_spec import DOTTED, Chart, ink, lines, over, quantity
+from nanogpt_bench.report.tables import (
+    TUNING_HEADINGS,
+    TUNING_TEXT_COLUMNS,
+    shown_columns,
+    tuning_cells,
+)
+from nanogpt_bench.report.vega_spec import DOTTED, Chart, data_layer, lines, named_colour, quantity
 from nanogpt_bench.report.verdicts import class_name, describe_ending
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
@@ -68,8 +73,8 @@ class Page:
     def references(self) -> list[Row]:
         return [result.row for result in self.results if result.reference]
 
-    def legend(self, drawn: Sequence[Chart]) -> Legend:
-        return make_legend([row.label for row in self.rows], self.styles, drawn)
+    def legend(self, charts: Sequence[Chart]) -> Legend:
+        return make_legend([row.label for row in self.rows], self.styles, charts)
 
 
 def all_sections(page: Page) -> list[PageSection]:
@@ -126,21 +131,23 @@ def _results_note(page: Page) -> str:
         first += "; the gap is that of the final validation losses"
     if seeds > 1:
         first += f", ± the standard deviation over {seeds} seeds"
-    silent = set()
+    without_note = set()
     if not page.references:
-        silent.add(VERDICT_COLUMN)
+        without_note.add(VERDICT_COLUMN)
     if all(result.difference is None for result in page.results):
-        silent.add(PAIRED)
-    notes = [column.note for column in COLUMNS if column.note and column.heading not in silent]
+        without_note.add(PAIRED)
+    notes = [
+        column.note for column in COLUMNS if column.note and column.heading not in without_note
+    ]
     return " ".join([f"{first}.", *notes])
 
 
 def _loss_section(page: Page) -> PageSection | None:
-    drawn = loss_charts(page.rows, page.styles)
-    marked = any(_has_marks(chart) for chart in drawn)
+    charts = loss_charts(page.rows, page.styles)
+    marked = any(_has_marks(chart) for chart in charts)
     words = "Open diamonds: an alert of divergence, or the end of a run that failed."
     below = words if marked else ""
-    return _curves_section(page, "loss", "Loss curves", drawn, below=below)
+    return _curves_section(page, "loss", "Loss curves", charts, below=below)
 
 
 def _has_marks(chart: Chart) -> bool:
@@ -151,7 +158,7 @@ def _curves_section(
     page: Page,
     name: str,
     title: str,
-    drawn: Sequence[Chart],
+    charts: Sequence[Chart],
     *,
     above: str = "",
     notes: Sequence[str] = (),
@@ -161,18 +168,18 @@ def _curves_section(
 
     A text and a list of notes may stand above their legend, and a text below.
     """
-    if not drawn and not notes:
+    if not charts and not notes:
         return None
-    content = {"above": above, "notes": notes, "legend": page.legend(drawn), "below": below}
-    return PageSection(name, title, SectionLayout.CURVES, content, drawn)
+    content = {"above": above, "notes": notes, "legend": page.legend(charts), "below": below}
+    return PageSection(name, title, SectionLayout.CURVES, content, charts)
 
 
 def _studies_section(page: Page) -> PageSection | None:
-    charts: list[Chart | None] = [*sensitivity_charts(page.studies.sensitivities)]
-    charts.append(rate_chart(page.rows, page.styles))
-    charts.append(parallel_chart(page.rows, page.styles))
-    drawn = [chart for chart in charts if chart is not None]
-    return _curves_section(page, "settings", "Across settings", drawn, notes=page.studies.notes)
+    charts = sensitivity_charts(page.studies.sensitivities)
+    for chart in (rate_chart(page.rows, page.styles), parallel_chart(page.rows, page.styles)):
+        if chart is not None:
+            charts.append(chart)
+    return _curves_section(page, "settings", "Across settings", charts, notes=page.studies.notes)
 
 
 STALL_WORDS = (
@@ -186,15 +193,15 @@ STALL_WORDS = (
 
 def _stall_section(page: Page) -> PageSection | None:
     watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
-    drawn = [*stall_chart(page.rows, page.styles), *watched]
-    return _curves_section(page, "stall", "Stall", drawn, above=STALL_WORDS)
+    charts = [*stall_chart(page.rows, page.styles), *watched]
+    return _curves_section(page, "stall", "Stall", charts, above=STALL_WORDS)
 
 
 def _watched_section(page: Page, namespace: str) -> PageSection | None:
     title = TITLES.get(namespace, namespace.capitalize())
     limits = {COSINE.name: VERDICT_BOUNDS.cosine.bound}
-    drawn = watched_charts(page.rows, page.styles, charted(namespace), limits)
-    return _curves_section(page, title.lower(), title, drawn)
+    charts = watched_charts(page.rows, page.styles, charted(namespace), limits)
+    return _curves_section(page, title.lower(), title, charts)
 
 
 ALERT_HEADINGS = ("run", "alert", "level", "first step", "times", "first message")
@@ -272,7 +279,7 @@ def _tuned_section(page: Page) -> PageSection | None:
 
 
 def _tuning_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    kinds = [""] * TUNING_WORDS + ["number"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
+    kinds = [""] * TUNING_TEXT_COLUMNS + ["number"] * (len(TUNING_HEADINGS) - TUNING_TEXT_COLUMNS)
     head = list(map(Cell, TUNING_HEADINGS, kinds))
     return Table(head, [TableLine(list(map(Cell, texts, kinds))) for texts in tuning_cells(rows)])
 
@@ -301,10 +308,12 @@ def _failures_section(page: Page) -> PageSection | None:
         return None
     pages = []
     charts: list[Chart] = []
-    for place, one in enumerate(failed):
-        drawn = _loss_until_failure(place, one, page)
-        pages.append(_failure_page(place, one, drawn, is_open=len(failed) <= OPEN_PAGES))
-        charts += drawn
+    for place, failed_run in enumerate(failed):
+        run_charts = _loss_until_failure(place, failed_run, page)
+        pages.append(
+            _failure_page(place, failed_run, run_charts, is_open=len(failed) <= OPEN_PAGES)
+        )
+        charts += run_charts
     return PageSection("failures", "Failures", SectionLayout.FAILURES, {"pages": pages}, charts)
 
 
@@ -407,12 +416,12 @@ def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart
     """
     row = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
     rows = [row, *reference_beside(failed.run, page.references)]
-    drawn = lines_of(rows, TRAIN_LOSS.name, smoothed=True, points=POINTS)
-    if failed.label not in {line.label for line in drawn}:
+    run_lines = lines_of(rows, TRAIN_LOSS.name, smoothed=True, points=POINTS)
+    if failed.label not in {line.label for line in run_lines}:
         return []
     x = quantity("x", "step")
-    y = quantity("y", loss_unit([row]), loss_range(drawn))
-    spec = lines(drawn, page.styles, x, y, marked=False)
+    y = quantity("y", loss_unit([row]), loss_range(run_lines))
+    spec = lines(run_lines, page.styles, x, y, marked=False)
     onsets = [finding for finding in failed.diagnosis.found if finding.step is not None]
     values = []
     for number, finding in enumerate(onsets):
@@ -420,11 +429,17 @@ def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart
         above = -9 - 14 * (number % 4)
         values.append({"x": finding.step or 0, "text": class_name(finding.kind), "above": above})
     if values:
-        name = {"type": "text", "align": "left", "fontSize": 11, "clip": False, "color": ink("ink")}
-        rule = {"type": "rule", "color": ink("muted"), **DOTTED}
+        name = {
+            "type": "text",
+            "align": "left",
+            "fontSize": 11,
+            "clip": False,
+            "color": named_colour("ink"),
+        }
+        rule = {"type": "rule", "color": named_colour("muted"), **DOTTED}
         height = {"field": "above", "type": "quantitative", "scale": None, "axis": None}
-        spec["layer"].append(over(values, rule, x=x))
-        spec["layer"].append(over(values, name, x=x, y=height, text={"field": "text"}))
+        spec["layer"].append(data_layer(values, rule, x=x))
+        spec["layer"].append(data_layer(values, name, x=x, y=height, text={"field": "text"}))
     caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."
     # No `rows`, so that a run stays visible on its own page if its row is hidden.
     return [Chart(f"failure-{place}", "Training loss", caption, spec, wide=True)]

@@ -14,7 +14,7 @@ from nanogpt_bench.report.rows import (
     loss_unit,
     row_label,
     row_runs,
-    setting_without,
+    setting_key,
 )
 from nanogpt_bench.report.studies import SensitivityMap
 from nanogpt_bench.report.vega_spec import (
@@ -23,10 +23,10 @@ from nanogpt_bench.report.vega_spec import (
     category,
     category_axis,
     curves,
-    ink,
-    of_row,
-    over,
+    data_layer,
+    named_colour,
     quantity,
+    row_channel,
 )
 from nanogpt_bench.runs.load import Run
 
@@ -71,7 +71,7 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
     )
     lines = category_axis("pattern", patterns, ticks=False, domain=False)
     # The ends of the scale are dark in the light theme and light in the dark one.
-    far = {"test": f"abs(datum.gap) > {0.6 * reach!r}", "value": ink("page")}
+    far = {"test": f"abs(datum.gap) > {0.6 * reach!r}", "value": named_colour("page")}
     rectangles = {
         "transform": [{"filter": "isValid(datum.gap)"}],
         "mark": "rect",
@@ -83,7 +83,7 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
             "x": columns,
             "y": lines,
             "text": {"field": "text"},
-            "color": {"condition": far, "value": ink("ink")},
+            "color": {"condition": far, "value": named_colour("ink")},
         },
     }
     spec = {
@@ -99,7 +99,7 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
 def _largest_gap(study: SensitivityMap) -> float:
     """Return the largest magnitude of a gap; 1 if all are 0 or unknown."""
     largest = 0.0
-    for line in study.gap:
+    for line in study.gaps:
         for gap in line:
             if gap is not None:
                 largest = max(largest, abs(gap))
@@ -107,7 +107,7 @@ def _largest_gap(study: SensitivityMap) -> float:
 
 
 def _gap_colour(study: SensitivityMap, reach: float) -> Spec:
-    scale = {"domain": [-reach, 0, reach], "range": ink("diverging"), "interpolate": "rgb"}
+    scale = {"domain": [-reach, 0, reach], "range": named_colour("diverging"), "interpolate": "rgb"}
     legend = {
         "title": None,
         "gradientThickness": 10,
@@ -124,18 +124,22 @@ def _heat_map_values(
     values = []
     for i, pattern in enumerate(patterns):
         texts = []
-        for j, gap in enumerate(study.gap[i]):
+        for j, gap in enumerate(study.gaps[i]):
             texts.append(study.ending(i, j) if gap is None else f"{gap:+z.3f}")
-        line = {"pattern": pattern, "format": formats, "gap": study.gap[i], "text": texts}
+        line = {"pattern": pattern, "format": formats, "gap": study.gaps[i], "text": texts}
         values.append(line)
     return values
 
 
 def _sensitivity_caption(study: SensitivityMap) -> str:
-    loss = "Validation loss" if study.of else "Final validation loss"
+    loss = "Validation loss" if study.checkpoint else "Final validation loss"
     operand = f" ({study.operand}s)" if study.operand else ""
     rule = f", under {study.rule}" if study.rule else ""
-    checkpoint = f"; the weights of {study.of}, rounded after the training" if study.of else ""
+    checkpoint = (
+        f"; the weights of {study.checkpoint}, rounded after the training"
+        if study.checkpoint
+        else ""
+    )
     return (
         f"{loss} above that of the unquantised model, in nats; one pattern at a time in a "
         f"format{operand}{rule}{checkpoint}."
@@ -210,8 +214,8 @@ def _crosses_layer(
     points = [
         {"row": cross["row"], "x": cross["x"], "y": top, "text": cross["text"]} for cross in crosses
     ]
-    colour = of_row("color", styles)
-    return over(points, CROSS, x=x, y=y, color=colour, tooltip={"field": "text"})
+    colour = row_channel("color", styles)
+    return data_layer(points, CROSS, x=x, y=y, color=colour, tooltip={"field": "text"})
 
 
 def _rate_groups(rows: Sequence[Row]) -> list[_RateGroup]:
@@ -223,7 +227,7 @@ def _rate_groups(rows: Sequence[Row]) -> list[_RateGroup]:
     for row, run in row_runs(rows):
         rate = learning_rate(run)
         if run.config and rate is not None:
-            setting = setting_without(run, RATE_KEYS)
+            setting = setting_key(run, RATE_KEYS)
             groups.setdefault(setting, []).append(_RateRun(row, run, rate))
     several = [group for group in groups.values() if len({run.rate for run in group}) > 1]
     labels = [row_label(group[0].row.rule, group[0].row.format) for group in several]

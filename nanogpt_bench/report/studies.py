@@ -15,13 +15,13 @@ class SensitivityMap:
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
     #: a line per pattern; None without a loss
-    gap: tuple[tuple[float | None, ...], ...]
+    gaps: tuple[tuple[float | None, ...], ...]
     operand: str = ""
     rule: str = ""
     #: how the runs of a cell ended, a line per pattern
     status: tuple[tuple[str, ...], ...] = ()
     #: the checkpoint whose weights were rounded; "" if every cell was trained
-    of: str = ""
+    checkpoint: str = ""
 
     def ending(self, pattern: int, fmt: int) -> str:
         """Return in a word or two how the runs of a cell without a gap ended."""
@@ -63,9 +63,9 @@ def _read_sensitivity(path: Path, notes: list[str]) -> SensitivityMap | None:
     content = mapping(path, notes)
     patterns = content.get("patterns") or ()
     formats = content.get("formats") or ()
-    gap = content.get("gap") or ()
+    gaps = content.get("gap") or ()
     status = content.get("status") or ()
-    if not _is_table(patterns, formats, gap):
+    if not _is_table(patterns, formats, gaps):
         notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
         return None
     if not _is_table(patterns, formats, status):
@@ -73,11 +73,11 @@ def _read_sensitivity(path: Path, notes: list[str]) -> SensitivityMap | None:
     return SensitivityMap(
         patterns=tuple(map(str, patterns)),
         formats=tuple(map(str, formats)),
-        gap=tuple(tuple(map(finite, line)) for line in gap),
+        gaps=tuple(tuple(map(finite, line)) for line in gaps),
         operand=str(content.get("operand") or ""),
         rule=str(content.get("rule") or ""),
         status=tuple(tuple(map(_text_or_empty, line)) for line in status),
-        of=str(content.get("of") or ""),
+        checkpoint=str(content.get("of") or ""),
     )
 
 

@@ -17,10 +17,10 @@ from nanogpt_bench.report.vega_spec import (
     CHART_CONFIG,
     Chart,
     Spec,
-    coloured,
-    ink,
-    pen_of_row,
-    short,
+    named_colour,
+    round_numbers,
+    row_line_channels,
+    with_colours,
 )
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
@@ -34,8 +34,8 @@ CHARTS_OF_FIGURES: Mapping[str, Sequence[str]] = {
     "gradient_cosine": ("watch-grad-cosine",),
     "learning_rates": ("rates",),
 }
-#: charts side by side
-ACROSS = 3
+#: the most charts side by side
+MOST_COLUMNS = 3
 #: width of a chart alone, in pixels
 PIXELS = 800
 #: width of one chart of several, in pixels
@@ -115,17 +115,17 @@ def figure_charts(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
 
 def side_by_side(charts: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
     """Return charts side by side as one description, above one legend of their rows."""
-    across = min(ACROSS, len(charts))
-    width = PIXELS if across == 1 else PANEL_PIXELS
+    columns = min(MOST_COLUMNS, len(charts))
+    width = PIXELS if columns == 1 else PANEL_PIXELS
     panels = [_panel(chart, width) for chart in charts]
-    parts: list[Spec] = [{"concat": panels, "columns": across, "spacing": 30}]
+    parts: list[Spec] = [{"concat": panels, "columns": columns, "spacing": 30}]
     rows: dict[str, Style] = {}
     for chart in charts:
         rows.update({row: styles[row] for row in chart.rows})
     if rows:
-        parts.append(_legend(rows, across * width))
+        parts.append(_legend(rows, columns * width))
     spec = {"vconcat": parts, "config": CHART_CONFIG, "background": "white", "padding": 12}
-    drawn: Spec = coloured(short(spec), theme_colours("light"))
+    drawn: Spec = with_colours(round_numbers(spec), theme_colours("light"))
     return drawn
 
 
@@ -153,11 +153,11 @@ def _legend(styles: Mapping[str, Style], width: int) -> Spec:
         "align": "left",
         "dx": 6,
         "limit": key_width - 44,
-        "color": ink("ink"),
+        "color": named_colour("ink"),
     }
     x = _place("x")
     y = _place("y")
-    sample = {"x": x, "x2": {"field": "end"}, "y": y, **pen_of_row(styles)}
+    sample = {"x": x, "x2": {"field": "end"}, "y": y, **row_line_channels(styles)}
     label = {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}}
     # as many lines as the keys need, rounded up
     lines = -(-len(styles) // columns)

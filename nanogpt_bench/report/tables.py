@@ -92,9 +92,8 @@ def _informs(column: Column, results: Sequence[Result]) -> bool:
     known = [text for text in cells if text != NOTHING]
     if len(results) < 2:
         return bool(known) or not column.optional
-    if column.heading == BEST and cells == [
-        format_figure(result.final_val_loss) for result in results
-    ]:
+    final_losses = [format_figure(result.final_val_loss) for result in results]
+    if column.heading == BEST and cells == final_losses:
         return False
     different = set(cells if column.dash_counts else known)
     # A single known cell differs from the dashes of the others.
@@ -233,12 +232,12 @@ def column_widths(lines: Sequence[Sequence[str]]) -> list[int]:
 def padded(
     lines: Sequence[Sequence[str]],
     numeric: Sequence[bool] | None = None,
-    most_of_last: int | None = None,
+    last_width_limit: int | None = None,
 ) -> str:
     """Return lines of cells, the heading first, as a GitHub table.
 
     By default all columns but the first are numeric. A cell in the last column with
-    more than `most_of_last` characters makes only its own line longer.
+    more than `last_width_limit` characters makes only its own line longer.
 
     >>> print(padded([["run", "loss"], ["fp32", "2.1"]]), end="")
     | run  | loss |
@@ -248,8 +247,8 @@ def padded(
     if numeric is None:
         numeric = [False, *(True for _ in lines[0][1:])]
     widths = column_widths(lines)
-    if most_of_last is not None:
-        widths[-1] = min(widths[-1], most_of_last)
+    if last_width_limit is not None:
+        widths[-1] = min(widths[-1], last_width_limit)
     rule = [
         "-" * (width - 1) + ":" if right else "-" * width
         for width, right in zip(widths, numeric, strict=True)
@@ -270,14 +269,14 @@ def _pipes(cells: Iterable[str]) -> str:
 
 TUNING_HEADINGS = ("tuned", "key", "best", "tried", "trials", "steps", "seconds")
 TUNING_COSTS = ("runs", "steps", "seconds")
-#: the number of columns of text
-TUNING_WORDS = 2
+#: how many of these columns have text, the first ones; the others have numbers
+TUNING_TEXT_COLUMNS = 2
 
 
 def tuning_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the tuned values and the cost of tuning as a Markdown table."""
-    numbers = len(TUNING_HEADINGS) - TUNING_WORDS
-    rule = ["---"] * TUNING_WORDS + ["---:"] * numbers
+    numbers = len(TUNING_HEADINGS) - TUNING_TEXT_COLUMNS
+    rule = ["---"] * TUNING_TEXT_COLUMNS + ["---:"] * numbers
     return "".join(_pipes(cells) for cells in (TUNING_HEADINGS, rule, *tuning_cells(rows)))
 
 

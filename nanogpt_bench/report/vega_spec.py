@@ -47,7 +47,7 @@ class Chart:
     height: int = 300
     wide: bool = False
     #: on a screen narrower than so many pixels the chart scrolls sideways
-    least: int = 0
+    min_width: int = 0
     #: the rows that the page's legend can hide
     rows: tuple[str, ...] = ()
     #: the axes that dragging magnifies
@@ -60,8 +60,8 @@ class Chart:
         return values
 
 
-def ink(name: int | str | None) -> dict[str, str]:
-    """Return a colour by name, which differs by theme.
+def named_colour(name: int | str | None) -> dict[str, str]:
+    """Return the mark of a colour, for which a theme's colour is inserted later.
 
     The name is an index of COLOURS, or `ink` (also None), `muted`, `page` and so on.
     """
@@ -105,7 +105,7 @@ def category_axis(field: str, order: Iterable[str], /, **options: Any) -> Spec:
 
 
 def _style_colour(style: Style) -> dict[str, str]:
-    return ink(style.colour)
+    return named_colour(style.colour)
 
 
 def _style_dash(style: Style) -> list[int]:
@@ -131,7 +131,7 @@ CHANNELS: Mapping[str, Callable[[Style], Any]] = {
 LINE_CHANNELS = ("color", "strokeDash", "strokeWidth")
 
 
-def of_row(channel: str, styles: Mapping[str, Style]) -> Spec:
+def row_channel(channel: str, styles: Mapping[str, Style]) -> Spec:
     """Return one channel of rows' styles, see `CHANNELS`."""
     part_of = CHANNELS[channel]
     scale = {"domain": list(styles), "range": [part_of(style) for style in styles.values()]}
@@ -139,9 +139,9 @@ def of_row(channel: str, styles: Mapping[str, Style]) -> Spec:
     return {"field": "row", "type": kind, "scale": scale, "legend": None}
 
 
-def pen_of_row(styles: Mapping[str, Style]) -> Spec:
+def row_line_channels(styles: Mapping[str, Style]) -> Spec:
     """Return the channels of rows' lines."""
-    return {channel: of_row(channel, styles) for channel in LINE_CHANNELS}
+    return {channel: row_channel(channel, styles) for channel in LINE_CHANNELS}
 
 
 def lines(
@@ -177,7 +177,7 @@ def curves(values: list[dict[str, Any]], styles: Mapping[str, Style], x: Spec, y
     detail = {"field": "line", "type": "nominal"}
     line = {
         "mark": {"type": "line", "clip": True},
-        "encoding": {"x": x, "y": y, **pen_of_row(styles), "detail": detail},
+        "encoding": {"x": x, "y": y, **row_line_channels(styles), "detail": detail},
     }
     layers = [line]
     if any(value["few"] for value in values):
@@ -193,27 +193,29 @@ def _points_layer(styles: Mapping[str, Style], x: Spec, y: Spec) -> Spec:
         "encoding": {
             "x": x,
             "y": y,
-            "color": of_row("color", styles),
-            "shape": of_row("shape", styles),
+            "color": row_channel("color", styles),
+            "shape": row_channel("shape", styles),
         },
     }
 
 
-def over(values: Sequence[Mapping[str, Any]], mark: Mapping[str, Any], **encoding: Any) -> Spec:
-    """Return a layer with its own data."""
+def data_layer(
+    values: Sequence[Mapping[str, Any]], mark: Mapping[str, Any], **encoding: Any
+) -> Spec:
+    """Return a layer that draws data of its own, over or under the chart's."""
     return {"data": {"values": list(values)}, "mark": dict(mark), "encoding": encoding}
 
 
 def limit_line(limit: float, **channel: Spec) -> Spec:
     """Return a dotted line across the chart at a value of the named axis."""
     ((name, axis),) = channel.items()
-    mark = {"type": "rule", "color": ink("muted"), **DOTTED}
-    return over([{axis["field"]: limit}], mark, **{name: axis})
+    mark = {"type": "rule", "color": named_colour("muted"), **DOTTED}
+    return data_layer([{axis["field"]: limit}], mark, **{name: axis})
 
 
 LABEL_STYLE = {
-    "labelColor": ink("ink"),
-    "titleColor": ink("ink"),
+    "labelColor": named_colour("ink"),
+    "titleColor": named_colour("ink"),
     "labelFontSize": 12,
     "titleFontSize": 12,
 }
@@ -225,14 +227,14 @@ CHART_CONFIG: Spec = {
     "axis": {
         **LABEL_STYLE,
         "titleFontWeight": "normal",
-        "gridColor": ink("rule"),
-        "domainColor": ink("rule"),
-        "tickColor": ink("rule"),
+        "gridColor": named_colour("rule"),
+        "domainColor": named_colour("rule"),
+        "tickColor": named_colour("rule"),
         "labelLimit": 130,
     },
     "axisX": {"labelFlush": False, "labelOverlap": "parity", "labelSeparation": 8},
     "legend": {**LABEL_STYLE, "labelLimit": 280},
-    "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
+    "title": {"color": named_colour("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},
     # Texts for screen readers, of thousands of cells and points, would be most of a
     # picture's file.
@@ -240,39 +242,39 @@ CHART_CONFIG: Spec = {
 }
 
 
-def coloured(node: Any, colours: Mapping[str, Any]) -> Any:
+def with_colours(node: Any, colours: Mapping[str, Any]) -> Any:
     """Return a description with its colours inserted.
 
     Its data, which have none, stay as they are.
 
-    >>> coloured({"fill": {"$": "ink"}, "data": {"$": "ink"}}, {"ink": "#000"})
+    >>> with_colours({"fill": {"$": "ink"}, "data": {"$": "ink"}}, {"ink": "#000"})
     {'fill': '#000', 'data': {'$': 'ink'}}
     """
     if isinstance(node, list):
-        return [coloured(value, colours) for value in node]
+        return [with_colours(value, colours) for value in node]
     if not isinstance(node, dict):
         return node
     if "$" in node:
         colour = colours[node["$"]]
         return list(colour) if isinstance(colour, tuple) else colour
     return {
-        key: value if key == "data" else coloured(value, colours) for key, value in node.items()
+        key: value if key == "data" else with_colours(value, colours) for key, value in node.items()
     }
 
 
-def short(node: Any) -> Any:
+def round_numbers(node: Any) -> Any:
     """Round every float of plain data to the digits that a chart shows.
 
     Whole numbers have no point.
 
-    >>> short({"x": [1.0, 0.123456789, None, 1234567.0]})
+    >>> round_numbers({"x": [1.0, 0.123456789, None, 1234567.0]})
     {'x': [1, 0.12346, None, 1234567]}
     """
     if isinstance(node, float):
         exact = node.is_integer() and abs(node) < 2**53
         return int(node) if exact else float(f"{node:.{CHART_DIGITS}g}")
     if isinstance(node, dict):
-        return {key: short(value) for key, value in node.items()}
+        return {key: round_numbers(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        return [short(value) for value in node]
+        return [round_numbers(value) for value in node]
     return node

@@ -70,9 +70,9 @@ class RowComparison:
     reference: bool = False
     #: further differences from the reference, such as the corpus, which make the gap
     #: meaningless
-    unlike: tuple[str, ...] = ()
+    differing_facts: tuple[str, ...] = ()
     #: True if there is no reference
-    unmeasured: bool = False
+    lacks_reference: bool = False
     #: L - L_ref in nats
     gap: float | None = None
     #: the standard error of `gap`
@@ -175,17 +175,17 @@ def _compare_losses(evidence: RowComparison) -> Verdict:
     """Return the verdict on finished runs, by their loss alone."""
     if evidence.reference:
         return Verdict(Judgement.REFERENCE, "reference")
-    if evidence.unlike:
-        text = f"not comparable: {', '.join(evidence.unlike)}"
+    if evidence.differing_facts:
+        text = f"not comparable: {', '.join(evidence.differing_facts)}"
         return Verdict(Judgement.INCOMPARABLE, text)
-    if evidence.unmeasured:
+    if evidence.lacks_reference:
         return Verdict(Judgement.UNKNOWN, "finished")
     if evidence.gap_share is None:
         return Verdict(Judgement.UNKNOWN, "no finished reference")
-    return _of_gap(evidence, evidence.gap_share)
+    return _compare_gap(evidence, evidence.gap_share)
 
 
-def _of_gap(evidence: RowComparison, gap_share: float) -> Verdict:
+def _compare_gap(evidence: RowComparison, gap_share: float) -> Verdict:
     """Return the verdict on a gap, given as a share of the reference's loss too."""
     bound = VERDICT_BOUNDS.outside.bound
     if gap_share > bound:

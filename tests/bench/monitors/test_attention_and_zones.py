@@ -99,7 +99,7 @@ def test_zones_are_found_by_trial(name, output):
         w = on_grid(name, 5, 40, std=3.0) * SCALES[0]
         x = normal(rows, 40, seed=1) * torch.logspace(-4, 0, 40)
         x[:, 3] = 0
-        share = zero_gradient_zone(w, x, format_of(name), SCALES[0], output=output)
+        share = zero_gradient_zone(w, x, format_of(name), SCALES[0], output_dtype=output)
         assert share == pytest.approx(zone_by_trial(w, x, name, SCALES[0], output), abs=1.5 / 200)
         assert 0 < share < 1
 
@@ -117,7 +117,9 @@ def test_more_rows_leave_fewer_zones_and_pieces_the_same(monkeypatch):
 def test_zones_at_the_edges():
     w = on_grid("E4M3", 2, 3)
     assert zero_gradient_zone(w, torch.zeros(4, 3), format_of("E4M3")) == 1
-    assert zero_gradient_zone(w, torch.ones(4, 3), format_of("E4M3"), output=torch.float32) == 0
+    assert (
+        zero_gradient_zone(w, torch.ones(4, 3), format_of("E4M3"), output_dtype=torch.float32) == 0
+    )
     assert (
         zero_gradient_zone(w, torch.ones(1, 3), format_of("E4M3"), bias=torch.full((2,), 1e6)) == 1
     )

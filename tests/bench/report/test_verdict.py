@@ -44,9 +44,9 @@ def run(tmp_path):
         (RowComparison(0.10), Judgement.WITHIN, "within 10%"),
         (RowComparison(0.1001), Judgement.OUTSIDE, "outside 10%"),
         (RowComparison(), Judgement.UNKNOWN, "no finished reference"),
-        (RowComparison(unmeasured=True), Judgement.UNKNOWN, "finished"),
+        (RowComparison(lacks_reference=True), Judgement.UNKNOWN, "finished"),
         (
-            RowComparison(unlike=("corpus", "steps")),
+            RowComparison(differing_facts=("corpus", "steps")),
             Judgement.INCOMPARABLE,
             "not comparable: corpus, steps",
         ),
@@ -85,7 +85,11 @@ def test_limits_decide(run, evidence, outcome, text):
     [
         (["divergence"], RowComparison(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
         (["divergence"], RowComparison(), "divergence; no finished reference"),
-        (["divergence"], RowComparison(unlike=("steps",)), "divergence; not comparable: steps"),
+        (
+            ["divergence"],
+            RowComparison(differing_facts=("steps",)),
+            "divergence; not comparable: steps",
+        ),
         (["divergence"], RowComparison(0.0, reference=True), "reference; divergence"),
         (
             ["stall", "divergence"],
@@ -98,7 +102,11 @@ def test_limits_decide(run, evidence, outcome, text):
             "NaN, zero gradients and 1 more; outside 10%",
         ),
         (["plateau"], RowComparison(0.01), "within 10%"),
-        (["plateau"], RowComparison(unlike=("corpus", "steps")), "not comparable: corpus, steps"),
+        (
+            ["plateau"],
+            RowComparison(differing_facts=("corpus", "steps")),
+            "not comparable: corpus, steps",
+        ),
     ],
 )
 def test_the_class_of_failure_leads_where_a_row_is_short_of_the_reference(
