@@ -79,6 +79,12 @@ AGAINST = {
     "study_q14_30m": ("muon", "muon lr=0.005657"),
     "study_q16_sdnq": ("muon", "E2M5 muon-stochastic"),
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
+    "study_q18_moments": (
+        "muon",
+        "E7M0 muon-stochastic-float noise=ulp",
+        "E5M2 muon-stochastic-float noise=ulp",
+        "E4M3 muon-stochastic-float noise=ulp",
+    ),
 }
 #: the files whose runs Q8 uses, as its page says
 MONITORED = (
