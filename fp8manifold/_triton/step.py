@@ -206,11 +206,12 @@ def _load_moments(record, offsets, mask, gradient, blocks, SPEC: tl.constexpr, T
 
     ``blocks`` are (scale, 1 / new scale) of the first moment, and the same of the second.
     """
+    first_scale, _, second_scale, _ = blocks
     first, second = gradient, gradient
     if SPEC.first:
-        first = stages.load_moment(record, stages.FIRST, offsets, mask, blocks[0], SPEC, TILE)
+        first = stages.load_moment(record, stages.FIRST, offsets, mask, first_scale, SPEC, TILE)
     if SPEC.second:
-        second = stages.load_moment(record, stages.SECOND, offsets, mask, blocks[2], SPEC, TILE)
+        second = stages.load_moment(record, stages.SECOND, offsets, mask, second_scale, SPEC, TILE)
     return first, second
 
 
@@ -266,7 +267,7 @@ def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexp
     )
     inverse = stages.inverse_scale(scale, SPEC)
     target = stages.move(record, value, ulp, direction, scale, inverse, lowest, highest, SPEC)
-    new_first_inverse = blocks[1]
+    _, new_first_inverse, _, new_second_inverse = blocks
     if SPEC.fitted and not TILE.long:
         new_first_inverse = stages.refit(record, _largest_bits_of_rows(first), row, row_mask, SPEC)
     word = offsets.to(tl.uint32)
@@ -289,7 +290,16 @@ def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexp
             SPEC,
         )
     _store_moments(
-        record, offsets, mask, first, second, root, new_first_inverse, blocks[3], SPEC, TILE
+        record,
+        offsets,
+        mask,
+        first,
+        second,
+        root,
+        new_first_inverse,
+        new_second_inverse,
+        SPEC,
+        TILE,
     )
 
 

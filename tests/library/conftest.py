@@ -22,7 +22,7 @@ COMPARED = Counter()
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bits(x):
+def integers_of(x):
     """Return floats as integers of their size; all NaN are one."""
     canonical = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
     return canonical.view(INTEGER_OF_SIZE[x.element_size()])
@@ -30,7 +30,7 @@ def bits(x):
 
 def first_mismatches(results, expected, x, limit=5):
     """Return a message that counts what differs and shows the first cases."""
-    places = (bits(results) != bits(expected)).nonzero().flatten()
+    places = (integers_of(results) != integers_of(expected)).nonzero().flatten()
     cases = [
         f"{x[i].item()!r} -> {results[i].item()!r}, not {expected[i].item()!r}"
         for i in places[:limit]
@@ -53,7 +53,7 @@ def compare_bits(request):
             results.dtype
         )
         COMPARED[group] += len(results)
-        same = torch.equal(bits(results), bits(wanted))
+        same = torch.equal(integers_of(results), integers_of(wanted))
         assert same, f"{context}: {first_mismatches(results, wanted, x)}"
 
     return compare

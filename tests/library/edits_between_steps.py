@@ -80,7 +80,7 @@ def take_steps(optimizer, steps):
         optimizer.step()
 
 
-def bits(optimizer):
+def optimizer_bits(optimizer):
     parts = [
         (p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach()
         for p in everyone(optimizer)
@@ -226,7 +226,7 @@ MOVES = {
     "no gradients": "for q in p: q.grad = None",
 }
 #: Statements after which the steady plan can be used: what they change is read in every step.
-READERS = {
+EDITS_THAT_ARE_READ = {
     "lr": "for group in groups: group['lr'] *= 0.7",
     "lr, a tensor": "groups[0]['lr'] = torch.tensor(1e-4)",
     "gradients elsewhere": "for q in p: q.grad = q.grad.clone()",

@@ -58,7 +58,7 @@ LINEARS = [
 ] + ["lm_head"]
 
 
-def bits(model):
+def model_bits(model):
     state = copy.deepcopy(model).state_dict()
     tensors = {
         name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())

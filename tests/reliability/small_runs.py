@@ -127,7 +127,7 @@ def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]
     return [without_machine(json.loads(line)) for line in lines]
 
 
-def bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
+def contents_bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
     return {
         f"{part}/{name}": (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes())
         for part, tensors in contents.tensors.items()

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from small_runs import BASE, bits, recorded, words
+from small_runs import BASE, contents_bits, recorded, words
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -104,7 +104,7 @@ def same(first, second):
     own_bits, second_bits = (
         {
             name: value
-            for name, value in bits(state).items()
+            for name, value in contents_bits(state).items()
             if name.startswith(("model/", "optimizer/"))
         }
         for state in (first, second)

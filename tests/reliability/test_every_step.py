@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from covering import covering
-from small_runs import bits, recorded
+from small_runs import contents_bits, recorded
 
 from nanogpt_bench.checkpoint import newest, read_checkpoint
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -247,7 +247,11 @@ def check_case(case, corpus, tmp_path):
     assert first.tensors.keys() >= {"model", "random"}
     # a tensor of the monitors that is times
     same = (
-        {k: v for k, v in bits(state).items() if not k.endswith("ShadowObserver/overheads")}
+        {
+            k: v
+            for k, v in contents_bits(state).items()
+            if not k.endswith("ShadowObserver/overheads")
+        }
         for state in (first, second)
     )
     assert next(same) == next(same)

@@ -254,15 +254,15 @@ class InBackward:
             raise RuntimeError(
                 "measure() comes between steps: call optimizer.step(), which ends the one under way"
             )
-        clipping.measuring = True
+        clipping.takes_no_step = True
         try:
             yield
         except BaseException:
             clipping.forget()
             raise
         finally:
-            clipping.measuring = False
-        if clipping.measured(self.optimizer.param_groups):
+            clipping.takes_no_step = False
+        if clipping.end_measurement(self.optimizer.param_groups):
             return
         self._refuse_nonfinite()
         warnings.warn(
@@ -373,7 +373,7 @@ class InBackward:
             self.optimizer.step_alone(group, parameter, backward_pass)
         if clipping is None:
             parameter.grad = SpentGradient(parameter)
-        elif clipping.measuring:
+        elif clipping.takes_no_step:
             parameter.grad = None
         else:
             norm = clipping.norms[place]

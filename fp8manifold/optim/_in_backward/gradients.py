@@ -332,14 +332,15 @@ class Clipping:
         self.kind = kind
         self.max_norm = float(max_norm)
         self.first = first
-        self.measuring = False
+        # the pass under way is one under `measure`, which takes norms alone
+        self.takes_no_step = False
         # by the index of a group, and that of a parameter there
         self.norms: dict[tuple[int, int], Tensor] = {}
         # the pass under way was to step, and steps nothing: it has no norm to clip by,
         # or one that is not finite
         self.is_left_out = False
-        # with ``exact``: the norm that a pass under `measure` has taken
-        self._measured: Tensor | None = None
+        # with ``exact``: the norm of the whole gradient, from a pass under `measure`
+        self._exact_norm: Tensor | None = None
         # the factor of the step under way; None if it only measures
         self._step_factor: Tensor | None = None
         # what the norm so far may be before it clips more than the previous one does
@@ -358,7 +359,7 @@ class Clipping:
     def forget(self) -> None:
         """Forget the step under way."""
         self.norms = {}
-        self._measured = None
+        self._exact_norm = None
         self.is_left_out = False
         self._norm_so_far = None
         self._passes = []
@@ -391,7 +392,7 @@ class Clipping:
         """
         self.forget_broken()
         if place in self.norms:
-            if self.measuring:
+            if self.takes_no_step:
                 advice = "measure() takes the norm of one backward pass"
             else:
                 advice = "call optimizer.step() after each, which ends a step and keeps its norm"
@@ -400,7 +401,7 @@ class Clipping:
                 f"clip={self.kind!r}: {advice}"
             )
         if not self.norms:
-            self._step_factor = None if self.measuring else self._factor_of_step(groups)
+            self._step_factor = None if self.takes_no_step else self._factor_of_step(groups)
         if backward_pass not in self._passes:
             self._passes.append(backward_pass)
         norm = norm_of(gradient)
@@ -431,7 +432,7 @@ class Clipping:
         zero_or_nan = norm - norm
         return limit / torch.clamp(self._norm_so_far, min=self._limit) + zero_or_nan
 
-    def measured(self, groups: list[dict[str, Any]]) -> bool:
+    def end_measurement(self, groups: list[dict[str, Any]]) -> bool:
         """Take over the norm of a pass that only measured.
 
         Returns:
@@ -446,7 +447,7 @@ class Clipping:
         self.norms = {}
         self._passes = []
         if self.kind == "exact":
-            self._measured = total.cpu()
+            self._exact_norm = total.cpu()
             return True
         return _store_norm(total, groups)
 
@@ -483,10 +484,10 @@ class Clipping:
         if math.isinf(self.max_norm):
             return torch.ones(())
         if self.kind == "exact":
-            if self._measured is None:
+            if self._exact_norm is None:
                 raise RuntimeError(_without_norm("exact", "each step"))
-            self.is_left_out = not math.isfinite(self._measured)
-            return clip_factor(self._measured, self.max_norm)
+            self.is_left_out = not math.isfinite(self._exact_norm)
+            return clip_factor(self._exact_norm, self.max_norm)
         previous_norm = groups[0].get("previous_norm")
         if previous_norm is not None:
             # Beyond it the norm so far clips further: the product of both factors is

@@ -79,7 +79,7 @@ def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
         trainer.optimizer.step()
 
 
-def bits(contents: Contents) -> dict[str, bytes]:
+def later_bits(contents: Contents) -> dict[str, bytes]:
     """Return all that later steps depend on.
 
     The scale that an operand had last is for the record.
@@ -98,7 +98,7 @@ def check(contents: Contents, whole: Contents, kind: str) -> None:
     Steps of torch's own AdamW are compared within a tolerance.
     """
     if kind not in OF_TORCH:
-        own_bits, bits_of_whole = bits(contents), bits(whole)
+        own_bits, bits_of_whole = later_bits(contents), later_bits(whole)
         assert {
             name
             for name in own_bits.keys() | bits_of_whole.keys()

@@ -16,13 +16,13 @@ import torch
 from edits_between_steps import (
     ALWAYS,
     EDITS,
+    EDITS_THAT_ARE_READ,
     KINDS,
     OF_ADAMW,
-    READERS,
     apply_edit,
-    bits,
     forget,
     make,
+    optimizer_bits,
     put_gradients,
     take_steps,
 )
@@ -69,7 +69,7 @@ def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factor
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
             optimizer.step()
-        assert bits(steady) == bits(planned)
+        assert optimizer_bits(steady) == optimizer_bits(planned)
         assert [p.filled is None for p in everyone(steady)[:2]] == [
             p.filled is None for p in everyone(planned)[:2]
         ]
@@ -103,10 +103,10 @@ FORGED = {
 
 def edits_and_kinds():
     """Yield every edit with the kinds of `ALWAYS`, and most of them with one more, in turn."""
-    for edit in [*EDITS, *OF_ADAMW, *READERS]:
+    for edit in [*EDITS, *OF_ADAMW, *EDITS_THAT_ARE_READ]:
         yield edit, "adamw"
     others = [kind for kind in KINDS if kind not in ALWAYS]
-    for i, edit in enumerate(EDITS | READERS):
+    for i, edit in enumerate(EDITS | EDITS_THAT_ARE_READ):
         for kind in (*ALWAYS[1:], others[i % len(others)]):
             yield edit, kind
 
@@ -121,7 +121,7 @@ def assert_equal_steps(optimizer, forgetful, steps, *, edit="", edited_step=-1, 
             if stepping is forgetful:
                 forget(forgetful)
             stepping.step()
-        assert bits(optimizer) == bits(forgetful), t
+        assert optimizer_bits(optimizer) == optimizer_bits(forgetful), t
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -132,22 +132,22 @@ def test_the_next_step_starts_from_what_the_state_holds(edit, kind, path):
     plain = path if edit == "moments under other names" else "eager"
     optimizer, forgetful = make(kind, path=path), make(kind, path=plain, keeps=False)
     assert_equal_steps(
-        optimizer, forgetful, 8, edit=(EDITS | OF_ADAMW | READERS)[edit], edited_step=4
+        optimizer, forgetful, 8, edit=(EDITS | OF_ADAMW | EDITS_THAT_ARE_READ)[edit], edited_step=4
     )
     skips = edit in ("a gradient that is not finite", "a gradient too large")
     assert optimizer.skipped_steps == skips
 
 
-@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *READERS])
+@pytest.mark.parametrize("edit", [*EDITS, *OF_ADAMW, *EDITS_THAT_ARE_READ])
 def test_an_edit_drops_the_steady_plan_or_is_read(edit, served):
     optimizer = make()
     take_steps(optimizer, 4)
     put_gradients(optimizer, 4)
-    apply_edit((EDITS | OF_ADAMW | READERS)[edit], optimizer)
+    apply_edit((EDITS | OF_ADAMW | EDITS_THAT_ARE_READ)[edit], optimizer)
     optimizer.step()
     # A dropped plan is refused when it is looked up, or is not there to be looked up.
     assert served in (
-        [[True, True, True]] if edit in READERS else [[True, True, False], [True, True]]
+        [[True, True, True]] if edit in EDITS_THAT_ARE_READ else [[True, True, False], [True, True]]
     )
 
 
@@ -182,7 +182,7 @@ def test_parameters_that_were_reset_at_other_times_have_other_numbers(path):
             if t == 4:
                 optimizer.state[everyone(optimizer)[1]]["since"] = 3
             optimizer.step()
-        assert bits(pair[0]) == bits(pair[1]), t
+        assert optimizer_bits(pair[0]) == optimizer_bits(pair[1]), t
 
 
 PERIODS = {
@@ -202,11 +202,11 @@ def test_what_is_due_is_done(options, path):
 def test_a_steady_step_raises_under_on_nonfinite_raise():
     optimizer = make(on_nonfinite="raise")
     take_steps(optimizer, 3)
-    old_bits = bits(optimizer)
+    old_bits = optimizer_bits(optimizer)
     put_gradients(optimizer, 3, torch.nan)
     with pytest.raises(FloatingPointError, match="is not finite"):
         optimizer.step()
-    assert bits(optimizer) == old_bits
+    assert optimizer_bits(optimizer) == old_bits
 
 
 RENEWED = {
@@ -233,7 +233,7 @@ def test_a_plan_ends_where_the_scale_of_a_whole_parameter_doubles(kind):
             first.grad = -torch.ones(16, 16)
             second.grad = normal(16, 16, seed=t, std=0.1)
             optimizer.step()
-        assert bits(optimizers[0]) == bits(optimizers[1]), t
+        assert optimizer_bits(optimizers[0]) == optimizer_bits(optimizers[1]), t
     assert optimizers[0].widened_scales
 
 
@@ -252,7 +252,7 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
             optimizer.step()
             if t == 3:
                 assert not everyone(optimizer)[0][1].any()
-        assert bits(steady) == bits(planned)
+        assert optimizer_bits(steady) == optimizer_bits(planned)
     assert (steady.fitted_scales > 0) == moves
     assert served == [True, True, False]
 
@@ -329,4 +329,4 @@ def test_a_group_may_have_entries_that_are_not_compared(kind, entry):
     with_entry.load_state_dict(saved)
     for group in with_entry.param_groups:
         group.pop("mine", None)
-    assert bits(with_entry) == bits(plain)
+    assert optimizer_bits(with_entry) == optimizer_bits(plain)

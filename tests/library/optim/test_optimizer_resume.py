@@ -84,7 +84,7 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(parts["scheduler"])
 
-    def bits(self):
+    def state_bits(self):
         states = self.parts()
         del states["module"]
         return {"weights": [bits_of(p) for p in self.module], **frozen(states)}
@@ -97,20 +97,20 @@ def resume(label, begin, interval=INTERVAL):
     for t in range(STEPS + AHEAD):
         whole.step(t)
         files.append(through_disk(whole.parts()))
-        trajectory.append(whole.bits())
+        trajectory.append(whole.state_bits())
     # Weights move in most steps: there is something to get wrong.
     assert len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2
     # Labels of several lengths begin at other files.
     for t in range(len(label) % interval, STEPS, interval):
         resumed = begin(100)
         resumed.load(files[t])
-        assert resumed.bits() == trajectory[t], f"{label}: loaded after step {t}"
+        assert resumed.state_bits() == trajectory[t], f"{label}: loaded after step {t}"
         # More from one of the files of each nine steps.
         steps = AHEAD if t % 9 >= 9 - interval else 1
         for later in range(t + 1, t + 1 + steps):
             resumed.step(later)
             message = f"{label}: saved after step {t}, differs after {later}"
-            assert resumed.bits() == trajectory[later], message
+            assert resumed.state_bits() == trajectory[later], message
     return whole
 
 
@@ -194,7 +194,7 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
     for t in range(20):
         run.step(t)
         states.append(copy.deepcopy(run.parts()))
-        trajectory.append(run.bits())
+        trajectory.append(run.state_bits())
     for t in (16, 3, 12, 0):
         saved_bits = frozen(states[t])
         loads = [(run.module, states[t]["module"]), (run.optimizer, states[t]["optimizer"])]
@@ -202,7 +202,7 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
             taker.load_state_dict(state)
         for later in range(t + 1, t + 3):
             run.step(later)
-            assert run.bits() == trajectory[later], f"back to {t}, differs after {later}"
+            assert run.state_bits() == trajectory[later], f"back to {t}, differs after {later}"
         assert frozen(states[t]) == saved_bits
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from edits_between_steps import (
     EDITS,
+    EDITS_THAT_ARE_READ,
     KINDS,
     MOVES,
     OF_ADAMW,
-    READERS,
     apply_edit,
     forget,
     make,
@@ -36,7 +36,7 @@ AT_THE_END = {"an observer", "a method of its own", "a remainder"}
 
 def edits_of(kind, generator):
     """Return the edits before each step; None where there is none."""
-    edits = dict(EDITS | READERS | MOVES | (OF_ADAMW if kind == "adamw" else {}))
+    edits = dict(EDITS | EDITS_THAT_ARE_READ | MOVES | (OF_ADAMW if kind == "adamw" else {}))
     names = [name for name in edits if name not in WITHOUT_DEFINITION | AT_THE_END]
     # two steps are planned before a plan is there to be used
     chosen = [None, None, None]

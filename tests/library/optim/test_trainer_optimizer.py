@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_cases import llama, transformers
 from optimizer_cases import frozen
-from surgery_models import bits
+from surgery_models import model_bits
 from test_huggingface import Lines, losses
 from torch import nn
 
@@ -121,8 +121,8 @@ def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
     if in_backward:
         fm.optim.step_in_backward(optimizer, **IN_BACKWARD[micro_batches])
     norms = by_hand(plain, passes, optimizer, micro_batches)
-    assert bits(whole) == bits(plain)
-    assert bits(whole) != bits(quantised())
+    assert model_bits(whole) == model_bits(plain)
+    assert model_bits(whole) != model_bits(quantised())
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert logged == norms
     assert max(norms) > 0.5
@@ -135,7 +135,7 @@ def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
         **settings(tmp_path / "cut", micro_batches, weight_decay=decay)
     )
     resumed, _ = by_trainer(again, resuming, rule, tmp_path / "whole" / "checkpoint-3", **options)
-    assert bits(again) == bits(whole)
+    assert model_bits(again) == model_bits(whole)
     assert frozen(resumed.optimizer.state_dict()) == frozen(saved)
     assert losses(resumed)[-3:] == losses(trainer)[-3:]
 
@@ -147,7 +147,7 @@ def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path):
     trainer, passes = by_trainer(model, arguments, "muon", moments="8bit", in_backward=True)
     optimizer = made_by_hand(plain, "muon")
     norms = by_hand(plain, passes, optimizer, 1, clips=False)
-    assert bits(model) == bits(plain)
+    assert model_bits(model) == model_bits(plain)
     assert [
         entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry
     ] == norms
@@ -232,7 +232,7 @@ def test_a_float_model_beside_a_quantised_one_has_a_float_reference(tmp_path):
     )
     quantize_model(quantised_model, "E4M3", tied="leave")
     trainer = preferences_trainer(model, tmp_path)
-    assert bits(trainer.ref_model) == bits(model)
+    assert model_bits(trainer.ref_model) == model_bits(model)
 
 
 @pytest.mark.extra("trl", "datasets")
@@ -246,7 +246,7 @@ def test_the_reference_of_a_quantised_model_is_quantised(reference, tmp_path):
         model.save_pretrained(tmp_path / "codes")
         model.config._name_or_path = str(tmp_path / "codes")
     trainer = preferences_trainer(model, tmp_path, **options)
-    assert bits(trainer.ref_model) == bits(model)
+    assert model_bits(trainer.ref_model) == model_bits(model)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
@@ -284,9 +284,9 @@ def test_sft_trainer_of_trl_trains_with_it(tmp_path):
         )
         resume = str(tmp_path / "1" / "checkpoint-3") if len(ends) == 2 else None
         trainer.train(resume_from_checkpoint=resume)
-        ends.append((bits(model), losses(trainer)[-3:]))
+        ends.append((model_bits(model), losses(trainer)[-3:]))
     assert ends[0] == ends[1] == ends[2]
-    assert ends[0][0] != bits(quantised())
+    assert ends[0][0] != model_bits(quantised())
 
 
 def test_what_is_read_of_the_arguments():

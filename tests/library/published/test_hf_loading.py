@@ -13,7 +13,7 @@ import pytest
 import torch
 from hf_cases import SIZES, gpt2, llama, read_folder, seeded, transformers
 from safetensors.torch import load_file, save_file
-from surgery_models import bits
+from surgery_models import model_bits
 from test_loading import LAYOUTS, in_codes, refusal_line
 from torch import Tensor
 
@@ -70,17 +70,17 @@ def test_the_bits_of_quantising_the_float_model(
         plain(tmp_path, dtype), formats, "fp8", seed=3, keep_remainder=True, **options
     )
     loaded = read_quantized(tmp_path, formats, dtype=dtype, seed=3, keep_remainder=True, **options)
-    assert bits(loaded) == bits(wanted)
+    assert model_bits(loaded) == model_bits(wanted)
     head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
     assert (head is embedding) == (tied == "leave")
     loaded.save_pretrained(tmp_path / "again")
-    assert bits(plain(tmp_path / "again", dtype)) == bits(loaded)
+    assert model_bits(plain(tmp_path / "again", dtype)) == model_bits(loaded)
 
 
 @pytest.mark.parametrize("storage", ["grid", "master"])
 def test_other_storages_are_quantised_at_the_end(storage: Any, tmp_path: Path) -> None:
     llama(False).save_pretrained(tmp_path)
-    assert bits(read_quantized(tmp_path, storage=storage)) == bits(
+    assert model_bits(read_quantized(tmp_path, storage=storage)) == model_bits(
         quantize_model(plain(tmp_path), "E4M3", storage)
     )
 
@@ -312,12 +312,14 @@ def test_they_are_saved_and_read(kind: str, tmp_path: Path) -> None:
         tmp_path, output_loading_info=True
     )
     assert not any(info.values()), info
-    assert bits(loaded) == bits(model)
+    assert model_bits(loaded) == model_bits(model)
     loaded.save_pretrained(tmp_path / "again")
-    assert bits(plain(tmp_path / "again")) == bits(model)
+    assert model_bits(plain(tmp_path / "again")) == model_bits(model)
     base = transformers.AutoModel.from_pretrained(tmp_path)
-    state = bits(model)["tensors"]
-    assert all(state[f"model.{name}"] == value for name, value in bits(base)["tensors"].items())
+    state = model_bits(model)["tensors"]
+    assert all(
+        state[f"model.{name}"] == value for name, value in model_bits(base)["tensors"].items()
+    )
 
 
 def test_a_conversion_that_transformers_has_for_the_same_name_leaves_the_codes(
@@ -342,12 +344,12 @@ def test_a_conversion_that_transformers_has_for_the_same_name_leaves_the_codes(
     model = quantized("GptOss", seed=3)
     huggingface.attach(model).save_pretrained(tmp_path)
     loaded = plain(tmp_path)
-    assert bits(loaded) == bits(model)
+    assert model_bits(loaded) == model_bits(model)
     loaded.save_pretrained(tmp_path / "again")
     assert load_file(tmp_path / "again/model.safetensors").keys() == (
         load_file(tmp_path / "model.safetensors").keys()
     )
-    assert bits(plain(tmp_path / "again")) == bits(model)
+    assert model_bits(plain(tmp_path / "again")) == model_bits(model)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -356,7 +358,7 @@ def test_floats_are_read_into_codes(kind: str, dtype: Any, tmp_path: Path) -> No
     mixture(kind).to(dtype).save_pretrained(tmp_path, max_shard_size="60KB")
     wanted = quantize_model(plain(tmp_path, dtype), "E4M3", "fp8", **options_of(kind))
     config = huggingface.quantization_config("E4M3", **options_of(kind))
-    assert bits(plain(tmp_path, dtype, quantization_config=config)) == bits(wanted)
+    assert model_bits(plain(tmp_path, dtype, quantization_config=config)) == model_bits(wanted)
 
 
 @pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
@@ -376,7 +378,7 @@ def test_a_tied_embedding_in_codes_is_saved_and_read(
     if folder == "codes":
         huggingface.attach(model).save_pretrained(tmp_path)
     loaded = plain(tmp_path, **options)
-    assert bits(loaded) == bits(model)
+    assert model_bits(loaded) == model_bits(model)
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     head = loaded.get_output_embeddings().weight
     embedding = loaded.get_input_embeddings().weight

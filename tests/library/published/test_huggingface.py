@@ -15,7 +15,7 @@ import pytest
 import torch
 from hf_cases import gpt2, llama, logits, read_folder, transformers
 from optimizer_cases import frozen
-from surgery_models import bits
+from surgery_models import model_bits
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -58,13 +58,13 @@ def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     model = quantize_model(maker(tied != "was not"), {"*": "E4M3"}, storage, tied=ties)
     huggingface.attach(learnt(model)).save_pretrained(tmp_path)
     loaded = read_folder(tmp_path)
-    assert bits(loaded) == bits(model)
+    assert model_bits(loaded) == model_bits(model)
     assert torch.equal(logits(loaded), logits(model))
     head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
     assert (head is embedding) == (tied == "leave")
     loaded.save_pretrained(tmp_path / "again")
-    assert bits(read_folder(tmp_path / "again")) == bits(model)
-    assert bits(learnt(loaded)) == bits(learnt(model))  # and goes on as it would have
+    assert model_bits(read_folder(tmp_path / "again")) == model_bits(model)
+    assert model_bits(learnt(loaded)) == model_bits(learnt(model))  # and goes on as it would have
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_every_format_and_scale_comes_back(name, granularity, tmp_path):
     folder = tmp_path / f"{name}-{granularity}"
     model.save_pretrained(folder, max_shard_size="20KB" if granularity == "channel" else "1GB")
     assert (len(list(folder.glob("*.safetensors"))) > 2) == (granularity == "channel")
-    assert bits(read_folder(folder)) == bits(model)
+    assert model_bits(read_folder(folder)) == model_bits(model)
 
 
 FIXED = {"format": "E4M3", "ste": "clipped", "scale": 0.25}
@@ -140,11 +140,11 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
         [2, 6] if maker is llama else [2, 4]
     )
     loaded = read_folder(tmp_path)
-    assert bits(loaded) == bits(model)
+    assert model_bits(loaded) == model_bits(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             assert settings_of(loaded.get_submodule(name)) == settings_of(layer)
-    assert bits(learnt(loaded)) == bits(learnt(model))
+    assert model_bits(learnt(loaded)) == model_bits(learnt(model))
 
 
 @pytest.mark.parametrize("storage", ["fp8", "grid"])
@@ -244,8 +244,8 @@ def test_a_trainer_goes_on_where_it_was(maker, optimizer, tmp_path):
         huggingface.attach(again), tmp_path / "cut", optimizer, tmp_path / "whole" / "checkpoint-3"
     )
     assert losses(resumed)[-3:] == losses(ended)[-3:]
-    assert bits(again) == bits(whole)
-    assert bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
+    assert model_bits(again) == model_bits(whole)
+    assert model_bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == model_bits(whole)
     assert frozen(resumed.optimizer.state_dict()) == frozen(ended.optimizer.state_dict())
 
 
@@ -261,8 +261,8 @@ def test_a_trainer_goes_on_from_what_was_read(options, tmp_path):
     whole, again = read_folder(tmp_path / "start"), read_folder(tmp_path / "start")
     trained(whole, tmp_path / "whole", "8bit", **options)
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3", **options)
-    assert bits(again) == bits(whole)
-    assert bits(whole) != bits(read_folder(tmp_path / "start"))
+    assert model_bits(again) == model_bits(whole)
+    assert model_bits(whole) != model_bits(read_folder(tmp_path / "start"))
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
@@ -270,7 +270,7 @@ def test_layers_are_placed_by_accelerate(device_map, tmp_path):
     """Whose estimates count a byte for each of these weights."""
     model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
     model.save_pretrained(tmp_path)
-    assert bits(read_folder(tmp_path, device_map=device_map)) == bits(model)
+    assert model_bits(read_folder(tmp_path, device_map=device_map)) == model_bits(model)
     sizes = {
         name: model.hf_quantizer.param_element_size(model, name, x)
         for name, x in model.named_parameters()
@@ -283,7 +283,7 @@ def test_what_is_saved_is_what_the_model_is_now(tmp_path):
     model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
     quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "fp8")
     model.save_pretrained(tmp_path / "more")
-    assert bits(read_folder(tmp_path / "more")) == bits(model)
+    assert model_bits(read_folder(tmp_path / "more")) == model_bits(model)
     fm.dequantize_model(model).save_pretrained(tmp_path / "floats")
     assert "quantization_config" not in json.loads(
         (tmp_path / "floats" / "config.json").read_text()
@@ -295,13 +295,13 @@ def test_the_base_of_a_model_is_read_and_written(tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="untie")
     huggingface.attach(model).save_pretrained(tmp_path / "whole")
     base = transformers.AutoModel.from_pretrained(tmp_path / "whole")
-    assert bits(base) == bits(model.model)
+    assert model_bits(base) == model_bits(model.model)
     base.save_pretrained(tmp_path / "base")
     huggingface.register()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base"
     )  # its output layer is drawn
-    assert bits(loaded.model) == bits(base)
+    assert model_bits(loaded.model) == model_bits(base)
     assert type(loaded.lm_head) is nn.Linear
 
 
@@ -309,7 +309,7 @@ def test_a_model_is_read_under_another_head(tmp_path):
     model = quantize_model(llama(tied=False), "E4M3")
     huggingface.attach(model).save_pretrained(tmp_path)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert bits(loaded.model) == bits(model.model)
+    assert model_bits(loaded.model) == model_bits(model.model)
     assert type(loaded.score) is nn.Linear
 
 
@@ -373,7 +373,7 @@ def test_an_attached_model_is_read_from_a_pickle_by_another_process(tmp_path):
     path.write_bytes(pickle.dumps(model))
     command = [sys.executable, "-W", "ignore", "-c", READS_A_PICKLE, path, tmp_path / "saved"]
     subprocess.run(command, check=True, timeout=300)
-    assert bits(read_folder(tmp_path / "saved")) == bits(model)
+    assert model_bits(read_folder(tmp_path / "saved")) == model_bits(model)
 
 
 def test_names_that_a_module_has_not_are_no_classes():
@@ -394,15 +394,15 @@ def test_a_model_is_attached_when_it_is_saved(part, tmp_path):
     saved = {"model": model, "copy": copy.deepcopy(model), "base": model.model}[part]
     saved.save_pretrained(tmp_path)
     kind = transformers.AutoModel if part == "base" else transformers.AutoModelForCausalLM
-    assert bits(kind.from_pretrained(tmp_path)) == bits(saved)
+    assert model_bits(kind.from_pretrained(tmp_path)) == model_bits(saved)
 
 
 def test_a_trainer_saves_and_resumes_without_attach(tmp_path):
     whole, again = (quantize_model(llama(), {"*": "E4M3"}, tied="leave") for _ in range(2))
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
-    assert bits(again) == bits(whole)
-    assert bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
+    assert model_bits(again) == model_bits(whole)
+    assert model_bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == model_bits(whole)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "master"])
@@ -429,16 +429,16 @@ def test_a_folder_without_register_is_refused_by_transformers(tmp_path, monkeypa
 def test_a_given_state_is_saved(tied, by_position, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, tied=tied, embeddings={"*": "E5M2"})
     huggingface.attach(model)
-    expected = bits(model)
+    expected = model_bits(model)
     best = copy.deepcopy(model.state_dict())
     learnt(model)
     if by_position:
         model.save_pretrained(tmp_path / "best", True, best)
     else:
         model.save_pretrained(tmp_path / "best", state_dict=best)
-    assert bits(read_folder(tmp_path / "best")) == expected
+    assert model_bits(read_folder(tmp_path / "best")) == expected
     model.save_pretrained(tmp_path / "last")
-    assert bits(read_folder(tmp_path / "last")) == bits(model) != expected
+    assert model_bits(read_folder(tmp_path / "last")) == model_bits(model) != expected
 
 
 def of_another_format(state: Any) -> None:
@@ -484,7 +484,7 @@ def test_a_model_with_wrapped_modules_comes_back(wrap, tmp_path):
     )
     wrap(model)
     huggingface.attach(model).save_pretrained(tmp_path)
-    assert bits(read_folder(tmp_path)) == bits(again)
+    assert model_bits(read_folder(tmp_path)) == model_bits(again)
 
 
 @WRAPPED
@@ -495,7 +495,7 @@ def test_a_trainer_goes_on_with_wrapped_modules(wrap, tmp_path):
         huggingface.attach(model)
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
-    assert bits(again) == bits(whole)
+    assert model_bits(again) == model_bits(whole)
     read_again = read_folder(tmp_path / "whole" / "checkpoint-6")
     assert torch.equal(logits(read_again), logits(whole))
 
@@ -508,7 +508,7 @@ def test_embeddings_that_the_class_leaves_out_are_saved_in_codes(tmp_path):
     model = quantize_model(transformers.MarianMTModel(config), "E4M3", embeddings="E4M3")
     huggingface.attach(model).save_pretrained(tmp_path)
     again = transformers.MarianMTModel.from_pretrained(tmp_path)
-    assert bits(again) == bits(model)
+    assert model_bits(again) == model_bits(model)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import torch as safetensors
-from surgery_models import bits
+from surgery_models import model_bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -74,11 +74,11 @@ def test_the_bits_of_quantising_the_float_model(
     wanted = quantize_model(model, formats, "fp8", **options)
     for source in (state, tmp_path, tmp_path / "model.safetensors"):
         loaded = load_quantized(bare(dtype, tied != "was not"), source, formats, **options)
-        assert bits(loaded) == bits(wanted)
+        assert model_bits(loaded) == model_bits(wanted)
         assert (loaded.head.weight is loaded.tokens.weight) == (tied == "leave")
         assert not any(p.is_meta for p in loaded.parameters())
     state["norm.bias"].fill_(7.0)
-    assert bits(loaded) == bits(wanted)  # nothing is shared with what was given
+    assert model_bits(loaded) == model_bits(wanted)  # nothing is shared with what was given
 
 
 def test_shards_of_another_dtype(tmp_path: Path) -> None:
@@ -96,13 +96,13 @@ def test_shards_of_another_dtype(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     model = valued_model(tied=False)
     model.load_state_dict(state)
-    wanted = bits(quantize_model(model, "E4M3", "fp8"))
+    wanted = model_bits(quantize_model(model, "E4M3", "fp8"))
     for source in (
         tmp_path,
         [tmp_path / file for file in parts],
         tmp_path / "model.safetensors.index.json",
     ):
-        assert bits(load_quantized(bare(tied=False), source)) == wanted
+        assert model_bits(load_quantized(bare(tied=False), source)) == wanted
 
 
 class Watched(Mapping[str, Tensor]):
@@ -136,7 +136,7 @@ def test_no_more_than_one_float_tensor_is_alive() -> None:
     watched = Watched(state)
     loaded = load_quantized(model, watched)
     assert watched.most == 1
-    assert bits(loaded) == bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
+    assert model_bits(loaded) == model_bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
 
 
 #: what replaces tensors of a state, where None removes one, and the refusal
@@ -220,7 +220,9 @@ def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
     with torch.device("meta"):
         model = nn.Linear(1100, 2000)
     loaded = load_quantized(model, state_of(linear), "E4M3", keep_remainder=True)
-    assert bits(loaded) == bits(quantize_model(linear, "E4M3", "fp8", keep_remainder=True))
+    assert model_bits(loaded) == model_bits(
+        quantize_model(linear, "E4M3", "fp8", keep_remainder=True)
+    )
     assert isinstance(loaded, fm.QuantizedLinear)
 
 

@@ -179,7 +179,7 @@ def test_accelerate_trains_a_model_that_was_sharded_before(pair):
 def trained_by_others(folder):
     """Six steps of transformers' Trainer, and a resume from its checkpoint after three."""
     from hf_cases import llama
-    from surgery_models import bits
+    from surgery_models import model_bits
     from test_huggingface import DELAYED, losses, trained
 
     as_launched()
@@ -191,7 +191,7 @@ def trained_by_others(folder):
         resume = Path(folder, "whole", "checkpoint-3") if name == "cut" else None
         trainer = trained(fm.huggingface.attach(net), Path(folder, name), "muon", resume)
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        runs.append((bits(net)["tensors"], losses(trainer)[-3:]))
+        runs.append((model_bits(net)["tensors"], losses(trainer)[-3:]))
     assert runs[0][0] == runs[1][0]
     return {
         name: values

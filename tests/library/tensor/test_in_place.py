@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimizer_cases import normal, step_from, through_disk
-from surgery_models import TOKENS, Model, bits, layers, stored
+from surgery_models import TOKENS, Model, layers, model_bits, stored
 from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
@@ -247,9 +247,9 @@ def test_states_are_saved_and_loaded() -> None:
     with torch.random.fork_rng():
         loaded = quantize_model(Language(False), "E4M3", "fp8", seed=5, **options)
     loaded.load_state_dict(through_disk(model.state_dict()))
-    assert bits(loaded) == bits(model)
+    assert model_bits(loaded) == model_bits(model)
     assert {"experts.up", "experts.up_scale", "tokens.weight_traits"} <= set(model.state_dict())
-    assert bits(copy.deepcopy(model)) == bits(model)
+    assert model_bits(copy.deepcopy(model)) == model_bits(model)
     state = {name: x.clone() for name, x in float_copy(model).state_dict().items()}
     state["experts.up"] *= 2.0**20
     loaded.load_state_dict(state)  # floats are rounded at scales of their own
@@ -265,7 +265,7 @@ def test_models_are_read_into_codes_where_they_are(tied) -> None:
     state = {name: x.clone() for name, x in floats.state_dict().items()}
     expected = quantize_model(floats, "E4M3", "fp8", **options)
     loaded = load_quantized(model, state, "E4M3", **options)
-    assert bits(loaded) == bits(expected)
+    assert model_bits(loaded) == model_bits(expected)
     assert (loaded.head.weight is loaded.tokens.weight) == (tied != "untie")
 
 
