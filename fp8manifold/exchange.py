@@ -45,10 +45,21 @@ __all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
 
 ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
 ExportedActivations = Literal["float", "E4M3"]
+
+
+class _Layout(StrEnum):
+    """Whose layout is written; the option ``layout`` is the plain word."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    #: DeepSeek-V3's, with scales of squares
+    FP8 = "fp8"
+    TORCHAO = "torchao"
+
+
 _FORMATS_BY_LAYOUT: Final = {
-    "compressed-tensors": ("E4M3",),
-    "fp8": ("E4M3",),
-    "torchao": tuple(fmt.name for fmt in FLOAT8),
+    _Layout.COMPRESSED_TENSORS: ("E4M3",),
+    _Layout.FP8: ("E4M3",),
+    _Layout.TORCHAO: tuple(fmt.name for fmt in FLOAT8),
 }
 """The formats of weights that each layout describes."""
 
@@ -163,25 +174,26 @@ def exported_state_dict(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("layout", layout, tuple(_FORMATS_BY_LAYOUT))
+    check_choice("layout", layout, [known.value for known in _Layout])
     check_choice("activations", activations, get_args(ExportedActivations))
-    if activations != "float" and layout != "compressed-tensors":
+    kind = _Layout(layout)
+    if activations != "float" and kind is not _Layout.COMPRESSED_TENSORS:
         raise ValueError(
             f"activations={activations!r} goes with layout='compressed-tensors', not with "
             f"{layout!r}"
         )
     model = unwrapped(model)
     _check_no_adapters(model)
-    weights = {weight.name: weight for weight in _exported_weights(model, layout)}
+    weights = {weight.name: weight for weight in _exported_weights(model, kind)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
-    if layout == "fp8":
+    if kind is _Layout.FP8:
         _warn_of_partial_squares(weights.values())
     tensors: dict[str, Tensor] = {}
     missing = dict(weights)
     for name, value in _computed_state(model):
         weight = missing.pop(name, None)
-        tensors |= {name: value} if weight is None else _TENSORS[layout](weight)
+        tensors |= {name: value} if weight is None else _TENSORS[kind](weight)
     if missing:
         raise ValueError(
             f"the model's state_dict has no tensor {next(iter(missing))!r}, a quantised weight: a "
@@ -189,12 +201,12 @@ def exported_state_dict(
         )
     linears = (plain_name(name) for name, module in model.named_modules() if is_linear(module))
     ignored = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
-    if layout == "fp8":
+    if kind is _Layout.FP8:
         # Its readers know linear layers, and experts by their name.
         owners = {plain_name(name).rpartition(".")[0] for name in in_place_parameters(model)}
         ignored += sorted(owners - {*ignored, ""})
     are_inputs_rounded = activations != "float"
-    return tensors, _CONFIGS[layout](list(weights.values()), ignored, are_inputs_rounded)
+    return tensors, _CONFIGS[kind](list(weights.values()), ignored, are_inputs_rounded)
 
 
 def export_model(
@@ -242,7 +254,7 @@ def export_model(
     quantizers = import_optional("transformers.quantizers.base", "hf", "export_model")
     tensors, config = exported_state_dict(model, layout, activations=activations)
     metadata: dict[str, str] = {}
-    if layout == "torchao":
+    if _Layout(layout) is _Layout.TORCHAO:
         support = import_optional(
             "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
         )
@@ -353,7 +365,7 @@ class _ExportedWeight:
 
 
 @torch.no_grad()
-def _exported_weights(model: nn.Module, layout: str) -> Iterator[_ExportedWeight]:
+def _exported_weights(model: nn.Module, layout: _Layout) -> Iterator[_ExportedWeight]:
     """Yield the weights of quantised layers.
 
     Raises:
@@ -366,8 +378,9 @@ def _exported_weights(model: nn.Module, layout: str) -> Iterator[_ExportedWeight
 
 
 def _exported_weight(
-    name: str, layer: QuantizedLinear, fmt: FloatFormat, layout: str
+    name: str, layer: QuantizedLinear, fmt: FloatFormat, layout: _Layout
 ) -> _ExportedWeight:
+    option = f"layout={layout.value!r}"
     computed = computation(layer)
     if computed is not None:
         raise ValueError(f"layer {name!r} can't be exported: {computed}")
@@ -375,24 +388,22 @@ def _exported_weight(
         raise TypeError(f"layer {name!r} is sharded: export the model in one process")
     if isinstance(layer, QuantizedConv1D):
         raise ValueError(
-            f"layer {name!r} is transformers' Conv1D, and layout={layout!r} takes nn.Linear only"
+            f"layer {name!r} is transformers' Conv1D, and {option} takes nn.Linear only"
         )
     allowed = _FORMATS_BY_LAYOUT[layout]
     if fmt.name not in allowed:
         raise ValueError(
-            f"layer {name!r} is in {fmt.name}, and layout={layout!r} takes one of "
-            f"{', '.join(allowed)}"
+            f"layer {name!r} is in {fmt.name}, and {option} takes one of {', '.join(allowed)}"
         )
     weight = layer.weight
     in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
-    if in_squares and layout != "fp8":
+    if in_squares and layout is not _Layout.FP8:
         raise ValueError(
-            f"layer {name!r} has {_SQUARES}, and layout={layout!r} takes {_NO_SQUARES}: {_TAKE_FP8}"
+            f"layer {name!r} has {_SQUARES}, and {option} takes {_NO_SQUARES}: {_TAKE_FP8}"
         )
-    if not in_squares and layout == "fp8":
+    if not in_squares and layout is _Layout.FP8:
         raise ValueError(
-            f"layer {name!r} has {_NO_SQUARES}, and layout={layout!r} takes {_SQUARES}: "
-            f"{_TAKE_SQUARES}"
+            f"layer {name!r} has {_NO_SQUARES}, and {option} takes {_SQUARES}: {_TAKE_SQUARES}"
         )
     if isinstance(weight, FP8Tensor):
         codes, scale = weight.codes, weight.scale
@@ -559,12 +570,12 @@ def _torchao_config(
 
 
 _TENSORS: Final = {
-    "compressed-tensors": _compressed_tensors,
-    "torchao": _float8_tensors,
-    "fp8": _compressed_tensors,
+    _Layout.COMPRESSED_TENSORS: _compressed_tensors,
+    _Layout.TORCHAO: _float8_tensors,
+    _Layout.FP8: _compressed_tensors,
 }
 _CONFIGS: Final = {
-    "compressed-tensors": _compressed_config,
-    "torchao": _torchao_config,
-    "fp8": _squares_config,
+    _Layout.COMPRESSED_TENSORS: _compressed_config,
+    _Layout.TORCHAO: _torchao_config,
+    _Layout.FP8: _squares_config,
 }

@@ -19,13 +19,26 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import Final
 
 __all__ = ["LAYOUTS", "NAMED_FORMATS", "FloatFormat", "FormatLike", "as_format"]
 
-# Saved states have a layout by its index here: append, and never reorder.
-LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
+
+class Layout(StrEnum):
+    """What the top codes of a format mean, see `LAYOUTS`; formats have the plain word."""
+
+    # Saved states have a layout by its index here: append, and never reorder.
+    IEEE = "ieee"
+    FN = "fn"
+    FNUZ = "fnuz"
+    FINITE = "finite"
+    P3109E = "p3109e"
+    P3109F = "p3109f"
+
+
+LAYOUTS: Final = tuple(layout.value for layout in Layout)
 """The meanings of the top codes.
 
 - ``ieee``: the top exponent is Inf (mantissa 0) and NaN;
@@ -34,10 +47,10 @@ LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
 - ``finite``: every code is a number;
 - ``p3109e``, ``p3109f``: IEEE P3109 extended (with Inf) and finite, NaN in place of -0.
 """
-_LAYOUTS_WITH_NEGATIVE_ZERO: Final = ("ieee", "fn", "finite")
-_LAYOUTS_WITH_INF: Final = ("ieee", "p3109e")
-# by (exponent bits, mantissa bits)
-_DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
+_LAYOUTS_WITH_NEGATIVE_ZERO: Final = (Layout.IEEE, Layout.FN, Layout.FINITE)
+_LAYOUTS_WITH_INF: Final = (Layout.IEEE, Layout.P3109E)
+# by (exponent bits, mantissa bits); of all others it is finite
+_DEFAULT_LAYOUTS: Final = {(4, 3): Layout.FN, (5, 2): Layout.IEEE, (3, 4): Layout.IEEE}
 # Exact rounding needs 1.5 * 2^23 times the power of two of any value to be a float32.
 _LARGEST_EXPONENT_OF_VALUES: Final = 100
 # A random draw resolves 2^-24 of the smallest ulp, which must be a float32.
@@ -102,7 +115,7 @@ class FloatFormat:
                 f"0 and at most 8 bits in all (sign + exponent + mantissa = {e + m + 1})"
             )
         if layout is None:
-            layout = _DEFAULT_LAYOUTS.get((e, m), "finite")
+            layout = _default_layout(e, m)
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} is unknown: one of {', '.join(LAYOUTS)}")
         if bias is None:
@@ -164,8 +177,8 @@ class FloatFormat:
             if match:
                 width = int(match[1])
                 precision = int(match[2])
-                layout = "p3109f" if match[3] else "p3109e"
-                return cls(width - precision, precision - 1, layout=layout)
+                layout = Layout.P3109F if match[3] else Layout.P3109E
+                return cls(width - precision, precision - 1, layout=layout.value)
         except ValueError as error:
             raise ValueError(_unreadable(name, text, f"; {error}")) from None
         raise ValueError(_unreadable(name, text, ""))
@@ -203,10 +216,10 @@ class FloatFormat:
     def max_code(self) -> int:
         """Code of the largest finite value, and so the number of steps from zero to it."""
         last_code = self.sign_bit - 1
-        if self.layout == "ieee":
+        if self.layout == Layout.IEEE:
             # the codes of the top exponent
             return last_code - (1 << self.mantissa_bits)
-        if self.layout in ("fn", "p3109e"):
+        if self.layout in (Layout.FN, Layout.P3109E):
             # the one NaN, or Inf
             return last_code - 1
         return last_code
@@ -214,11 +227,11 @@ class FloatFormat:
     @property
     def nan_codes(self) -> tuple[int, ...]:
         """Codes that stand for NaN, ascending; empty where the layout has none."""
-        if self.layout == "finite":
+        if self.layout == Layout.FINITE:
             return ()
-        if self.layout not in ("ieee", "fn"):
+        if self.layout not in (Layout.IEEE, Layout.FN):
             return (self.sign_bit,)
-        first = self.max_code + (2 if self.layout == "ieee" else 1)
+        first = self.max_code + (2 if self.layout == Layout.IEEE else 1)
         positive = range(first, self.sign_bit)
         negative = range(first + self.sign_bit, 2 * self.sign_bit)
         return (*positive, *negative)
@@ -228,7 +241,7 @@ class FloatFormat:
         """The code a NaN is encoded to (the positive quiet NaN), or None."""
         if not self.nan_codes:
             return None
-        if self.layout == "ieee":
+        if self.layout == Layout.IEEE:
             # past Inf, with the top bit of the mantissa
             return self.max_code + 1 + (1 << (self.mantissa_bits - 1))
         return self.nan_codes[0]
@@ -316,10 +329,10 @@ FormatLike = FloatFormat | str
 def _shortest_name(fmt: FloatFormat) -> str:
     e, m = fmt.exponent_bits, fmt.mantissa_bits
     has_default_bias = fmt.bias == _default_bias(e, fmt.layout)
-    if fmt.layout in ("p3109e", "p3109f") and has_default_bias:
-        finite_suffix = "F" if fmt.layout == "p3109f" else ""
+    if fmt.layout in (Layout.P3109E, Layout.P3109F) and has_default_bias:
+        finite_suffix = "F" if fmt.layout == Layout.P3109F else ""
         return f"P3109_{fmt.bits}P{m + 1}{finite_suffix}"
-    has_default_layout = fmt.layout == _DEFAULT_LAYOUTS.get((e, m), "finite")
+    has_default_layout = fmt.layout == _default_layout(e, m)
     layout_suffix = "" if has_default_layout else fmt.layout.upper()
     bias_suffix = "" if has_default_bias else f"_B{fmt.bias}"
     return f"E{e}M{m}{layout_suffix}{bias_suffix}"
@@ -334,6 +347,11 @@ def as_format(fmt: FormatLike) -> FloatFormat:
             f"format must be a FloatFormat or its name, not {type(fmt).__name__}: {fmt!r}"
         )
     return FloatFormat.from_string(fmt)
+
+
+def _default_layout(exponent_bits: int, mantissa_bits: int) -> str:
+    layout = _DEFAULT_LAYOUTS.get((exponent_bits, mantissa_bits), Layout.FINITE)
+    return layout.value
 
 
 def _default_bias(exponent_bits: int, layout: str) -> int:

@@ -29,7 +29,7 @@ from fp8manifold._base.reading import is_read_at_once, refuse_on_gpu
 from fp8manifold._native._arrays import decode_by_kernel, encode_by_kernel, round_by_kernel
 from fp8manifold._numerics.charts import UlpChart, clamp_to_ends
 from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
-from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.formats import FloatFormat, FormatLike, Layout, as_format
 from fp8manifold.random_bits import DrawKey, Draws, check_words, draw_key, draw_range
 
 __all__ = [
@@ -400,7 +400,7 @@ def _draw_source(x: Tensor, key: DrawKey | None, offset: int, bits: Tensor | Non
 
 def _is_native_mode(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> bool:
     """True for the modes of native code, which always saturates."""
-    saturates = overflow == "saturate" or fmt.layout == "finite"
+    saturates = overflow == "saturate" or fmt.layout == Layout.FINITE
     return saturates and rounding in ("nearest", "stochastic")
 
 

@@ -19,6 +19,7 @@ scale. It is symmetric (``phi(-x) = -phi(x)``) and strictly increasing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -29,7 +30,19 @@ from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
-METRICS: Final = ("ulp", "log", "euclidean")
+
+class MetricName(StrEnum):
+    """A metric that has a name; options and manifolds have the plain word."""
+
+    #: the spacing of the format
+    ULP = "ulp"
+    #: the magnitude, and a constant below a bound
+    LOG = "log"
+    #: 1
+    EUCLIDEAN = "euclidean"
+
+
+METRICS: Final = tuple(name.value for name in MetricName)
 Metric = str | Callable[[Tensor, FloatFormat], Any]
 """``ulp``, ``log``, ``euclidean``, or a positive function S(x, fmt)."""
 Retraction = Literal["exponential", "euclidean"]
@@ -239,9 +252,9 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
             f"{metric!r}"
         )
     check_choice("metric", metric, METRICS)
-    if metric == "ulp":
+    if metric == MetricName.ULP:
         return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
-    if metric == "log":
+    if metric == MetricName.LOG:
         return LogChart(fmt.mantissa_bits, fmt.emin)
     return Chart()
 

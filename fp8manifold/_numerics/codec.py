@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.float_bits import binade, float_bits
-from fp8manifold.formats import FloatFormat
+from fp8manifold.formats import FloatFormat, Layout
 from fp8manifold.random_bits import RANDOM_BITS
 
 Rounding = Literal["nearest", "toward_zero", "up", "down", "stochastic"]
@@ -289,7 +289,7 @@ def round_block(
     ``out`` is memory to write into. It works in place from the first copy on, as
     another temporary costs as much as an operation.
     """
-    if overflow == "saturate" or fmt.layout == "finite":
+    if overflow == "saturate" or fmt.layout == Layout.FINITE:
         bounded = torch.clamp(x, -fmt.max, fmt.max, out=out)
         return _round_unbounded(bounded, x, fmt, rounding, bits)
     return _round_overflowing(x, fmt, rounding, bits)

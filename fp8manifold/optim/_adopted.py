@@ -289,10 +289,10 @@ def _moments_as_stored(
 
     Each is rounded to nearest.
     """
-    if moments == "float32":
+    if moments == MomentStorage.FLOAT32:
         return {name: value.to(slot.dtype) for name, value in floats.items()}
     spec = _spec_for(floats, group, moments)
-    dims = slot.view_in(blocks=moments == "8bit").dims
+    dims = slot.view_in(blocks=moments == MomentStorage.EIGHT_BIT).dims
     values = {name: value.to(torch.float32).reshape(dims) for name, value in floats.items()}
     # a bound that is the largest magnitude of today is exceeded by none
     bounds = {}

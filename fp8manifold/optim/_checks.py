@@ -28,6 +28,7 @@ from torch import Tensor
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import read_cached
 from fp8manifold._geoopt_import import follow_geoopt
+from fp8manifold._interface import MomentStorage
 from fp8manifold._numerics.charts import RETRACTIONS
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
@@ -246,7 +247,7 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
         raise ValueError(
             f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}"
         )
-    if moments == "8bit":
+    if moments == MomentStorage.EIGHT_BIT:
         raise ValueError(
             f"writeback={writeback!r} does not go with moments='8bit': rounding errors exceed the "
             f"momentum's blocks; "

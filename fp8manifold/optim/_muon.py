@@ -22,6 +22,7 @@ the halves. `StiffnessMuon._run` calls `take_muon_steps`.
 
 import math
 from collections.abc import Iterator, Sequence, Set
+from enum import StrEnum
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -55,9 +56,22 @@ ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 
 None is ``original``.
 """
-TRANSPOSED: Final = "transposed"
-SHAPES: Final = ("auto", "flatten", "batch", TRANSPOSED)
-"""Readings of a parameter as matrices, as the option ``matrix_shape`` has them."""
+
+
+class MatrixShape(StrEnum):
+    """A reading of a parameter as matrices; the option ``matrix_shape`` is the plain word."""
+
+    #: matrices as they are; other shapes are refused
+    AUTO = "auto"
+    #: a row for each index of the first dimension
+    FLATTEN = "flatten"
+    #: a matrix for each index of the first of three dimensions
+    BATCH = "batch"
+    #: stored with inputs before outputs
+    TRANSPOSED = "transposed"
+
+
+MATRIX_SHAPES: Final = tuple(shape.value for shape in MatrixShape)
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
 _LARGEST_BATCH: Final = 2**20  # weights
@@ -650,7 +664,7 @@ def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) ->
 
 def size_of_matrices(shape: Sequence[int], matrix_shape: str) -> tuple[int, int]:
     """Return rows and columns of each matrix of `as_matrices`."""
-    is_batch = len(shape) == 3 and matrix_shape in ("batch", TRANSPOSED)
+    is_batch = len(shape) == 3 and matrix_shape in (MatrixShape.BATCH, MatrixShape.TRANSPOSED)
     if len(shape) == 2 or is_batch:
         return shape[-2], shape[-1]
     return shape[0], math.prod(shape[1:])
@@ -661,7 +675,7 @@ def as_matrices(x: Tensor, matrix_shape: str) -> Tensor:
 
     A kernel has a row for each filter; experts are a batch.
     """
-    is_batch = x.dim() == 3 and matrix_shape in ("batch", TRANSPOSED)
+    is_batch = x.dim() == 3 and matrix_shape in (MatrixShape.BATCH, MatrixShape.TRANSPOSED)
     return x if x.dim() == 2 or is_batch else x.flatten(1)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8manifold._interface import NativeReport
+from fp8manifold._interface import KernelDirection, NativeReport
 from fp8manifold._native import library
 from fp8manifold.optim._muon import MuonBatch, batches_of
 from fp8manifold.optim._native_step import (
@@ -55,8 +55,12 @@ class NativePlan:
         self.gradients = np.array(
             [slot.tensors["gradient"].data_ptr() for slot in slots], dtype=np.uint64
         )
-        matrices = [i for i, slot in enumerate(slots) if slot.spec.direction == "muon"]
-        self._direct = [i for i, slot in enumerate(slots) if slot.spec.direction != "muon"]
+        matrices = [
+            i for i, slot in enumerate(slots) if slot.spec.direction == KernelDirection.MUON
+        ]
+        self._direct = [
+            i for i, slot in enumerate(slots) if slot.spec.direction != KernelDirection.MUON
+        ]
         self._step = NativeStep([slots[i] for i in self._direct]) if self._direct else None
         self._batches: list[tuple[list[int], MuonBatch]] = []
         position = {slots[i]: i for i in matrices}

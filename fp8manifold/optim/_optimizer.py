@@ -439,7 +439,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if not isinstance(step, Tensor) or step.device != device:
             state["step"] = torch.full((), slot.steps_done, dtype=torch.float32, device=device)
         if "stream" not in state:
-            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
+            draws = group["moments"] != MomentStorage.FLOAT32 or rounds_at_random(parameter, group)
             state["stream"] = new_stream(
                 parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone
             )

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
-from fp8manifold._interface import GpuReport, NativeReport, WeightStorage
+from fp8manifold._interface import GpuReport, KernelDirection, NativeReport, WeightStorage
 from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
@@ -162,7 +162,7 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
 
 def _is_launched_whole(slot: Slot) -> bool:
     """Return True if kernels take all of a step on a GPU, but for Muon's products."""
-    is_matrix = slot.spec.direction == "muon"
+    is_matrix = slot.spec.direction == KernelDirection.MUON
     return is_triton(slot) and not (is_matrix and averages_as_torch(slot))
 
 
@@ -608,7 +608,7 @@ def _launch_first(
 
     None is returned if no kernel can be compiled.
     """
-    if any(slot.spec.direction == "muon" for slot in slots):
+    if any(slot.spec.direction == KernelDirection.MUON for slot in slots):
         return launch_muon_step(slots)
     return launch_steps(slots, decides=True)
 

@@ -35,7 +35,7 @@ from fp8manifold._encoded.storage import expand_scale, number_of, run_length, ru
 from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._interface import WeightStorage
 from fp8manifold._native._arrays import spacings_by_kernel
-from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.charts import Metric, MetricName, chart_of
 from fp8manifold._numerics.codec import decode_with_specials, decode_with_ulp
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
@@ -524,7 +524,7 @@ def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
     """Return the field S of a metric over all weights, in value."""
     assert slot.fmt is not None
     assert slot.scale is not None
-    if slot.storage == WeightStorage.CODES and metric == "ulp":
+    if slot.storage == WeightStorage.CODES and metric == MetricName.ULP:
         native = spacings_by_kernel(slot.weight, slot.fmt, slot.scale)
         if native is not None:
             return native

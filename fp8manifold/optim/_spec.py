@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from fp8manifold import _interface
 from fp8manifold._interface import Geometry, MomentStorage, StiffnessPower, WeightStorage
-from fp8manifold._numerics.charts import Metric
+from fp8manifold._numerics.charts import Metric, MetricName
 from fp8manifold.formats import FloatFormat, as_format
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
@@ -91,7 +91,7 @@ class Spec:
 
         Such a step calls no function of the user's, and neither ``exp`` nor ``log``.
         """
-        return not (callable(self.metric) or self.metric == "log")
+        return not (callable(self.metric) or self.metric == MetricName.LOG)
 
     @cached_property
     def draws_for_weight(self) -> bool:
@@ -156,7 +156,10 @@ class Spec:
     @cached_property
     def has_bounded_chart(self) -> bool:
         """True where the step goes along the chart of the ULP, whose stiffness has bounds."""
-        return self.geometry in (Geometry.EXPONENTIAL, Geometry.TANGENT) and self.metric == "ulp"
+        return (
+            self.geometry in (Geometry.EXPONENTIAL, Geometry.TANGENT)
+            and self.metric == MetricName.ULP
+        )
 
     @cached_property
     def first_half(self) -> "Spec":

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.storage import void_remainder
+from fp8manifold._interface import MomentStorage
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.optim._directions import MOMENT_NAMES
@@ -245,7 +246,7 @@ def check_entry(
     dtype = MOMENT_DTYPES[moments]
     if dtype is None:
         dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-    bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
+    bounds = bounds_of(group.get("direction")) if moments == MomentStorage.EIGHT_BIT else {}
     for name in MOMENT_NAMES:
         if name not in entry:
             continue

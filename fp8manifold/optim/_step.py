@@ -28,7 +28,7 @@ from torch import Tensor
 from fp8manifold._base.blocks import block_on
 from fp8manifold._interface import Geometry, MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold._numerics import codec
-from fp8manifold._numerics.charts import Chart, UlpChart, chart_of
+from fp8manifold._numerics.charts import Chart, MetricName, UlpChart, chart_of
 from fp8manifold._numerics.stiffness import bounded_ratio_power
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, numbers_by_name
 from fp8manifold.optim._slot import Slot
@@ -271,7 +271,7 @@ def covector(
 def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
     """Return the chart of the metric; that of ``ulp`` has ends that bound its stiffness."""
     assert spec.fmt is not None
-    if spec.metric != "ulp":
+    if spec.metric != MetricName.ULP:
         return chart_of(spec.fmt, spec.metric)
     return UlpChart(spec.fmt.mantissa_bits, arrays["lowest"], arrays["highest"])
 
@@ -281,13 +281,13 @@ def stiffness_factor(
 ) -> Tensor:
     """Return ``(S / S_ref)^k`` of the spec's metric."""
     stiffness = weights.ulp
-    if spec.metric != "ulp":
+    if spec.metric != MetricName.ULP:
         assert spec.fmt is not None
         stiffness = chart_of(spec.fmt, spec.metric).stiffness(weights.x)
     assert stiffness is not None
     in_value = stiffness * arrays["scale"]
     # of these metrics S is a power of two in units of the scale
-    is_power_of_two = spec.metric in ("ulp", "euclidean")
+    is_power_of_two = spec.metric in (MetricName.ULP, MetricName.EUCLIDEAN)
     unit = arrays["scale"] if is_power_of_two else in_value
     return bounded_ratio_power(in_value, unit, spec.stiffness, numbers)
 

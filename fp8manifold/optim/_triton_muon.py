@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._base.reading import PendingValues
+from fp8manifold._interface import KernelDirection
 from fp8manifold._triton.launch import (
     KernelsUnavailableError,
     compile_all,
@@ -51,7 +52,9 @@ class TritonMuonStep:
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        matrices = [i for i, slot in enumerate(slots) if slot.spec.direction == "muon"]
+        matrices = [
+            i for i, slot in enumerate(slots) if slot.spec.direction == KernelDirection.MUON
+        ]
         position = {slots[i]: i for i in matrices}
         self._matrices = matrices
         #: the positions of each batch's slots

@@ -23,8 +23,8 @@ from torch import Tensor
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._geoopt_import import load_geoopt
-from fp8manifold._interface import Geometry
-from fp8manifold._numerics.charts import Retraction
+from fp8manifold._interface import Geometry, MomentStorage
+from fp8manifold._numerics.charts import MetricName, Retraction
 from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness, stiffness_bounds
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process
@@ -63,7 +63,7 @@ def unit_of(slot: Slot, reference: float) -> float:
     In a bounded chart it is no less than any stiffness, so that no square of a gradient
     overflows; without a bound it is next to S_ref.
     """
-    is_bounded = slot.metric == "ulp" and math.isfinite(slot.group["clip"])
+    is_bounded = slot.metric == MetricName.ULP and math.isfinite(slot.group["clip"])
     if is_bounded:
         largest = stiffness_bounds(reference, 0.0, slot.group["clip"])[1]
         # one above that of ``largest``, as a scale may be no power of two
@@ -175,7 +175,9 @@ class Riemannian(ManifoldOptimizer):
 
     def _are_plannable(self, slots: list[Slot]) -> bool:
         # without these bounds the largest factor of a gradient follows from the weights
-        return all(slot.metric == "ulp" and math.isfinite(slot.group["clip"]) for slot in slots)
+        return all(
+            slot.metric == MetricName.ULP and math.isfinite(slot.group["clip"]) for slot in slots
+        )
 
     def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
         return (*super()._number_facts(slot), slot.state.get("unit"))
@@ -251,7 +253,7 @@ class Riemannian(ManifoldOptimizer):
         return {"direction": self.direction, "metric": slot.metric, "geometry": geometry}
 
     def _share_at_bounds(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
-        if slot.metric != "ulp":
+        if slot.metric != MetricName.ULP:
             return 0.0
         low, high = stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])
         assert slot.scale is not None
@@ -433,7 +435,7 @@ class RiemannianAdam(Riemannian):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if group["amsgrad"] and group["moments"] != "float32":
+        if group["amsgrad"] and group["moments"] != MomentStorage.FLOAT32:
             raise ValueError(
                 f"amsgrad=True does not go with moments={group['moments']!r}, which are rounded at "
                 "random: a maximum can't be; use moments='float32'"
@@ -455,7 +457,7 @@ class RiemannianAdam(Riemannian):
         is_older_state = "reference" in slot.state and "unit" not in slot.state
         if is_older_state:
             return super()._code_factor(slot)
-        if slot.metric == "ulp" and math.isfinite(slot.group["clip"]):
+        if slot.metric == MetricName.ULP and math.isfinite(slot.group["clip"]):
             # in a bounded chart the unit is no less than any stiffness
             return 0.0
         field = stiffness_field(slot, slot.metric)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._interface import StiffnessPower
+from fp8manifold._interface import MomentStorage, StiffnessPower
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
@@ -379,7 +379,7 @@ def check_momentum(group: dict[str, Any]) -> None:
             f"writeback={group['writeback']!r} needs 0 < momentum < 1 without Nesterov: "
             f"momentum={momentum}, nesterov={group['nesterov']}"
         )
-    if group["moments"] != "float32" and not momentum:
+    if group["moments"] != MomentStorage.FLOAT32 and not momentum:
         raise ValueError(
             f"moments={group['moments']!r} needs momentum > 0 (momentum=0 keeps no moment to store)"
         )

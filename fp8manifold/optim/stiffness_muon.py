@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
-from fp8manifold._interface import StiffnessPower
+from fp8manifold._interface import MomentStorage, StiffnessPower
 from fp8manifold._numerics.charts import Metric
 from fp8manifold.nn._selection import CONVOLUTIONS, is_conv1d, is_linear
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
-    SHAPES,
-    TRANSPOSED,
+    MATRIX_SHAPES,
+    MatrixShape,
     adjusted_rate,
     size_of_matrices,
     take_muon_steps,
@@ -47,9 +47,9 @@ _HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_
 _Kind = Literal["matrices", "transposed", "kernels", "experts", "others", "vectors"]
 _GROUP_OPTIONS: Final[dict[_Kind, dict[str, Any]]] = {
     "matrices": {},
-    "transposed": {"matrix_shape": TRANSPOSED},
-    "kernels": {"matrix_shape": "flatten"},
-    "experts": {"matrix_shape": "batch"},
+    "transposed": {"matrix_shape": MatrixShape.TRANSPOSED.value},
+    "kernels": {"matrix_shape": MatrixShape.FLATTEN.value},
+    "experts": {"matrix_shape": MatrixShape.BATCH.value},
     "others": {"direction": "adam"},
     "vectors": {"direction": "adam", "weight_decay": 0.0},
 }
@@ -284,7 +284,7 @@ class StiffnessMuon(StiffnessOptimizer):
         if not is_matrix(slot):
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
         rows, columns = size_of_matrices(slot.parameter.shape, group["matrix_shape"])
-        if group["matrix_shape"] == TRANSPOSED:
+        if group["matrix_shape"] == MatrixShape.TRANSPOSED:
             rows, columns = columns, rows
         rate = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns)
         momentum = group["momentum"]
@@ -312,7 +312,7 @@ def _check_muon(group: dict[str, Any]) -> None:
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, 1.0, open_high=True)
     check_int("ns_steps", group["ns_steps"], 0, 99)
-    check_choice("matrix_shape", group["matrix_shape"], SHAPES)
+    check_choice("matrix_shape", group["matrix_shape"], MATRIX_SHAPES)
     if group["adjust_lr_fn"] is not None:
         check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
     coefficients = group["ns_coefficients"]
@@ -324,8 +324,8 @@ def _check_muon(group: dict[str, Any]) -> None:
         )
     if group["ns_dtype"] is not None and group["ns_dtype"] not in _PRODUCT_DTYPES:
         raise TypeError(f"ns_dtype={group['ns_dtype']!r} must be a float dtype of torch, or None")
-    if not momentum and (group["moments"] != "float32" or rule_of(group).injects):
-        option = "moments" if group["moments"] != "float32" else "writeback"
+    if not momentum and (group["moments"] != MomentStorage.FLOAT32 or rule_of(group).injects):
+        option = "moments" if group["moments"] != MomentStorage.FLOAT32 else "writeback"
         raise ValueError(
             f"{option}={group[option]!r} needs momentum > 0 (momentum=0 keeps no moment to store)"
         )
@@ -339,8 +339,8 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
             f"a parameter of shape {shape} is no matrix: put it into a group with "
             "direction='adam', or let StiffnessMuon.for_model sort the model's parameters"
         )
-    fits = len(shape) == 2 or matrix_shape == "flatten"
-    if not fits and (matrix_shape == "auto" or len(shape) != 3):
+    fits = len(shape) == 2 or matrix_shape == MatrixShape.FLATTEN
+    if not fits and (matrix_shape == MatrixShape.AUTO or len(shape) != 3):
         raise ValueError(
             f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' "
             "(one matrix, a row per filter) or, with three dimensions, 'batch' (a matrix for each "

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,44 @@ from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import check_place
 
+
+class Source(StrEnum):
+    """Where a text comes from."""
+
+    #: help topics and docstrings of the standard library
+    STDLIB = "stdlib"
+    #: documentation and comments of packages
+    PACKAGES = "packages"
+    #: English EU legislation
+    EURLEX = "eurlex"
+    #: a data set of the Hugging Face hub
+    HUB = "hub"
+    #: a file
+    TEXT = "text"
+    #: a folder of nanoGPT
+    NANOGPT = "nanogpt"
+
+
 #: the sources that take an option, by the option's name in the parsed arguments
 GOES_WITH = {
-    "task": ("eurlex",),
-    "input": ("text", "nanogpt"),
-    "packages": ("packages",),
-    "data_dir": ("eurlex", "hub", "packages"),
-    "revision": ("eurlex", "hub"),
-    "dataset": ("hub",),
-    "config": ("hub",),
-    "column": ("hub",),
+    "task": (Source.EURLEX,),
+    "input": (Source.TEXT, Source.NANOGPT),
+    "packages": (Source.PACKAGES,),
+    "data_dir": (Source.EURLEX, Source.HUB, Source.PACKAGES),
+    "revision": (Source.EURLEX, Source.HUB),
+    "dataset": (Source.HUB,),
+    "config": (Source.HUB,),
+    "column": (Source.HUB,),
 }
 NEEDS = {
-    "text": {"input": "--input FILE"},
-    "hub": {"dataset": "--dataset ID", "column": "--column COL"},
-    "nanogpt": {
+    Source.TEXT: {"input": "--input FILE"},
+    Source.HUB: {"dataset": "--dataset ID", "column": "--column COL"},
+    Source.NANOGPT: {
         "input": "--input FOLDER",
         "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled",
     },
 }
-TEXT_SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
+TEXT_SOURCES = tuple(source.value for source in Source)
 PREPARED = ("text", "labels")
 
 TEXTS = {
@@ -161,15 +180,15 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def default_folder(args: argparse.Namespace) -> Path:
     """Return the default folder of a corpus, in data/ with the name of the text."""
-    if args.source == "stdlib":
+    if args.source == Source.STDLIB:
         return Path(DEFAULT_DATA_DIR)
-    if args.source == "nanogpt":
+    if args.source == Source.NANOGPT:
         return Path("data") / f"nanogpt-{args.input.resolve().name}"
-    if args.source == "eurlex":
+    if args.source == Source.EURLEX:
         name = "eurlex" if args.task in (None, "text") else f"eurlex-{args.task}"
-    elif args.source == "hub":
+    elif args.source == Source.HUB:
         name = args.dataset.rpartition("/")[2]
-    elif args.source == "packages":
+    elif args.source == Source.PACKAGES:
         name = "packages"
     else:
         name = args.input.stem
@@ -197,14 +216,14 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     for option in ("data_dir", "revision"):
         if args.source in GOES_WITH[option]:
             options[option] = getattr(args, option)
-    if args.source == "stdlib":
+    if args.source == Source.STDLIB:
         return prepare_stdlib(out, **options)
-    if args.source == "text":
+    if args.source == Source.TEXT:
         return prepare_text(args.input, out, **options)
-    if args.source == "nanogpt":
+    if args.source == Source.NANOGPT:
         return prepare_nanogpt(args.input, out, **options)
-    if args.source == "packages":
+    if args.source == Source.PACKAGES:
         return prepare_packages(out, **options, packages=args.packages)
-    if args.source == "eurlex":
+    if args.source == Source.EURLEX:
         return prepare_eurlex(out, **options, task=args.task or "text")
     return prepare_hub(out, args.dataset, args.column, config=args.config, **options)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
-from fp8manifold._interface import StiffnessPower, WeightStorage
+from fp8manifold._interface import MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim._checks import Schedule, check_finite, lr_of, options_in, refuse_sharded
@@ -204,7 +204,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
                 "writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into the "
                 "momentum"
             )
-        if group["moments"] != "float32" and not group["momentum"]:
+        if group["moments"] != MomentStorage.FLOAT32 and not group["momentum"]:
             raise ValueError(
                 f"moments={group['moments']!r} needs momentum > 0 (momentum=0 keeps no moment to "
                 "store)"
@@ -283,7 +283,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
         They share their weight with no other module, and are not too wide.
         """
-        is_diagonal = group["representation"] == "diagonal"
+        is_diagonal = group["representation"] == fisher.Representation.DIAGONAL
         widest = math.inf if is_diagonal else group["max_features"]
         owners: Counter[Tensor] = Counter()
         for module in self.model.modules():
@@ -333,7 +333,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         assert slot.parameter.grad is not None
         metric = self._new_metrics.get(slot.parameter) or slot.state
         representation = group["representation"]
-        stretch = self._stretch(slot) if representation == "diagonal" else 1.0
+        stretch = self._stretch(slot) if representation == fisher.Representation.DIAGONAL else 1.0
         gradient = fisher.natural_gradient(
             representation, metric, slot.parameter.grad.float(), stretch
         )

@@ -18,6 +18,7 @@ reads them. `FisherNaturalGradient` calls both, and draws batches and labels her
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -31,15 +32,30 @@ from fp8manifold._base.checks import import_optional
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
+
+class Representation(StrEnum):
+    """How the metric of a layer is stored; the option ``representation`` is the word."""
+
+    DIAGONAL = "diagonal"
+    #: factors of inputs and of output gradients
+    KFAC = "kfac"
+    #: eigenvalues in the eigenbasis of these factors
+    EKFAC = "ekfac"
+
+
 ENTRY_OF_METRIC: Final = {
-    "diagonal": "fisher_diagonal",
-    "kfac": "inverse_inputs",
-    "ekfac": "eigenvalues",
+    Representation.DIAGONAL.value: "fisher_diagonal",
+    Representation.KFAC.value: "inverse_inputs",
+    Representation.EKFAC.value: "eigenvalues",
 }
 """An entry that a parameter's state has once it has a metric, by representation."""
 METRIC_PREFIXES: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
 """Beginnings of the names of a metric's entries in a parameter's state."""
-_MATRIX_CLASSES: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
+_MATRIX_CLASSES: Final = {
+    Representation.DIAGONAL.value: "PMatDiag",
+    Representation.KFAC.value: "PMatKFAC",
+    Representation.EKFAC.value: "PMatEKFAC",
+}
 #: The name of the only layer of one of nngeometry's matrices, as a module names itself.
 _LAYER: Final = ""
 #: Added to the seed, so that labels and batches have other draws than the write-back.
@@ -114,7 +130,7 @@ def measure(
         FloatingPointError: no pass reaches a layer, or a damped metric is not positive
             definite.
     """
-    is_diagonal = representation == "diagonal"
+    is_diagonal = representation == Representation.DIAGONAL
     names = ("fisher_diagonal",) if is_diagonal else ("fisher_inputs", "fisher_outputs")
     measured = _mean_over_tokens(model, layers, loss, passes, "diagonal" if is_diagonal else "kfac")
     entries: list[dict[str, Any]] = []
@@ -128,7 +144,7 @@ def measure(
             entry = averages if decay else {}
             entry |= _kronecker_entries(layer, factors, representation, damping)
         entries.append(entry)
-    if representation == "ekfac":
+    if representation == Representation.EKFAC:
         bases = [Sides(entry["basis_inputs"], entry["basis_outputs"]) for entry in entries]
         measured = _mean_over_tokens(model, layers, loss, passes, "ekfac", bases)
         for layer, entry, (eigenvalues,) in zip(layers, entries, measured, strict=True):
@@ -173,11 +189,11 @@ def natural_gradient(
         gradient: ``g``.
         stretch: ``T`` of a diagonal; the other metrics have it inside.
     """
-    if representation == "kfac":
+    if representation == Representation.KFAC:
         inverses = Sides(metric["inverse_inputs"], metric["inverse_outputs"])
         matrix = _matrix("kfac", gradient, {_LAYER: inverses})
         solution = matrix.mv(_vector(matrix, gradient))
-    elif representation == "ekfac":
+    elif representation == Representation.EKFAC:
         bases = Sides(metric["basis_inputs"], metric["basis_outputs"])
         data = ({_LAYER: bases}, {_LAYER: metric["eigenvalues"]})
         matrix = _matrix("ekfac", gradient, data)
@@ -203,7 +219,7 @@ def _kronecker_entries(
         factors.inputs * stretches.inputs[:, None] * stretches.inputs,
         factors.outputs * stretches.outputs[:, None] * stretches.outputs,
     )
-    if representation == "kfac":
+    if representation == Representation.KFAC:
         inverses = _damped_inverses(layer, stretched, damping)
         return {
             "inverse_inputs": inverses.inputs * stretches.inputs[:, None] * stretches.inputs,
@@ -410,9 +426,9 @@ def _sum_over_rows(kind: str, x: Tensor, y: Tensor, basis: Sides | None) -> list
     # all rows are a single example: nngeometry divides its sums by the number of these
     examples: Any = [(x, y)]
     loader: DataLoader[Any] = DataLoader(examples, batch_size=None, generator=torch.Generator())
-    if kind == "diagonal":
+    if kind == Representation.DIAGONAL:
         return [backend.get_covariance_diag(loader).view(layer.weight.shape)]
-    if kind == "kfac":
+    if kind == Representation.KFAC:
         return list(backend.get_kfac_blocks(loader)[_LAYER])
     return [backend.get_kfe_diag({_LAYER: basis}, loader)[_LAYER]]
 
