@@ -1,7 +1,11 @@
 """8-bit float formats as Riemannian manifolds, with optimizers for weights on their grids."""
 
-# _shards registers the operators of sharded weights, and nothing else imports it.
+# _shards registers the operators of sharded weights, and _doors.trainers lets trainers
+# resume from saved folders: nothing else imports them.
 from fp8manifold import _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
+from fp8manifold._doors import trainers as _trainers  # noqa: F401
+from fp8manifold._doors.load import load
+from fp8manifold._doors.save import save
 from fp8manifold._geoopt_import import follow_geoopt
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
@@ -72,6 +76,7 @@ __all__ = [
     "fake_quantize",
     "from_chart",
     "huggingface",
+    "load",
     "load_fp8",
     "load_quantized",
     "ops",
@@ -83,6 +88,7 @@ __all__ = [
     "random_bits",
     "reference",
     "round_to_grid",
+    "save",
     "save_fp8",
     "storage_scale",
     "to_chart",

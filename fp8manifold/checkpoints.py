@@ -39,7 +39,7 @@ from fp8manifold._published.layout import (
     entries_of,
     is_ignored,
 )
-from fp8manifold._published.options import sorted_options
+from fp8manifold._published.options import ReadOptions, sorted_options
 from fp8manifold._published.places import part_of, weight_of
 from fp8manifold._published.replace_files import INDEX, replacing
 from fp8manifold._ranks import share_of
@@ -143,11 +143,37 @@ def load_fp8(
     Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
     Model-Optimizer; OCP MX Formats 1.0.
     """
+    chosen = sorted_options(options, dtype, device)
+    source = local_source(folder, chosen.hub, chosen.subfolder)
+    is_local = Path(folder).is_dir()
+    name = str(Path(folder, chosen.subfolder) if is_local else folder)
+    return read_published(
+        source,
+        chosen,
+        name,
+        activations=activations,
+        rounding=rounding,
+        draws=draws,
+        seed=seed,
+    )
+
+
+def read_published(
+    source: Path,
+    chosen: ReadOptions,
+    name: str,
+    *,
+    activations: LoadedActivations = "float",
+    rounding: WriteRounding = "stochastic",
+    draws: Draws = "independent",
+    seed: int = 0,
+) -> Any:
+    """Read a published model from a local folder, as :func:`load_fp8` does.
+
+    ``name`` is what the model is called from then on.
+    """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
-    chosen = sorted_options(options, dtype, device)
-    transformers = import_optional("transformers", "hf", _CALLER)
-    source = _source_folder(folder, chosen.hub, chosen.subfolder)
     with closing(FileTensors(files_of(source))) as tensors:
         layout = Layout(described(source, tensors))
         if not layout.stored:
@@ -161,41 +187,69 @@ def load_fp8(
             "device": chosen.device,
         }
         reader = _CodeReader(tensors, layout, weight_options, seed, activations)
-        config = _changed_config(transformers, source, chosen.settings)
-        model, loading_info = _class_of(transformers, config).from_pretrained(
-            None,
-            config=config,
-            state_dict=reader.floats,
-            dtype=chosen.dtype,
-            quantization_config=reading(layout.published, reader),
-            output_loading_info=True,
-            **chosen.passed,
-        )
-        missing = sorted(loading_info["missing_keys"])
-        if missing:
-            raise ValueError(f"the model has {missing[0]!r}, which {str(source)!r} lacks")
+        model = made_by_transformers(source, reading(layout.published, reader), reader, chosen)
         _check_floats_are_exact(model, tensors, layout)
-    is_local = Path(folder).is_dir()
-    _set_name(model, str(Path(folder, chosen.subfolder) if is_local else folder))
+    return completed(model, source, name, chosen)
+
+
+def made_by_transformers(source: Path, quantization: Any, reader: Any, chosen: ReadOptions) -> Any:
+    """Return the model of a folder's settings, with the floats of a reader.
+
+    Args:
+        source: a local folder.
+        quantization: a configuration with the reader, or a dict of settings by which
+            the model is quantised already.
+        reader: has ``floats`` for transformers to read, once it knows the model.
+        chosen: options of the reading.
+
+    Raises:
+        ValueError: a parameter that the folder lacks.
+    """
+    transformers = import_optional("transformers", "hf", chosen.caller)
+    config = _changed_config(transformers, source, chosen)
+    quantization_option = {}
+    if isinstance(quantization, dict):
+        config.quantization_config = quantization
+    else:
+        quantization_option["quantization_config"] = quantization
+    model, loading_info = class_of(transformers, config).from_pretrained(
+        None,
+        config=config,
+        state_dict=reader.floats,
+        dtype=chosen.dtype,
+        output_loading_info=True,
+        **quantization_option,
+        **chosen.passed,
+    )
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise ValueError(f"the model has {missing[0]!r}, which {str(source)!r} lacks")
+    return model
+
+
+def completed(model: Any, source: Path, name: str, chosen: ReadOptions) -> Any:
+    """Return a model with its name and the folder's settings of generation, on its device."""
+    _set_name(model, name)
     has_generation_config = chosen.passed.get("generation_config") is not None
     if not has_generation_config and model.can_generate() and (source / GENERATION).is_file():
+        transformers = import_optional("transformers", "hf", chosen.caller)
         model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     return model.to(chosen.device)
 
 
-def _changed_config(transformers: Any, source: Path, changes: dict[str, Any]) -> Any:
+def _changed_config(transformers: Any, source: Path, chosen: ReadOptions) -> Any:
     """Return the settings of a folder with some of them changed.
 
     Raises:
         TypeError: the settings do not have one of the changes.
     """
     config, unknown = transformers.AutoConfig.from_pretrained(
-        source, return_unused_kwargs=True, **changes
+        source, return_unused_kwargs=True, **chosen.settings
     )
-    for name in changes:
+    for name in chosen.settings:
         if name in unknown:
             raise TypeError(
-                f"{name!r} is no option of load_fp8 or from_pretrained, and no setting of "
+                f"{name!r} is no option of {chosen.caller} or from_pretrained, and no setting of "
                 f"{type(config).__name__}"
             )
     # The layout takes the place of the files' quantization_config.
@@ -204,7 +258,7 @@ def _changed_config(transformers: Any, source: Path, changes: dict[str, Any]) ->
     return config
 
 
-def _class_of(transformers: Any, config: Any) -> Any:
+def class_of(transformers: Any, config: Any) -> Any:
     """Return the first class of transformers that settings name."""
     names = config.architectures or []
     for name in names:
@@ -274,7 +328,7 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
         Traceback (most recent call last):
         ValueError: the model was not read by fm.load_fp8, or was decoded since, ...
     """
-    base = _base_of(model)
+    base = base_of(model)
     published = published_of(base)
     if published is None:
         raise ValueError(
@@ -282,14 +336,14 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
             "of files: use fm.export_model for codes, save_pretrained for floats"
         )
     layout = Layout(published)
-    _refuse_adapters(base)
+    refuse_adapters(base)
     layout.find(base)
     entries = entries_of(base)
     _check_complete(model, base, layout, entries)
     source_name = published.get("source")
     source_folder = None if source_name is None else Path(source_name)
     if source is not None:
-        source_folder = _source_folder(source, {})
+        source_folder = local_source(source, {})
     save_file = import_optional("safetensors.torch", "hf", "save_fp8").save_file
     documents = dict(published["documents"])
     has_index = "index" in published
@@ -318,7 +372,7 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     _copy_others(published["others"], source_folder, Path(folder))
 
 
-def _base_of(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """Return the model of transformers inside torch's wrappers and PEFT's."""
     inner: Any = unwrapped(model) if isinstance(model, nn.Module) else model
     if any(kind.__name__ == "PeftModel" for kind in type(inner).__mro__):
@@ -327,7 +381,7 @@ def _base_of(model: Any) -> Any:
     return inner
 
 
-def _refuse_adapters(model: nn.Module) -> None:
+def refuse_adapters(model: nn.Module) -> None:
     """Refuse weights that have an adapter of PEFT, or a copy that PEFT trains."""
     for name, module in model.named_modules():
         if not _PEFT_ENTRIES.isdisjoint(vars(module)["_modules"]):
@@ -422,12 +476,12 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
     others = [*chosen.settings, *chosen.passed]
     if others:
         raise TypeError(f"published_weights has no option {others[0]!r}: it reads headers alone")
-    source = _source_folder(folder, chosen.hub, chosen.subfolder)
+    source = local_source(folder, chosen.hub, chosen.subfolder)
     with closing(FileTensors(files_of(source))) as tensors:
         return Layout(described(source, tensors)).stored
 
 
-def _source_folder(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
+def local_source(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
     """Return a folder, or a folder inside; a model's name on the Hub is downloaded."""
     source = Path(folder)
     is_local = source.is_dir()
@@ -676,7 +730,7 @@ def _tensors_of_file(
     for name in names:
         if name not in tensors:
             tensors |= _tensors_with(name, layout, entries, copied)
-    return _without_shared_memory(
+    return without_shared_memory(
         {name: tensors[name].detach().cpu().contiguous() for name in names}
     )
 
@@ -716,7 +770,7 @@ def _tensors_with(
     return {name: in_dtype_of_file if is_exact else value}
 
 
-def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that share no memory: safetensors refuses tied ones."""
     addresses: set[int] = set()
     for name, tensor in tensors.items():

@@ -7,6 +7,7 @@ with ``_Config`` as the settings that ``config.json`` has::
     config.json with layers        from_pretrained makes the layers, then reads parts of
                                    weights, which _Gather puts together
     reading(published, reader)     load_fp8 reads codes itself
+    reading_parts(..., reader)     load gives transformers the parts of a saved folder
     attach(model)                  save_pretrained writes parts and layers' options
 
 Both classes inherit from transformers' own, which may be missing: they are made at the
@@ -22,6 +23,7 @@ import re
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
 from fp8manifold._published.find_weights import FLOATS
+from fp8manifold._published.replace_files import SIDE_FILE
 from fp8manifold.exchange import has_own_head, is_transformers_model
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._carried import in_place_parameters, parameter_names, turn
@@ -47,7 +50,7 @@ from fp8manifold.nn._saved import (
 from fp8manifold.nn._savers import guard_savers, prepare_with, when_guarded
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
-from fp8manifold.nn._surgery import dequantize_model
+from fp8manifold.nn._surgery import PUBLISHED, dequantize_model
 from fp8manifold.nn._tensor_files import check_floats
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, step_in_backward
 from fp8manifold.tensor import FP8Tensor
@@ -141,13 +144,52 @@ def reading(published: dict[str, Any], reader: Any) -> Any:
     They are those of a published model, which ``from_pretrained`` reads.
     """
     register()
-    config = _classes()[0](layers=[], published=published)
-    config.reader = reader
-    return config
+    return _classes()[0](layers=[], published=published, reader=reader)
+
+
+def reading_parts(
+    layers: list[dict[str, Any]],
+    parameters: list[dict[str, Any]],
+    turned: list[str],
+    reader: Any,
+) -> dict[str, Any]:
+    """Return settings under which ``reader`` gives a model's weights as parts.
+
+    As an entry of ``config.json`` they say that the model is quantised already.
+    """
+    register()
+    settings = {"layers": layers, "parameters": parameters, "reader": reader}
+    if turned:
+        settings["published"] = {"turned": turned}
+    return settings | {"quant_method": _METHOD}
+
+
+def detach(model: Any) -> Any:
+    """Let a model that was read with our quantiser be saved as one without.
+
+    It still knows the layout in which it was published.
+    """
+    if is_attached(model):
+        published = published_of(model)
+        if published is not None:
+            setattr(model, PUBLISHED, published)
+        vars(model.config).pop("quantization_config", None)
+        for name in ("hf_quantizer", "quantization_method"):
+            vars(model).pop(name, None)
+        model.is_quantized = False
+    return model
+
+
+def is_attached(model: Any) -> bool:
+    """Return whether a model is saved and read by our quantiser."""
+    return isinstance(getattr(model, "hf_quantizer", None), _Quantizer)
 
 
 def published_of(model: Any) -> dict[str, Any] | None:
     """Return the layout in which a model in codes was published, from its settings."""
+    known: dict[str, Any] | None = getattr(model, PUBLISHED, None)
+    if known is not None:
+        return known
     config = getattr(model, "config", None)
     settings = getattr(config, "quantization_config", None)
     published: dict[str, Any] | None = getattr(settings, "published", None)
@@ -157,8 +199,8 @@ def published_of(model: Any) -> dict[str, Any] | None:
 def attach(model: Any) -> Any:
     """Let transformers save and train a model that ``quantize_model`` quantised.
 
-    The first ``save_pretrained`` of a model with weights in codes calls it by itself;
-    one with storage ``grid`` or ``master`` is saved as floats until it is attached.
+    It is the older way: without it ``save_pretrained`` does what :func:`fp8manifold.save`
+    does.
 
     ``save_pretrained`` then writes the tensors that
     :func:`fp8manifold.unflatten_state_dict` describes, and each layer's options to
@@ -198,7 +240,7 @@ def attach(model: Any) -> Any:
     register()
     guard_savers(model)
     config, quantizer = _classes()
-    _check_ties(model)
+    check_ties(model)
     layers = recipe_of(model)
     parameters = parameters_recipe_of(model)
     if not layers and not parameters:
@@ -212,7 +254,7 @@ def attach(model: Any) -> Any:
     return wrapped
 
 
-def _check_ties(model: nn.Module) -> None:
+def check_ties(model: nn.Module) -> None:
     """Refuse codes that a quantised layer shares with another module.
 
     Each would be made again by itself, and one of them without its scales.
@@ -284,7 +326,7 @@ def _refusing_floats(load: Any) -> Any:
     def create_model_from_path(model_id: Any, *args: Any, **options: Any) -> Any:
         is_quantized = isinstance(model_id, _NameOfQuantized)
         has_config = options.get("quantization_config") is not None
-        if is_quantized and not has_config and not _files_are_codes(model_id):
+        if is_quantized and not has_config and not _files_are_of_codes(model_id):
             raise ValueError(
                 f"the reference would be read in float from {str(model_id)!r}, and the model "
                 "that is trained is quantised: give ref_model=copy.deepcopy(model), or save the "
@@ -300,8 +342,13 @@ def _has_quantized_layer(model: nn.Module) -> bool:
     return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
-def _files_are_codes(name: Any) -> bool:
-    """Return whether a model's files are in codes; False if they can't be read, too."""
+def _files_are_of_codes(name: Any) -> bool:
+    """Return whether a model's files are in codes, or have the numbers of codes.
+
+    False if they can't be read, too.
+    """
+    if (Path(name) / SIDE_FILE).is_file():
+        return True
     settings = import_optional("transformers", "hf", _CALLER).AutoConfig
     try:
         config = settings.from_pretrained(name)
@@ -327,7 +374,7 @@ def _add_wrapper_names(model: nn.Module, state: dict[str, Any], prefix: str, *_:
 
 
 def _prepare(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Attach a model with codes that transformers is about to save.
+    """Attach a model with adapters that transformers is about to save in codes.
 
     Note the state that ``save_pretrained`` was given, too.
     """
@@ -387,8 +434,12 @@ class _Config:
         parameters: list[dict[str, Any]] | None = None,
         published: dict[str, Any] | None = None,
         quant_method: str = _METHOD,
+        reader: Any = None,
     ) -> None:
         self.quant_method = quant_method
+        # A file can't have one.
+        if hasattr(reader, "begin"):
+            self.reader = reader
         if published is not None:
             self.published = published
         if layers is not None:
@@ -449,12 +500,17 @@ class _Quantizer:
     def is_serializable(self, *_: Any) -> bool:
         return True
 
+    @property
+    def _reads_parts(self) -> bool:
+        """Whether weights in codes come as parts, which are gathered."""
+        return self.pre_quantized or getattr(self.reader, "reads_parts", False)
+
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Return whether a tensor becomes codes as it is read.
 
         One that may have another shape, as a measured scale may, counts too.
         """
-        if self.reader is not None:
+        if self.reader is not None and not self._reads_parts:
             return bool(self.reader.wants(param_name))
         owner, _dot, entry = param_name.rpartition(".")
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
@@ -491,7 +547,7 @@ class _Quantizer:
 
     def get_weight_conversions(self) -> list[Any]:
         """Return conversions that gather the parts of weights."""
-        if not self.pre_quantized:
+        if not self._reads_parts:
             return []
         loading = import_optional("transformers.core_model_loading", "hf", _CALLER)
         operation = type("Gather", (_Gather, loading.ConversionOps), {})()
@@ -522,6 +578,8 @@ class _Quantizer:
         if reader is not None:
             self.reader = reader
             reader.begin(model)
+            if self._reads_parts:
+                self._put_layers(model)
         elif not self.pre_quantized:
             # transformers casts tensors in memory before it asks a quantiser.
             if checkpoint_files is None:
@@ -584,13 +642,13 @@ class _Quantizer:
 
         The settings, which it brings up to date, are written after that.
         """
-        _check_ties(model)
+        check_ties(model)
         _describe(model)
         _keep_whole(model)
         given_state, self.state_to_save = self.state_to_save, None
         state = {plain_name(name): value for name, value in model.state_dict().items()}
         if given_state is not None:
-            state = _checked_state(model, given_state, state)
+            state = checked_state(model, given_state, state)
         in_codes: set[str] = set()
         for names in _names_in_codes(model):
             first, *others = [plain_name(name) for name in names]
@@ -612,7 +670,7 @@ def _names_in_codes(model: nn.Module) -> Iterator[list[str]]:
             yield names
 
 
-def _checked_state(
+def checked_state(
     model: nn.Module, given_state: Mapping[str, Tensor], present: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a state that ``save_pretrained`` was given, if it is one of this model.

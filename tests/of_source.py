@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 #: path; of several that fit, the longest counts
 FOLDERS: dict[str, str] = {
     "fp8manifold/": "tests/library/formats tests/library/tensor",
+    "fp8manifold/_doors/": "tests/library/published/test_doors.py",
     "fp8manifold/_base/": "tests/library/formats",
     "fp8manifold/_encoded/": "tests/library/tensor tests/library/kernels",
     "fp8manifold/_encoded/dispatch.py": "tests/library/tensor",

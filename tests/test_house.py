@@ -17,7 +17,7 @@ import fp8manifold as fm
 #: below
 LIBRARY = """formats _interface _geoopt_import | _base _ranks | random_bits scaling | _numerics | _triton | _native
 | grid reference | _encoded manifolds | tensor fake_quant | parameter | _shards _published | nn
-| ops averages distributed exchange | optim | huggingface | checkpoints"""
+| ops averages distributed exchange | optim | huggingface | checkpoints | _doors"""
 BENCH = """system | model checkpoint | config | data monitors | runs | setup failures | report | loop
 | evaluation | sweep | commands"""
 #: the floor of the library's own module, below those of the bench; 90 and 91 are above

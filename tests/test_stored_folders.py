@@ -37,6 +37,15 @@ def test_a_model_that_transformers_saved_comes_back_to_the_bit(version):
 
 
 @versions
+@pytest.mark.parametrize("kind", ["attached", "published"])
+def test_one_door_reads_both(version, kind, tmp_path):
+    model = fm.load(STORED / version / kind, dtype=torch.float32)
+    assert digest_of(model) == facts_of(version)[kind]["weights"]
+    fm.save(model, tmp_path, "floats")
+    assert digest_of(fm.load(tmp_path)) == facts_of(version)[kind]["weights"]
+
+
+@versions
 def test_the_state_of_an_optimizer_goes_on(version):
     from transformers import AutoModelForCausalLM
 

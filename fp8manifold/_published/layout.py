@@ -26,7 +26,7 @@ from fp8manifold._base.checks import import_optional
 from fp8manifold._base.wrappers import plain_name
 from fp8manifold._published.find_weights import quantization_of, stored_weights
 from fp8manifold._published.places import Index, Place
-from fp8manifold._published.replace_files import ADAPTER, INDEX
+from fp8manifold._published.replace_files import ADAPTER, INDEX, SIDE_FILE
 from fp8manifold._published.stored_weight import Header
 
 CONFIG: Final = "config.json"
@@ -56,7 +56,7 @@ def described(folder: Path, tensors: Any) -> dict[str, Any]:
             f"{str(folder)!r} has no {CONFIG}: give the folder of a transformers model"
         )
     # An adapter would be put over the weights that the model is trained to.
-    known_files = {*files, *DOCUMENTS, INDEX, ADAPTER}
+    known_files = {*files, *DOCUMENTS, INDEX, ADAPTER, SIDE_FILE}
     others = sorted(
         path.name
         for path in folder.iterdir()

@@ -1,4 +1,4 @@
-"""What becomes of options of transformers' ``from_pretrained`` in ``load_fp8``.
+"""What becomes of options of transformers' ``from_pretrained`` in ``load`` and ``load_fp8``.
 
 ::
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-_OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+HUB_OPTIONS: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _PASSED: Final = (
     "attn_implementation",
     "experts_implementation",
@@ -72,8 +72,10 @@ _HOLDS_ANYWAY: Final = {
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of ``load_fp8``, sorted by what they are for."""
+    """Options of ``load_fp8`` or ``load``, sorted by what they are for."""
 
+    #: The function that was called, for messages.
+    caller: str
     #: Those of a download.
     hub: dict[str, Any]
     #: Those that ``from_pretrained`` gets.
@@ -86,7 +88,10 @@ class ReadOptions:
 
 
 def sorted_options(
-    options: Mapping[str, Any], dtype: Any, device: torch.device | str | int
+    options: Mapping[str, Any],
+    dtype: Any,
+    device: torch.device | str | int,
+    caller: str = "load_fp8",
 ) -> ReadOptions:
     """Sort options by what they are for.
 
@@ -100,10 +105,10 @@ def sorted_options(
     settings: dict[str, Any] = {}
     rest = dict(options)
     dtype = _one_dtype(dtype, rest.pop("torch_dtype", None))
-    device = _one_device(device, rest.pop("device_map", None))
+    device = _one_device(device, rest.pop("device_map", None), caller)
     subfolder = rest.pop("subfolder", None) or ""
     for name, value in rest.items():
-        if name in _OF_HUB:
+        if name in HUB_OPTIONS:
             hub[name] = value
         elif name in _PASSED:
             passed[name] = value
@@ -111,8 +116,8 @@ def sorted_options(
             settings[name] = value
         elif value not in _HOLDS_ANYWAY.get(name, (None, False)):
             reason = _REFUSED.get(name, _FILES)
-            raise ValueError(f"load_fp8 takes no {name}={value!r:.60}: {reason}")
-    return ReadOptions(hub, passed, settings, dtype, device, subfolder)
+            raise ValueError(f"{caller} takes no {name}={value!r:.60}: {reason}")
+    return ReadOptions(caller, hub, passed, settings, dtype, device, subfolder)
 
 
 def _one_dtype(dtype: Any, torch_dtype: Any) -> Any:
@@ -130,7 +135,7 @@ def _dtype_of_name(dtype: Any) -> Any:
     return getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
 
 
-def _one_device(device: torch.device | str | int, device_map: Any) -> torch.device:
+def _one_device(device: torch.device | str | int, device_map: Any, caller: str) -> torch.device:
     """Return the device, which may be given as transformers' map of the whole model."""
     chosen = torch.device(device)
     if device_map is not None:
@@ -140,7 +145,7 @@ def _one_device(device: torch.device | str | int, device_map: Any) -> torch.devi
             mapped = torch.device(entry)
         except (TypeError, RuntimeError):
             raise ValueError(
-                f"load_fp8 takes no device_map={device_map!r:.60}: {_ONE_DEVICE}"
+                f"{caller} takes no device_map={device_map!r:.60}: {_ONE_DEVICE}"
             ) from None
         if chosen not in (mapped, torch.device("cpu")):
             raise ValueError(

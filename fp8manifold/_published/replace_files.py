@@ -24,6 +24,11 @@ WEIGHTS_FILE: Final = "model.safetensors"
 """The file that every reader takes first, before an index of shards."""
 INDEX: Final = "model.safetensors.index.json"
 ADAPTER: Final = "adapter_config.json"
+SIDE_FILE: Final = "fp8manifold.grids"
+"""What brings codes back from floats: of an earlier save, it would be read with new
+weights."""
+CODES_FILE: Final = "codes.safetensors"
+"""One byte per weight, in a file that no float model is read from."""
 LARGEST_INDEX: Final = 2**26
 """Bytes; the indices of the largest models have ten million."""
 _SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -88,7 +93,8 @@ def indexed_names(index: Path) -> list[str]:
 def _earlier_weights(folder: Path) -> set[str]:
     """Return the names of weights and of an index from an earlier save."""
     files = {name for name in os.listdir(folder) if (folder / name).is_file()}
-    names = {name for name in files if name in (WEIGHTS_FILE, INDEX) or _SHARD.fullmatch(name)}
+    written = (WEIGHTS_FILE, INDEX, SIDE_FILE, CODES_FILE)
+    names = {name for name in files if name in written or _SHARD.fullmatch(name)}
     # An index that can't be read names nothing, and is replaced or removed itself.
     with suppress(ValueError):
         names |= {name for name in indexed_names(folder / INDEX) if name.endswith(_SUFFIX)}

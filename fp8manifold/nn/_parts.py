@@ -309,7 +309,7 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     traits = state.pop(name + "_traits", None)
     remainder = state.pop(name + "_remainder", None)
     if traits is not None:
-        options = _read_traits(name, traits, scale)
+        options = read_traits(name, traits, scale)
     parts = _Parts(saved, scale, counter, traits, remainder)
     try:
         state[name] = _resuming(_assembled(parts, options, weight), weight)
@@ -470,7 +470,7 @@ def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
         ) from None
 
 
-def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
+def read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
     """Return the options of ``FP8Tensor.from_codes`` that a tensor of traits has."""
     try:
         values = traits.tolist()

@@ -19,7 +19,13 @@ from fp8manifold.nn._parts import is_in_codes
 from fp8manifold.nn._selection import adapters_of
 
 _SAVER_IS_GUARDED: Final = "_fp8_is_guarded"
+_FOLDER: Final = "save_directory"
+"""What transformers calls the folder."""
 Preparation = Callable[[Any, Mapping[str, Any]], None]
+Saver = Callable[[Callable[..., Any], Any, Mapping[str, Any]], Any]
+#: By the name of a class: what saves its models, given their own ``save_pretrained``
+#: and its arguments by name.
+_SAVERS: Final[dict[str, Saver]] = {}
 #: By the name of a class: what makes its models ready to be saved, given the arguments
 #: of ``save_pretrained`` by their names.
 _PREPARE: Final[dict[str, Preparation]] = {}
@@ -30,6 +36,11 @@ _WHEN_GUARDED: Final[list[Callable[[nn.Module], None]]] = []
 def prepare_with(kind: str, prepare: Preparation) -> None:
     """Let models of a class be saved with codes, after they are prepared."""
     _PREPARE[kind] = prepare
+
+
+def save_with(kind: str, save: Saver) -> None:
+    """Let models of a class be saved by a function."""
+    _SAVERS[kind] = save
 
 
 def when_guarded(act: Callable[[nn.Module], None]) -> None:
@@ -54,16 +65,40 @@ def guard_savers(model: nn.Module) -> None:
 def _guarded(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(model, nn.Module):
-            bound = inspect.signature(save).bind_partial(model, *args, **options)
-            _prepare_or_refuse(model, bound.arguments)
+        if not isinstance(model, nn.Module):
+            return save(model, *args, **options)
+        arguments = _named(inspect.signature(save).bind_partial(model, *args, **options))
+        saver = next(
+            (_SAVERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _SAVERS),
+            None,
+        )
+        if saver is None:
+            prepare(model, arguments)
+        elif _FOLDER in arguments:
+            return saver(save, model, arguments)
+        # A class's own method with other names calls that of its base, which is guarded.
         return save(model, *args, **options)
 
     setattr(save_pretrained, _SAVER_IS_GUARDED, True)
     return save_pretrained
 
 
-def _prepare_or_refuse(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return all arguments but the model by name; none that have no name."""
+    named: dict[str, Any] = {}
+    parameters = list(bound.signature.parameters.values())
+    for parameter in parameters[1:]:
+        if parameter.name not in bound.arguments:
+            continue
+        value = bound.arguments[parameter.name]
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[parameter.name] = value
+    return named
+
+
+def prepare(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Prepare a model for its ``save_pretrained``, or refuse it."""
     for kind in type(model).__mro__:
         if kind.__name__ in _PREPARE:

@@ -41,6 +41,8 @@ from fp8manifold.tensor import FP8Tensor
 
 #: The method by which transformers knows a model that ``huggingface.attach`` took.
 _ATTACHED_AS: Final = "fp8manifold"
+#: An attribute of a model of transformers: the layout in which it was published.
+PUBLISHED: Final = "_fp8_published"
 
 
 class LayerRequest(NamedTuple):
@@ -350,6 +352,7 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         put_parameter(model, names[id(parameter)], values)
     _carried.turn_back(model)
     for module in model.modules():
+        vars(module).pop(PUBLISHED, None)
         quantizer: Any = getattr(module, "hf_quantizer", None)
         if getattr(module, "quantization_method", None) == _ATTACHED_AS and quantizer is not None:
             quantizer.remove_quantization_config(module)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_folders import make
 from hf_cases import gpt2, llama, logits, read_folder, transformers
 from optimizer_cases import frozen
 from surgery_models import model_bits
@@ -389,20 +390,72 @@ def test_a_weight_that_is_computed_later_is_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["model", "copy", "base"])
-def test_a_model_is_attached_when_it_is_saved(part, tmp_path):
+def test_a_model_is_saved_without_attach(part, tmp_path):
     model = quantize_model(llama(), "E4M3", "fp8", tied="leave")
     saved = {"model": model, "copy": copy.deepcopy(model), "base": model.model}[part]
     saved.save_pretrained(tmp_path)
-    kind = transformers.AutoModel if part == "base" else transformers.AutoModelForCausalLM
-    assert model_bits(kind.from_pretrained(tmp_path)) == model_bits(saved)
+    assert not huggingface.is_attached(saved)
+    assert model_bits(fm.load(tmp_path)) == model_bits(saved)
 
 
-def test_a_trainer_saves_and_resumes_without_attach(tmp_path):
-    whole, again = (quantize_model(llama(), {"*": "E4M3"}, tied="leave") for _ in range(2))
+def unattached(kind: str, folder: Path) -> Any:
+    """Return a model that was quantised or read here, in float32."""
+    if kind == "quantised":
+        return quantize_model(llama(), {"*": "E4M3"}, tied="leave")
+    if not folder.exists():
+        make(kind, folder)
+    return fm.load(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["quantised", "rows", "squares, experts", "gpt-oss"])
+def test_a_trainer_saves_and_resumes_without_attach(kind, tmp_path):
+    whole, again = (unattached(kind, tmp_path / "source") for _ in range(2))
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
     assert model_bits(again) == model_bits(whole)
-    assert model_bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == model_bits(whole)
+    loaded = fm.load(tmp_path / "whole" / "checkpoint-6", dtype=torch.float32)
+    assert model_bits(loaded) == model_bits(whole)
+
+
+def test_a_trainer_ends_with_its_best_model(tmp_path):
+    """A rate at which the loss grows: the first checkpoint is the best."""
+    model = quantize_model(llama(), {"*": "E4M3"}, tied="leave")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=4,
+        save_steps=1,
+        eval_steps=1,
+        eval_strategy="steps",
+        load_best_model_at_end=True,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    stepping = fm.optim.StiffnessAdamW(model.parameters(), lr=1.0)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=Lines(),
+        eval_dataset=Lines(),
+        optimizers=(stepping, None),
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best != tmp_path / "checkpoint-4"
+    assert model_bits(model) == model_bits(fm.load(best))
+
+
+def test_a_trainer_that_is_imported_later_reads_side_files(tmp_path):
+    lines = [
+        "import sys, transformers, fp8manifold as fm",
+        "config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, vocab_size=8,",
+        "    num_hidden_layers=1, num_attention_heads=2)",
+        "fm.quantize_model(transformers.LlamaForCausalLM(config), {'*': 'E4M3'}, tied='leave')",
+        "assert 'transformers.trainer' not in sys.modules",
+        "method = transformers.Trainer._load_from_checkpoint",
+        "assert hasattr(method, '__wrapped__')",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "master"])
@@ -416,7 +469,8 @@ def test_floats_are_saved_as_floats(storage, tmp_path):
 
 def test_a_folder_without_register_is_refused_by_transformers(tmp_path, monkeypatch):
     """Whose codes have another shape than a float weight."""
-    quantize_model(llama(), "E4M3", tied="leave").save_pretrained(tmp_path)
+    model = quantize_model(llama(), "E4M3", tied="leave")
+    huggingface.attach(model).save_pretrained(tmp_path)
     auto = sys.modules["transformers.quantizers.auto"]
     for mapping in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
         monkeypatch.delitem(mapping, "fp8manifold")

@@ -1,0 +1,281 @@
+"""One way in: `load` finds out what a folder has, and reads it."""
+
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from fp8manifold._base.checks import check_choice, import_optional
+from fp8manifold._doors.folder_kind import Folder, FolderKind, check_has_settings, found_folder
+from fp8manifold._doors.saved_folder import SavedReader, SavedWeights, saved_files
+from fp8manifold._doors.side_file import Content, SideFile, read_side_file
+from fp8manifold._published.options import HUB_OPTIONS, ReadOptions, sorted_options
+from fp8manifold.checkpoints import class_of, completed, made_by_transformers, read_published
+from fp8manifold.huggingface import detach, quantization_config, reading_parts, register
+from fp8manifold.nn._parts import is_in_codes
+from fp8manifold.nn._spec import STORAGES, Formats, Storage
+from fp8manifold.nn._surgery import quantize_model
+from fp8manifold.nn._tensor_files import FileTensors
+
+_LOG: Final = logging.getLogger("fp8manifold")
+_CALLER: Final = "load"
+_OF_ENCODING: Final = (
+    "granularity",
+    "headroom",
+    "rounding",
+    "seed",
+    "keep_remainder",
+    "defer_weight_gradients",
+    "tied",
+    "draws",
+    "retraction",
+    "products",
+    "parameters",
+)
+"""Options of `quantize_model`, for floats."""
+_OF_CODES: Final = ("activations", "rounding", "draws", "seed")
+"""Options of published codes."""
+
+
+def load(
+    name_or_folder: str | Path,
+    formats: Formats | None = None,
+    *,
+    embeddings: Any = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | int | None = None,
+    storage: Storage = "fp8",
+    **transformers_options: Any,
+) -> Any:
+    r"""Read a model of transformers into codes, whatever its folder has.
+
+    .. math:: w = s \cdot \operatorname{decode}(code)
+
+    - Floats become codes of ``formats`` as they are read, one tensor at a time.
+    - Published codes (FP8, MXFP8, MXFP4) are taken as they are, with their scales.
+    - A folder of :func:`save` gives back the very codes, scales, seeds and counts.
+    - GGUF is read as floats by transformers, and then quantised.
+
+    One line in the log ``fp8manifold`` says what was read and how many bytes. The
+    model trains, and is saved by :func:`save` or its ``save_pretrained``, without
+    another call.
+
+    Args:
+        name_or_folder: a local folder, a GGUF file, or a model's name on the Hub.
+        formats: of floats and GGUF, as in :func:`quantize_model`; other folders have
+            their own.
+        embeddings: of floats and GGUF, as there.
+        dtype: of what stays float, and the one that weights in codes appear in. The
+            default is that of ``config.json``, or bfloat16 where it has none that codes
+            can appear in.
+        device: where the model goes; by default the CPU.
+        storage: of floats and GGUF, as in :func:`quantize_model`.
+        **transformers_options: of ``from_pretrained``, as in :func:`load_fp8`; for
+            floats also the other options of :func:`quantize_model`, and for published
+            codes ``activations``, ``rounding``, ``draws`` and ``seed``.
+
+    Returns:
+        The model, of the class that ``config.json`` names, in evaluation mode. NaN and
+        -0 among codes are preserved.
+
+    Raises:
+        ImportError, FileNotFoundError: transformers is missing; no such folder or model,
+            or one without weights or settings.
+        TypeError, ValueError: floats without ``formats``; an option that means nothing
+            for this folder; floats that were changed since :func:`save` wrote them with
+            their scales; as :func:`load_fp8` and :func:`quantize_model`.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = fm.load("Qwen/Qwen3-8B", "E4M3")  # doctest: +SKIP
+        >>> model = fm.load("Qwen/Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> from tempfile import mkdtemp
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 8}
+        >>> config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+        >>> floats = mkdtemp()
+        >>> LlamaForCausalLM(config).save_pretrained(floats)
+        >>> model = fm.load(floats, {"*": "E4M3", "lm_head": "none"})
+        >>> model.lm_head.weight.dtype, model.model.layers[0].mlp.up_proj.weight.format.name
+        (torch.float32, 'E4M3')
+
+    Source: safetensors; the layouts of :func:`load_fp8`; GGUF by transformers.
+    """
+    check_choice("storage", storage, STORAGES)
+    options = dict(transformers_options)
+    hub: dict[str, Any] = {name: options[name] for name in HUB_OPTIONS if name in options}
+    subfolder = options.get("subfolder") or ""
+    folder = found_folder(name_or_folder, hub, subfolder, options.pop("gguf_file", None))
+    check_has_settings(folder)
+    is_local = Path(name_or_folder).exists()
+    name = str(folder.path) if is_local else str(name_or_folder)
+    given = {"formats": formats, "embeddings": embeddings}
+    given |= {"storage": None if storage == "fp8" else storage}
+    if folder.kind in (FolderKind.FLOATS, FolderKind.GGUF):
+        chosen_formats = given | {"storage": storage}
+        model = _quantized(folder, name, chosen_formats, dtype, device, options)
+    else:
+        _refuse_options(folder, given | options)
+        chosen, codes_options = _options_of_codes(folder, dtype, device, options)
+        model = _READERS[folder.kind](folder, name, chosen, codes_options)
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    held = sum(_bytes_of(parameter) for parameter in parameters.values())
+    _LOG.info(
+        "read %s from %r: %s bytes of files, %s bytes of parameters",
+        folder.kind,
+        name,
+        f"{folder.size:,}",
+        f"{held:,}",
+    )
+    return model
+
+
+def _bytes_of(parameter: Any) -> int:
+    if not is_in_codes(parameter):
+        return int(parameter.nbytes)
+    return int(parameter.codes.nbytes + parameter.kept_scale.nbytes)
+
+
+def _refuse_options(folder: Folder, options: Mapping[str, Any]) -> None:
+    """Refuse options that only mean something for another kind of folder."""
+    allowed: Collection[str] = _OF_CODES if folder.kind is FolderKind.PUBLISHED else ()
+    for name in ("formats", "embeddings", "storage", *_OF_ENCODING, *_OF_CODES):
+        value = options.get(name)
+        if value is not None and name not in allowed:
+            raise ValueError(
+                f"{name}={value!r:.60} means nothing for {str(folder.path)!r}, which has "
+                f"{folder.kind}: its weights are in codes already, and keep what they have"
+            )
+
+
+def _options_of_codes(
+    folder: Folder, dtype: Any, device: Any, options: Mapping[str, Any]
+) -> tuple[ReadOptions, dict[str, Any]]:
+    """Return options of transformers, and those of codes."""
+    codes_options = {name: value for name, value in options.items() if name in _OF_CODES}
+    rest = {name: value for name, value in options.items() if name not in _OF_CODES}
+    if dtype is None and rest.get("torch_dtype") is None:
+        dtype = _default_dtype(folder)
+    return sorted_options(rest, dtype, "cpu" if device is None else device, _CALLER), codes_options
+
+
+def _default_dtype(folder: Folder) -> torch.dtype:
+    """Return the dtype of a folder's settings, if weights in codes can appear in it."""
+    transformers = import_optional("transformers", "hf", _CALLER)
+    dtype: torch.dtype = transformers.AutoConfig.from_pretrained(folder.path).dtype
+    return dtype if dtype in (torch.float32, torch.bfloat16) else torch.bfloat16
+
+
+def _quantized(
+    folder: Folder,
+    name: str,
+    chosen: Mapping[str, Any],
+    dtype: Any,
+    device: Any,
+    options: Mapping[str, Any],
+) -> Any:
+    """Read floats or GGUF, and quantise them."""
+    if chosen["formats"] is None and not options.get("parameters") and not chosen["embeddings"]:
+        raise ValueError(
+            f"{str(folder.path)!r} has {folder.kind}: give formats=, such as 'E4M3', or read it "
+            "with from_pretrained"
+        )
+    if "activations" in options:
+        raise ValueError(
+            f"activations={options['activations']!r:.60} means nothing for {str(folder.path)!r}, "
+            f"which has {folder.kind}: give formats= a specification with activations"
+        )
+    if device is not None and options.get("device_map") is not None:
+        raise ValueError(f"device={device!r} and device_map are given: give one of them")
+    transformers = import_optional("transformers", "hf", _CALLER)
+    encoding = {key: value for key, value in options.items() if key in _OF_ENCODING}
+    encoding |= chosen
+    dropped = (*HUB_OPTIONS, "subfolder", *_OF_ENCODING)
+    passed = {key: value for key, value in options.items() if key not in dropped}
+    passed["dtype"] = _given_dtype(dtype, passed.pop("torch_dtype", None))
+    if folder.kind is FolderKind.GGUF:
+        model = _floats_of_gguf(transformers, folder, passed)
+        model = quantize_model(model, **encoding)
+    else:
+        settings = transformers.AutoConfig.from_pretrained(folder.path)
+        model = class_of(transformers, settings).from_pretrained(
+            folder.path, quantization_config=quantization_config(**encoding), **passed
+        )
+        detach(model)
+    model.config.name_or_path = name
+    return model if device is None else model.to(device)
+
+
+def _given_dtype(dtype: Any, torch_dtype: Any) -> Any:
+    if dtype is not None and torch_dtype is not None:
+        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are given: give dtype alone")
+    given = torch_dtype if dtype is None else dtype
+    return "auto" if given is None else given
+
+
+def _floats_of_gguf(transformers: Any, folder: Folder, passed: dict[str, Any]) -> Any:
+    if hasattr(transformers, "GgufConfig"):
+        passed = passed | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    settings = transformers.AutoConfig.from_pretrained(folder.path, gguf_file=folder.file)
+    architectures = settings.architectures
+    model_class = class_of(transformers, settings) if architectures else None
+    model_class = model_class or transformers.AutoModelForCausalLM
+    model = model_class.from_pretrained(folder.path, gguf_file=folder.file, **passed)
+    vars(model).pop("hf_quantizer", None)
+    vars(model.config).pop("quantization_config", None)
+    return model
+
+
+def _published(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, Any]) -> Any:
+    return detach(read_published(folder.path, chosen, name, **options))
+
+
+def _saved(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, Any]) -> Any:
+    """Read a folder of `save`."""
+    side = read_side_file(folder.path)
+    if side.content is Content.PUBLISHED:
+        model = _published(folder, name, chosen, options)
+        _resume_counts(model, side, folder)
+        return model
+    with closing(FileTensors(saved_files(folder.path, side))) as tensors:
+        reader = SavedReader(SavedWeights(side, tensors, chosen.device))
+        quantization = reading_parts(side.layers, side.parameters, side.turned, reader)
+        model = made_by_transformers(folder.path, quantization, reader, chosen)
+    vars(model.config.quantization_config).pop("published", None)
+    return completed(detach(model), folder.path, name, chosen)
+
+
+def _resume_counts(model: Any, side: SideFile, folder: Folder) -> None:
+    """Give published codes the seeds and counts that they were saved with."""
+    state: dict[str, Any] = {}
+    for name in side.names:
+        weight = model.get_parameter(name)
+        side.tensors[f"{name}_scale"] = weight.kept_scale
+        state |= side.parts_of(name, weight.codes)
+    result = model.load_state_dict(state, strict=False)
+    if result.unexpected_keys:
+        raise ValueError(
+            f"{str(folder.path)!r} has {result.unexpected_keys[0]!r} in its side file, which the "
+            "model lacks"
+        )
+
+
+def _attached(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, Any]) -> Any:
+    """Read what `save_pretrained` wrote after `huggingface.attach`."""
+    register()
+    transformers = import_optional("transformers", "hf", _CALLER)
+    settings = transformers.AutoConfig.from_pretrained(folder.path)
+    model = class_of(transformers, settings).from_pretrained(
+        folder.path, dtype=chosen.dtype, **chosen.passed, **chosen.settings
+    )
+    return completed(detach(model), folder.path, name, chosen)
+
+
+_READERS: Final = {
+    FolderKind.PUBLISHED: _published,
+    FolderKind.SAVED: _saved,
+    FolderKind.ATTACHED: _attached,
+}

@@ -1,0 +1,168 @@
+"""Read a folder of floats, or of one byte per weight, with its side file."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._doors.side_file import CODES, Content, SideFile
+from fp8manifold._published.layout import entries_of, places_of
+from fp8manifold._published.places import Place
+from fp8manifold._published.replace_files import CODES_FILE, INDEX, SIDE_FILE, WEIGHTS_FILE
+from fp8manifold.nn._selection import is_conv1d
+from fp8manifold.nn._tensor_files import FileTensors, files_of
+
+
+def has_side_file(folder: str | Path) -> bool:
+    """Return whether a folder has a side file."""
+    return (Path(folder) / SIDE_FILE).is_file()
+
+
+def saved_files(folder: Path, side: SideFile) -> list[Path]:
+    """Return the files of weights that a side file goes with.
+
+    Raises:
+        ValueError: codes beside weights of another save.
+        FileNotFoundError: no weights.
+    """
+    if side.content is not Content.CODES:
+        return files_of(folder)
+    for name in (WEIGHTS_FILE, INDEX):
+        if (folder / name).is_file():
+            raise ValueError(
+                f"{str(folder)!r} has {CODES_FILE!r} and {name!r}: one of them is of another save; "
+                f"remove {name!r} to read codes, or {CODES_FILE!r} and {SIDE_FILE!r} to read floats"
+            )
+    return [folder / CODES_FILE]
+
+
+class SavedWeights:
+    """The weights of a folder, as the state of a quantised model.
+
+    Attributes:
+        side: its side file.
+        tensors: of its other files.
+        device: where codes go, one weight at a time.
+    """
+
+    def __init__(self, side: SideFile, tensors: FileTensors, device: Any = "cpu") -> None:
+        self.side = side
+        self._tensors = tensors
+        self._device = device
+        self._places: dict[str, Place] = {}
+        self._names_at: dict[str, list[str]] = {}
+
+    def find(self, model: nn.Module) -> None:
+        """Look for the place of every tensor in a float model without values.
+
+        Raises:
+            ValueError: a tensor without a place, or a weight without a tensor.
+        """
+        if self.side.content is Content.CODES:
+            self._find_codes(model)
+        else:
+            shapes = {name: self._tensors.header(name).shape for name in self._tensors.names()}
+            self._places = places_of(model, shapes)
+        for name in self._tensors.names():
+            if name not in self._places:
+                raise ValueError(f"{name!r} of the files has no place in the model")
+        for name, place in self._places.items():
+            self._names_at.setdefault(place.target, []).append(name)
+        for name in self.side.names:
+            if name not in self._names_at:
+                raise ValueError(f"the files lack {name!r}, which {SIDE_FILE!r} has")
+
+    def _find_codes(self, model: nn.Module) -> None:
+        code_names = {name + CODES: name for name in self.side.names}
+        entries = entries_of(model)
+        for name in self._tensors.names():
+            target = code_names.get(name, name)
+            if target in entries or target in self.side.tensors:
+                self._places[name] = Place(target)
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state for the model of :meth:`find`, weights in codes as parts.
+
+        Other floats are as files have them: transformers converts them by itself.
+        """
+        entries = entries_of(model)
+        in_codes = set(self.side.names)
+        state = self._own_tensors()
+        for target, names in self._names_at.items():
+            if target in in_codes:
+                codes = self._codes(model, target, entries[target])
+                parts = self.side.parts_of(target, codes)
+                # Names of files may be those of another version of the class.
+                is_whole_weight = target.endswith("weight") and len(names) == 1
+                key = names[0].removesuffix(CODES) if is_whole_weight else target
+                state |= {key + name.removeprefix(target): part for name, part in parts.items()}
+            else:
+                state |= {name: self._tensors.part(name) for name in names}
+        return state
+
+    def _own_tensors(self) -> dict[str, Any]:
+        """Return what quantised layers have beside their weights."""
+        in_codes = {name + suffix for name in self.side.names for suffix in self.side.suffixes}
+        return {name: value for name, value in self.side.tensors.items() if name not in in_codes}
+
+    def _codes(self, model: nn.Module, target: str, entry: Tensor) -> Tensor:
+        names = self._names_at[target]
+        if self.side.content is Content.CODES:
+            codes = self._tensors.read(names[0]).to(self._device, copy=True)
+            self._tensors.was_read(codes.nbytes)
+            return codes
+        values = self._values(target, entry).to(self._device)
+        owner = model.get_submodule(target.rpartition(".")[0])
+        if target in self.side.turned or is_conv1d(owner):
+            values = values.mT.contiguous()
+        codes = self.side.codes(target, values)
+        self._tensors.was_read(values.nbytes)
+        return codes
+
+    def _values(self, target: str, entry: Tensor) -> Tensor:
+        """Return the floats of an entry, put together from the tensors of files."""
+        names = self._names_at[target]
+        if not self._places[names[0]].index:
+            return self._tensors.read(names[0])
+        dtype = self._tensors.read(names[0]).dtype
+        # Transformers makes tensors without values while it makes the model.
+        values = torch.empty(tuple(entry.shape), dtype=dtype, device="cpu")
+        for name in names:
+            part = self._tensors.read(name)
+            # Parts of one parameter may have been written in two dtypes.
+            values = values.to(torch.promote_types(values.dtype, part.dtype))
+            values[self._places[name].index] = part.to(values.dtype)
+        return values
+
+
+class SavedReader:
+    """Gives transformers the state of a saved folder while it makes a model.
+
+    Attributes:
+        floats: the state, once the model is known.
+        reads_parts: whether the state has weights as parts, which transformers puts in.
+    """
+
+    reads_parts = True
+
+    def __init__(self, weights: SavedWeights) -> None:
+        self._weights = weights
+        self.floats: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedReader":
+        """Return the reader itself: settings are copied, and files are not."""
+        return self
+
+    def wants(self, name: str) -> bool:
+        """Return False: no tensor that transformers reads becomes codes."""
+        return False
+
+    def begin(self, model: Any) -> None:
+        """Read the state for a float model without values."""
+        self._weights.find(model)
+        self.floats |= self._weights.state(model)
+
+    def finish(self, model: Any) -> None:
+        """Let go of the state."""
+        self.floats.clear()
