@@ -116,11 +116,11 @@ def test_rounding_and_codes(name, rounding, n, plain):
 @needs_native
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_codes(name, dtype, plain):
+@pytest.mark.parametrize("n", [1, None, 37], ids=["1", "all", "37"])
+def test_all_codes(name, dtype, n, plain):
     fmt = fm.FloatFormat.from_string(name)
-    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
-    for n in (1, len(codes), 37):
-        assert same(fm.decode(codes[:n], fmt, dtype), plain(fm.decode, codes[:n], fmt, dtype))
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)[:n]
+    assert same(fm.decode(codes, fmt, dtype), plain(fm.decode, codes, fmt, dtype))
 
 
 @needs_native
@@ -136,10 +136,10 @@ def test_scaled_rounding(rounding, draws, scale, plain):
 
 
 @needs_native
-def test_the_word_of_a_content(plain):
-    for n in (0, 1, 1000, 200_001):
-        x = any_floats(max(n, 6), n)[:n]
-        assert content_word(x, (1, 2, 3)) == plain(content_word, x, (1, 2, 3))
+@pytest.mark.parametrize("n", [0, 1, 1000, 200_001])
+def test_the_word_of_a_content(n, plain):
+    x = any_floats(max(n, 6), n)[:n]
+    assert content_word(x, (1, 2, 3)) == plain(content_word, x, (1, 2, 3))
 
 
 @needs_native

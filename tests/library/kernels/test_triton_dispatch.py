@@ -356,35 +356,47 @@ def test_steps_that_plan_more_have_their_verdict_first(cause, on_a_card):
     assert not _plan.is_steady(optimizer, optimizer._slots())
 
 
-def test_optimizers_that_do_more_have_their_verdict_first(on_a_card):
+class Preparing:
+    def _prepare(self, slot):
+        super()._prepare(slot)
+
+
+class Mixed(Preparing, optim.StiffnessAdamW):
+    """An optimizer that plans in another way."""
+
+
+class Named(optim.StiffnessAdamW):
+    defers_verdict = False
+
+
+class Numbers(optim.StiffnessAdamW):
+    def _numbers(self, slot):
+        return super()._numbers(slot) | {"rate": 0.0}
+
+
+@pytest.mark.parametrize("kind", [optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named])
+def test_optimizers_that_do_more_defer_no_verdict_of_a_plan(kind):
+    assert not (kind.defers_verdict and kind.is_planned)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps_plan"),
+    [(Mixed, False), (Numbers, False), (Named, True), (optim.StiffnessAdamW, True)],
+)
+def test_optimizers_that_do_more_keep_no_plan(kind, keeps_plan):
     """Those that plan or take steps in another way have no plan on a card."""
+    assert kind.keeps_plan == keeps_plan
 
-    class Preparing:
-        def _prepare(self, slot):
-            super()._prepare(slot)
 
-    class Mixed(Preparing, optim.StiffnessAdamW):
-        pass
-
-    class Named(optim.StiffnessAdamW):
-        defers_verdict = False
-
-    class Numbers(optim.StiffnessAdamW):
-        def _numbers(self, slot):
-            return super()._numbers(slot) | {"rate": 0.0}
-
-    kinds = (optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
-    assert not any(kind.defers_verdict and kind.is_planned for kind in kinds)
-    assert [kind.keeps_plan for kind in (Mixed, Numbers, Named, optim.StiffnessAdamW)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    for kind in (Mixed, Named, Numbers, optim.StiffnessAdamW):
-        _, optimizer = one(kind)
-        optimizer.step()
-        assert _plan.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
+@pytest.mark.parametrize(
+    ("kind", "is_steady"),
+    [(Mixed, False), (Named, False), (Numbers, True), (optim.StiffnessAdamW, True)],
+)
+@pytest.mark.usefixtures("on_a_card")
+def test_optimizers_that_do_more_have_their_verdict_first(kind, is_steady):
+    _, optimizer = one(kind)
+    optimizer.step()
+    assert _plan.is_steady(optimizer, optimizer._slots()) == is_steady
 
 
 def test_eager_blocks_are_those_of_the_device(monkeypatch):

@@ -90,11 +90,11 @@ def test_edits_between_steps_of_a_card_are_seen():
 
 
 @pytest.mark.slow
-def test_the_matrix():
+@pytest.mark.parametrize("marked", ["not slow", "slow"])
+def test_the_matrix(marked):
     files = (
         str(LIBRARY_TESTS / "optim" / "test_step_oracle.py"),
         str(LIBRARY_TESTS / "triton_cases.py"),
     )
-    for marked in ("not slow", "slow"):
-        code, output, _ = run(*files, "-k", "native or triton_cases", "-m", marked)
-        assert code == 0, output[-3000:]
+    code, output, _ = run(*files, "-k", "native or triton_cases", "-m", marked)
+    assert code == 0, output[-3000:]

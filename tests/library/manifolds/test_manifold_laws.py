@@ -96,16 +96,16 @@ def test_transport_by_powers_of_two_is_exact_in_float32(fmt) -> None:
 @every_format
 @every_metric
 @every_scale
-def test_exp_stops_at_the_ends(fmt, metric, scale) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("huge", ["the largest", 1e30, math.inf])
+def test_exp_stops_at_the_ends(fmt, metric, scale, dtype, huge) -> None:
     manifold = fm.StiffnessManifold(fmt, scale, metric)
-    for dtype in (torch.float32, torch.float64):
-        x = spread(torch.cat([off_grid(fmt, 50), grid(fmt)]).to(dtype), scale)
-        end = spread(torch.tensor(fmt.max, dtype=dtype), scale).expand_as(x)
-        for huge in (torch.finfo(dtype).max, 1e30, math.inf):
-            u = torch.full_like(x, huge)
-            assert same_bits(manifold.expmap(x, u), end)
-            assert same_bits(manifold.expmap(x, -u), -end)
-            assert same_bits(manifold.retr(x, u), end)
+    x = spread(torch.cat([off_grid(fmt, 50), grid(fmt)]).to(dtype), scale)
+    end = spread(torch.tensor(fmt.max, dtype=dtype), scale).expand_as(x)
+    u = torch.full_like(x, torch.finfo(dtype).max if huge == "the largest" else huge)
+    assert same_bits(manifold.expmap(x, u), end)
+    assert same_bits(manifold.expmap(x, -u), -end)
+    assert same_bits(manifold.retr(x, u), end)
 
 
 NAN = torch.tensor(math.nan)
@@ -276,7 +276,8 @@ def test_retraction_of_zero_is_the_point_itself(
 @every_metric
 @exact_scale
 @both_roundings
-def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding) -> None:
+@pytest.mark.parametrize("retraction", ["exponential", "euclidean"])
+def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding, retraction) -> None:
     """To the bit, at every code but for steps of zero: half and other parts of an ULP,
     far, and beyond the ends.
     """
@@ -288,14 +289,12 @@ def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding) -> 
     )
     u = steps[:, None] * ambient.stiffness(x)
     key = {"seed": 11, "step": 1} if rounding == "stochastic" else {}
-    for retraction, moved in (("exponential", ambient.expmap(x, u)), ("euclidean", x + u)):
-        manifold = fm.FP8Manifold(
-            fmt, scale, rounding, seed=11, metric=metric, retraction=retraction
-        )
-        manifold.counter += 1
-        assert same_bits(
-            manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale
-        )
+    moved = ambient.expmap(x, u) if retraction == "exponential" else x + u
+    manifold = fm.FP8Manifold(fmt, scale, rounding, seed=11, metric=metric, retraction=retraction)
+    manifold.counter += 1
+    assert same_bits(
+        manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale
+    )
 
 
 def test_every_stochastic_retraction_advances_the_counter() -> None:

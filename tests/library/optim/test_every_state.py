@@ -230,18 +230,18 @@ def test_bad_input_of_torchs_harness_is_refused(name, description):
 
 
 @configured
-def test_an_lr_may_be_a_tensor_of_one_element(name, options):
+@pytest.mark.parametrize("shape", [(), (1, 1)], ids=["0d", "1x1"])
+def test_an_lr_may_be_a_tensor_of_one_element(name, options, shape):
     """It is as good as its number, and is not written to."""
     number = torch.tensor(float(options_of(name, options)["lr"]))
     results = []
-    for lr in (float(number), number.clone(), number.view(1, 1).clone()):
+    for lr in (float(number), number.view(shape).clone()):
         parameters, loss = model()
         optimizer = make(name, parameters, **options_of(name, options) | {"lr": lr})
         run(optimizer, loss, 4)
         assert float(optimizer.param_groups[0]["lr"]) == float(number)
         results.append(values(parameters))
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
+    assert same_bits(*results)
 
 
 def named(parameters):

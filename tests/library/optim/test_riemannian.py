@@ -235,11 +235,12 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind, tensor):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_weights_of_any_size_take_the_same_steps(amsgrad, path):
+@pytest.mark.parametrize("exponent", [-40, -64, -80, -100, 60, 90])
+def test_weights_of_any_size_take_the_same_steps(exponent, amsgrad, path):
     """Weights times a power of two have the same codes, and so the same steps, to the bit."""
     results = []
-    for exponent in (0, -40, -64, -80, -100, 60, 90):
-        p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
+    for factor in (1.0, 2.0**exponent):
+        p = fm.FP8Parameter(normal(8, 32) * factor, "E4M3", seed=0)
         optimizer = on_path(
             path, RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad)
         )
@@ -248,7 +249,7 @@ def test_weights_of_any_size_take_the_same_steps(amsgrad, path):
         state = optimizer.state[p]
         assert optimizer.skipped_steps == 0
         results.append(frozen([p.codes, state["exp_avg"], state["exp_avg_sq"]]))
-    assert all(result == results[0] for result in results)
+    assert results[0] == results[1]
 
 
 FOREIGN = {

@@ -890,15 +890,29 @@ def test_another_clipping_is_refused(kind, foreach):
         nn.utils.clip_grad_norm_(parameters[:3], SMALL, foreach=foreach)  # not the whole gradient
     with pytest.raises(RuntimeError, match="used and freed"):
         nn.utils.clip_grad_norm_(parameters, SMALL, norm_type=1, foreach=foreach)
-    for use in (
-        lambda g: g + 1,
-        lambda g: g.mul_(2),
-        lambda g: g.abs(),
-        lambda g: g.sum(),
-        lambda g: g.norm(dim=0),
-    ):
-        with pytest.raises(RuntimeError, match="used and freed"):
-            use(parameters[1].grad)
+    assert float(nn.utils.clip_grad_norm_(parameters, SMALL, foreach=foreach)) > SMALL
+    optimizer.step()
+
+
+GRADIENT_USES = {
+    "add": lambda g: g + 1,
+    "mul_": lambda g: g.mul_(2),
+    "abs": lambda g: g.abs(),
+    "sum": lambda g: g.sum(),
+    "norm of columns": lambda g: g.norm(dim=0),
+}
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("kind", ["previous", "exact"])
+@pytest.mark.parametrize("use", GRADIENT_USES.values(), ids=GRADIENT_USES)
+def test_another_use_of_a_gradient_is_refused(use, kind, foreach):
+    """The step can be taken all the same."""
+    model, optimizer, _ = stepping(clip=kind, max_norm=SMALL, measured=True)
+    loss(model).backward()
+    parameters = list(model.parameters())
+    with pytest.raises(RuntimeError, match="used and freed"):
+        use(parameters[1].grad)
     assert float(nn.utils.clip_grad_norm_(parameters, SMALL, foreach=foreach)) > SMALL
     optimizer.step()
 

@@ -161,7 +161,9 @@ def strided(g, layout):
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_gradients_of_any_strides(moments):
+@pytest.mark.parametrize("skip", [0, 1])
+def test_gradients_of_any_strides(moments, skip):
+    """Without the first layout the plan begins from another one."""
     order = [
         "transposed",
         "",
@@ -173,28 +175,24 @@ def test_gradients_of_any_strides(moments):
         "expanded",
         "sliced",
     ]
-    # Without the first layout the plan begins from another one.
-    for skip in (0, 1):
-        native, eager = (
-            on_path(
-                path,
-                optim.StiffnessAdamW(
-                    of_codes(shapes=((64, 33), (31, 31))), lr=0.01, moments=moments
-                ),
-            )
-            for path in PATHS
+    native, eager = (
+        on_path(
+            path,
+            optim.StiffnessAdamW(of_codes(shapes=((64, 33), (31, 31))), lr=0.01, moments=moments),
         )
-        for t, layout in enumerate(order[skip:]):
-            for optimizer in (eager, native):
-                for i, p in enumerate(optimizer.param_groups[0]["params"]):
-                    p.grad = strided(normal(*p.shape, seed=10 * t + i), layout)
-                optimizer.step()
-            assert everything(eager) == everything(native), (layout, t)
+        for path in PATHS
+    )
+    for t, layout in enumerate(order[skip:]):
+        for optimizer in (eager, native):
+            for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                p.grad = strided(normal(*p.shape, seed=10 * t + i), layout)
+            optimizer.step()
+        assert everything(eager) == everything(native), (layout, t)
 
 
-@pytest.mark.usefixtures("each_path")
-def test_positions_beyond_32_bits():
-    """A parameter that is stepped in parts has the bits of the whole, also beyond 2^32."""
+@pytest.fixture
+def planned_slot(each_path):
+    """Return what the third step of a parameter would be taken with."""
     p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
     optimizer = optim.StiffnessAdamW(
         [p], 0.02, seed=2**40 + 1, writeback="residual8", moments="8bit"
@@ -203,12 +201,15 @@ def test_positions_beyond_32_bits():
         take(optimizer, t)
     slots = [optimizer._slot(optimizer.param_groups[0], p)]
     optimizer._apply_schedules(slots)
-    slot = optimizer._begin(slots)[0]
+    return optimizer._begin(slots)[0]
 
-    def step(arrays, start, end, offset):
-        """A part, whose first element has a position in the whole."""
+
+def stepped_parts(slot, offset, ends):
+    """Step the parts up to each of the ends, from a position of the first element."""
+    whole = {name: x.clone() for name, x in slot.arrays.items()}
+    for start, end in itertools.pairwise((0, *ends)):
         arrays = {
-            name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in arrays.items()
+            name: x[start:end] if x.dim() and x.shape[0] == 9 else x for name, x in whole.items()
         }
         tensors = {
             name: x for name, x in arrays.items() if name not in ("scale", "lowest", "highest")
@@ -224,16 +225,23 @@ def test_positions_beyond_32_bits():
                 )
             ]
         )
+    return whole
 
-    states = []
-    for offset in (0, 2**32 - 100, 2**40):
-        whole, cut = ({name: x.clone() for name, x in slot.arrays.items()} for _ in "ab")
-        step(whole, 0, 9, offset)
-        for start, end in ((0, 2), (2, 4), (4, 9)):
-            step(cut, start, end, offset)
-        assert not [name for name, x in whole.items() if not torch.equal(x, cut[name])]
-        states.append(whole["residual"])
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(states, 2))
+
+@pytest.mark.parametrize("offset", [0, 2**32 - 100, 2**40])
+def test_positions_beyond_32_bits(planned_slot, offset):
+    """A parameter that is stepped in parts has the bits of the whole, also beyond 2^32."""
+    whole = stepped_parts(planned_slot, offset, (9,))
+    cut = stepped_parts(planned_slot, offset, (2, 4, 9))
+    assert not [name for name, x in whole.items() if not torch.equal(x, cut[name])]
+
+
+@pytest.mark.parametrize(("offset", "other"), [(0, 2**32 - 100), (0, 2**40), (2**32 - 100, 2**40)])
+def test_other_positions_have_other_draws(planned_slot, offset, other):
+    residual, other_residual = (
+        stepped_parts(planned_slot, place, (9,))["residual"] for place in (offset, other)
+    )
+    assert not torch.equal(residual, other_residual)
 
 
 @pytest.mark.parametrize("block", [1, 70])

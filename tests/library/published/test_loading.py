@@ -58,8 +58,9 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("kind", ["state", "folder", "file"])
 def test_the_bits_of_quantising_the_float_model(
-    dtype: Any, tied: Any, granularity: Any, tmp_path: Path
+    dtype: Any, tied: Any, granularity: Any, kind: str, tmp_path: Path
 ) -> None:
     options = {"granularity": granularity, "seed": 3, "keep_remainder": True, "headroom": 4.0}
     if tied != "was not":
@@ -72,16 +73,17 @@ def test_the_bits_of_quantising_the_float_model(
     }
     safetensors.save_file(file_state, tmp_path / "model.safetensors")
     wanted = quantize_model(model, formats, "fp8", **options)
-    for source in (state, tmp_path, tmp_path / "model.safetensors"):
-        loaded = load_quantized(bare(dtype, tied != "was not"), source, formats, **options)
-        assert model_bits(loaded) == model_bits(wanted)
-        assert (loaded.head.weight is loaded.tokens.weight) == (tied == "leave")
-        assert not any(p.is_meta for p in loaded.parameters())
+    sources = {"state": state, "folder": tmp_path, "file": tmp_path / "model.safetensors"}
+    loaded = load_quantized(bare(dtype, tied != "was not"), sources[kind], formats, **options)
+    assert model_bits(loaded) == model_bits(wanted)
+    assert (loaded.head.weight is loaded.tokens.weight) == (tied == "leave")
+    assert not any(p.is_meta for p in loaded.parameters())
     state["norm.bias"].fill_(7.0)
     assert model_bits(loaded) == model_bits(wanted)  # nothing is shared with what was given
 
 
-def test_shards_of_another_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "files", "index"])
+def test_shards_of_another_dtype(kind: str, tmp_path: Path) -> None:
     state = {
         name: x.bfloat16() if x.is_floating_point() else x
         for name, x in state_of(valued_model(tied=False)).items()
@@ -97,12 +99,12 @@ def test_shards_of_another_dtype(tmp_path: Path) -> None:
     model = valued_model(tied=False)
     model.load_state_dict(state)
     wanted = model_bits(quantize_model(model, "E4M3", "fp8"))
-    for source in (
-        tmp_path,
-        [tmp_path / file for file in parts],
-        tmp_path / "model.safetensors.index.json",
-    ):
-        assert model_bits(load_quantized(bare(tied=False), source)) == wanted
+    sources = {
+        "folder": tmp_path,
+        "files": [tmp_path / file for file in parts],
+        "index": tmp_path / "model.safetensors.index.json",
+    }
+    assert model_bits(load_quantized(bare(tied=False), sources[kind])) == wanted
 
 
 class Watched(Mapping[str, Tensor]):

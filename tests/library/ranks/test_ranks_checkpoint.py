@@ -133,10 +133,10 @@ def step_whole(nets, optimizers, step):
         ("riemannian", True, False),
     ],
 )
-def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, background):
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_saved_by_two_loaded_by_any_number(pools, tmp_path, kind, flat, background, size):
     pools[2].run(saved, kind, str(tmp_path), flat, background)
-    for size in (1, 2, 3):
-        assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
+    assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
 
 
 def states_of(parts, optimizer):

@@ -36,13 +36,8 @@ def stored(granularity, fmt="E4M3", shape=(2, 140, 160), **options) -> fm.FP8Ten
     )
 
 
-@every_dtype
-@every_granularity
-@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6"])
-def test_values_are_code_times_scale_rounded_as_servers_do(
-    fmt, granularity, dtype, monkeypatch
-) -> None:
-    """Rounded to float32, and then to the dtype.
+def with_exact_values(granularity, fmt, dtype):
+    """Return a store, and its values rounded to float32 and then to the dtype.
 
     The product of 8 bits and 24 is exact in float64.
     """
@@ -53,19 +48,41 @@ def test_values_are_code_times_scale_rounded_as_servers_do(
     )
     wide = (decoded.view(p.shape).double() * p.expanded_scale().double()).float()
     assert (wide.bfloat16() != wide).any()
+    return p, wide.to(dtype)
+
+
+READINGS = {
+    "whole": lambda p: p.dequantize(),
+    "in parts": lambda p: torch.stack([p[0], p[1]]),
+    "over float32": lambda p: p.to(torch.float32).to(p.dtype),
+}
+
+
+@every_dtype
+@every_granularity
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6"])
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_values_are_code_times_scale_rounded_as_servers_do(read, fmt, granularity, dtype) -> None:
+    p, expected = with_exact_values(granularity, fmt, dtype)
+    assert torch.equal(read(p), expected)
+
+
+@every_dtype
+@every_granularity
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6"])
+def test_plain_pytorch_has_the_values_of_servers(fmt, granularity, dtype, monkeypatch) -> None:
+    p, expected = with_exact_values(granularity, fmt, dtype)
+    monkeypatch.setattr(_arrays, "library", lambda: None)
+    assert torch.equal(p.dequantize(), expected)
+
+
+@every_dtype
+@every_granularity
+def test_compiled_code_has_the_values_of_servers(granularity, dtype) -> None:
+    p, expected = with_exact_values(granularity, "E4M3", dtype)
     torch._dynamo.reset()
     compiled = torch.compile(lambda w: w * 1.0, fullgraph=True, backend="aot_eager")
-    with monkeypatch.context() as plain:
-        plain.setattr(_arrays, "library", lambda: None)
-        eager = p.dequantize()
-    for values in (
-        p.dequantize(),
-        eager,
-        compiled(p) if fmt == "E4M3" else eager,
-        torch.stack([p[0], p[1]]),
-        p.to(torch.float32).to(dtype),
-    ):
-        assert torch.equal(values, wide.to(dtype))
+    assert torch.equal(compiled(p), expected)
 
 
 #: Operators that change no value.
@@ -165,17 +182,37 @@ def layers(granularity, seed, **options):
     return fm.quantize_model(net, kinds, "fp8", seed=seed, **options)
 
 
+def loaded_twin(net, granularity):
+    twin = layers(granularity, 2)
+    twin.load_state_dict(through_disk(net.state_dict()))
+    return twin
+
+
+def assigned_twin(net, granularity):
+    twin = layers(granularity, 2, keep_remainder=True)
+    state = {name: part.clone() for name, part in net.state_dict().items()}
+    twin.load_state_dict(state, assign=True)
+    return twin
+
+
+def copied_twin(net, granularity):
+    return copy.deepcopy(net)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
-def test_layers_are_saved_and_read_again(granularity) -> None:
+@pytest.mark.parametrize("make_twin", [loaded_twin, assigned_twin, copied_twin])
+def test_layers_are_saved_and_read_again(make_twin, granularity) -> None:
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
+    twin = make_twin(net, granularity)
+    dtypes = {name: part.dtype for name, part in net.state_dict().items()}
+    assert torch.equal(twin(x), net(x))
+    assert {name: part.dtype for name, part in twin.state_dict().items()} == dtypes
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+def test_weights_are_saved_and_read_again(granularity) -> None:
+    net = with_factors(layers(granularity, 1))
     state = net.state_dict()
-    loaded, assigned = layers(granularity, 2), layers(granularity, 2, keep_remainder=True)
-    loaded.load_state_dict(through_disk(state))
-    assigned.load_state_dict({name: part.clone() for name, part in state.items()}, assign=True)
-    dtypes = {name: part.dtype for name, part in state.items()}
-    for twin in (loaded, assigned, copy.deepcopy(net)):
-        assert torch.equal(twin(x), net(x))
-        assert {name: part.dtype for name, part in twin.state_dict().items()} == dtypes
     assert same_store(fm.unflatten_state_dict(state)["0.weight"], net[0].weight)
     assert same_store(through_disk({"w": net[0].weight.detach()})["w"], net[0].weight)
 

@@ -94,16 +94,29 @@ def test_a_view_reads_the_values_and_writes_into_the_codes(view, granularity) ->
         assert torch.equal(part + 0, view(plain))  # the view goes on following
 
 
-@pytest.mark.parametrize(
-    "make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"]
-)
+MAKERS = {
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "empty_like": torch.empty_like,
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "full_like": lambda p: torch.full_like(p, 2.0),
+    "new_empty": lambda p: p.new_empty(4, 64),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_made_like_it_is_plain(make, dtype) -> None:
     p = parameter(dtype=dtype)
-    assert type(p.new_zeros(4, 32)) is Tensor
-    for x in (getattr(torch, make)(p), p.new_empty(4, 64), torch.full_like(p, 2.0)):
-        assert type(x) is Tensor
-        assert (x.shape, x.dtype, x.device, x.stride()) == (p.shape, dtype, p.device, p.stride())
+    x = make(p)
+    assert type(x) is Tensor
+    assert (x.shape, x.dtype, x.device, x.stride()) == (p.shape, dtype, p.device, p.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_made_of_another_shape_is_plain(dtype) -> None:
+    assert type(parameter(dtype=dtype).new_zeros(4, 32)) is Tensor
 
 
 def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:

@@ -55,14 +55,29 @@ def test_a_saturating_scale_gets_its_headroom_back(name, power, mantissa, headro
         assert torch.equal(widened_scale(amax, new, fmt, headroom), new)
 
 
+AMAXES = {
+    "nearly the end": lambda placed, end: end * 0.999,
+    "as it was": lambda placed, end: placed,
+    "nearly an eighth": lambda placed, end: placed / 7.9,
+}
+
+
+@pytest.mark.parametrize("amax_of", AMAXES.values(), ids=AMAXES)
 @deterministic
-@given(formats, exponents, mantissas)
-def test_between_the_ends_nothing_changes(name, power, mantissa) -> None:
+@given(name=formats, power=exponents, mantissa=mantissas)
+def test_between_the_ends_nothing_changes(name, power, mantissa, amax_of) -> None:
     fmt = fm.FloatFormat.from_string(name)
     placed = torch.tensor([2.0**power * mantissa])
     scale = storage_scale(placed, fmt, "tensor").view(1)
-    for amax in (scale * fmt.max * 0.999, placed, placed / 7.9):
-        assert torch.equal(widened_scale(amax, scale, fmt), scale)
+    assert torch.equal(widened_scale(amax_of(placed, scale * fmt.max), scale, fmt), scale)
+
+
+@deterministic
+@given(formats, exponents, mantissas)
+def test_far_from_the_end_a_scale_narrows(name, power, mantissa) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    placed = torch.tensor([2.0**power * mantissa])
+    scale = storage_scale(placed, fmt, "tensor").view(1)
     narrow = widened_scale(placed / 32, scale, fmt)
     assert torch.equal(narrow, storage_scale(placed / 32, fmt, "tensor").view(1))
     assert (narrow <= scale / 16).all()
