@@ -473,8 +473,8 @@ def test_harness_overhead_measures_what_a_step_takes(modules, monkeypatch, tmp_p
     )
 
 
-def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, monkeypatch, corpus):
-    script, calls = modules["harness_overhead"], []
+def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, corpus):
+    script = modules["harness_overhead"]
     config = script.run_config(
         corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0"
     )
@@ -485,11 +485,18 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules, monkey
         assert losses[0] == pytest.approx(math.log(257), abs=0.1)
         assert losses[-1] < losses[0] - 1.5
     assert curves[1] == curves[2]
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["not checked", "checked"])
+def test_a_step_alone_is_checked_if_asked(modules, monkeypatch, corpus, checked):
+    script, calls = modules["harness_overhead"], []
+    config = script.run_config(
+        corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0"
+    )
     for name in ("copy_buffers", "check"):
         monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
-    for checked in (False, True):
-        script.step_alone(config, opened, checked=checked)()
-        assert calls == ["copy_buffers", "check"] * checked
+    script.step_alone(config, load_corpus(corpus, 8), checked=checked)()
+    assert calls == ["copy_buffers", "check"] * checked
 
 
 def rows_by_name(script, corpus, count):

@@ -36,6 +36,11 @@ PLAIN += [
     for folder in ("docs", "study", "docs/api")
     for page in sorted((ROOT / folder).glob("*.md"))
 ]
+MEASURED = [
+    *sorted((ROOT / "docs" / "api").glob("*.rst")),
+    *sorted((ROOT / "docs" / "measured").rglob("*.json")),
+    *sorted((ROOT / "study").rglob("*.json")),
+]
 #: what builds the site, and what `docs/_figures.py` draws with
 IN_SPHINX = pytest.mark.extra("sphinx", "matplotlib")
 
@@ -44,6 +49,10 @@ IN_SPHINX = pytest.mark.extra("sphinx", "matplotlib")
 def _on_path(monkeypatch):
     for folder in ("docs", "study"):
         monkeypatch.syspath_prepend(ROOT / folder)
+
+
+def path_in_repository(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -184,29 +193,28 @@ def test_pages_are_plain_markdown(page):
         ), two
 
 
-def test_links_lead_somewhere_commands_are_understood_and_no_machine_is_named():
-    commands = set()
-    for page in PLAIN:
-        text = page.read_text(encoding="utf-8")
-        assert re.findall(r'!\[\]|<img (?![^>]*alt="[^"]{20})', text) == [], page.name
-        targets = re.findall(
-            r"\]\(([^)#\s]+)|<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\"", text
-        )
-        local = [
-            target for target in map("".join, targets) if not target.startswith(("http", "mailto:"))
-        ]
-        assert [target for target in local if not (page.parent / target).exists()] == [], page.name
-        lines = "\n".join(blocks(page, "(?:console|sh)")).replace(
-            "\\\n", " "
-        )  # one may go on in the next line
-        commands |= set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", lines, re.MULTILINE))
-    for command in commands:
-        parse_overrides(parse(shlex.split(command, comments=True)[1:]).overrides)
-    measured = [
-        *(ROOT / "docs" / "api").glob("*.rst"),
-        *(ROOT / "docs" / "measured").rglob("*.json"),
+@pytest.mark.parametrize("page", PLAIN, ids=path_in_repository)
+def test_images_are_described_and_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r'!\[\]|<img (?![^>]*alt="[^"]{20})', text) == []
+    targets = re.findall(r"\]\(([^)#\s]+)|<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\"", text)
+    local = [
+        target for target in map("".join, targets) if not target.startswith(("http", "mailto:"))
     ]
-    for page in [*PLAIN, *measured, *(ROOT / "study").rglob("*.json")]:
-        assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], (
-            page.name
-        )
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def commands_of(page: Path) -> set[str]:
+    # one may go on in the next line
+    lines = "\n".join(blocks(page, "(?:console|sh)")).replace("\\\n", " ")
+    return set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", lines, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", sorted(set().union(*map(commands_of, PLAIN))))
+def test_commands_are_understood(command):
+    parse_overrides(parse(shlex.split(command, comments=True)[1:]).overrides)
+
+
+@pytest.mark.parametrize("page", [*PLAIN, *MEASURED], ids=path_in_repository)
+def test_no_machine_is_named(page):
+    assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == []

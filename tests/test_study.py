@@ -97,14 +97,24 @@ def run_of(losses, lost=None, zone=None, **config):
     return Run(Path("a"), config, metrics=Records(records), summary={"format": "E7M0"})
 
 
-def test_each_prediction_is_confirmed_refuted_or_open_and_about_nearest_rounding():
-    script, learns = import_module("e7m0"), [2.2 + 3.3 * (step + 1) ** -0.5 for step in range(200)]
-    for run, answer in (
-        (run_of(STUCK, 0.97, 0.6), "confirmed"),
-        (run_of(learns, 0.5, 0.01), "refuted"),
-        (run_of(STUCK[:9]), "not judged"),
-    ):
-        assert [prediction.answer.value for prediction in script.predictions(run)] == [answer] * 3
+LEARNS = [2.2 + 3.3 * (step + 1) ** -0.5 for step in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("run", "answer"),
+    [
+        pytest.param(run_of(STUCK, 0.97, 0.6), "confirmed", id="confirmed"),
+        pytest.param(run_of(LEARNS, 0.5, 0.01), "refuted", id="refuted"),
+        pytest.param(run_of(STUCK[:9]), "not judged", id="not judged"),
+    ],
+)
+def test_each_prediction_is_confirmed_refuted_or_open(run, answer):
+    script = import_module("e7m0")
+    assert [prediction.answer.value for prediction in script.predictions(run)] == [answer] * 3
+
+
+def test_predictions_are_about_nearest_rounding():
+    script = import_module("e7m0")
     nearest = run_of(STUCK, 0.97, 0.2, optimizer={"writeback": "nearest"})
     stochastic = run_of(STUCK, 0.97, 0.2, optimizer={"writeback": "stochastic"})
     lines = script.predictions_table([nearest, stochastic]).splitlines()[2:]

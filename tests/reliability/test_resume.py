@@ -72,13 +72,20 @@ def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
     assert differences(old_traces, traces(RUN)) == []
 
 
-def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
-    for less, why in (
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"train.max_steps": STEPS - 1}, "is below"),
         ({"optimizer.lr": 0.125}, "which optimizer.lr"),
-    ):
-        assert main(line(less, "--allow-config-change")) == 2
-        assert why in capsys.readouterr().err
+    ],
+    ids=["fewer steps", "no steps"],
+)
+def test_a_change_that_leaves_nothing_to_do_is_refused(line, capsys, change, message):
+    assert main(line(change, "--allow-config-change")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     overrides = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
     assert main(line(overrides, "--allow-config-change")) == 0
     printed = capsys.readouterr().err
@@ -171,15 +178,19 @@ def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(finished, lin
     }  # kept beside step 24
 
 
-def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys):
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [(None, 2), (["verify", "runs/r"], 1), (["evaluate", "runs/r"], 2)],
+    ids=["run", "verify", "evaluate"],
+)
+def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys, command, code):
     shutil.rmtree(RUN / "checkpoints")
     (RUN / "checkpoints" / "step-24").mkdir(parents=True)
     old_traces = traces(RUN)
     message = "checkpoint 'runs/r/checkpoints/step-24' is a folder, the layout of an earlier version, which this one does"
-    for command, code in ((line(), 2), (["verify", "runs/r"], 1), (["evaluate", "runs/r"], 2)):
-        assert main(command) == code
-        printed = capsys.readouterr()
-        assert message in (printed.out if code == 1 else printed.err.splitlines()[-1])
+    assert main(command or line()) == code
+    printed = capsys.readouterr()
+    assert message in (printed.out if code == 1 else printed.err.splitlines()[-1])
     assert differences(old_traces, traces(RUN)) == []
 
 

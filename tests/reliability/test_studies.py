@@ -148,23 +148,21 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
     assert table(out) == expected
 
 
-def test_settings_that_changed_are_refused(interrupted, small_corpus):
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("max_steps", 7, f"train.max_steps {STEPS}, now 7"),
+        ("data_dir", Path("again/out"), "data.dir"),
+    ],
+    ids=["max_steps", "data_dir"],
+)
+def test_settings_that_changed_are_refused(interrupted, small_corpus, option, value, named):
     out = interrupted / "again" / "out"
     old_manifest = (out / "sweep.json").read_bytes()
-    for changed, named in (
-        ({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"),
-        ({"data_dir": out}, "data.dir"),
-    ):
-        with pytest.raises(ValueError, match=rf"with {named}.*; give a new folder"):
-            compared(
-                **{
-                    "data_dir": small_corpus,
-                    "overrides": words(SMALL),
-                    **ROWS,
-                    **changed,
-                    "out": out,
-                }
-            )
+    settings = {"data_dir": small_corpus, "overrides": words(SMALL), **ROWS, "out": out}
+    settings[option] = interrupted / value if option == "data_dir" else value
+    with pytest.raises(ValueError, match=rf"with {named}.*; give a new folder"):
+        compared(**settings)
     assert (out / "sweep.json").read_bytes() == old_manifest
 
 

@@ -113,19 +113,21 @@ def test_a_file_of_the_users_stays(words, content, trained, corpus_dir, working_
     assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
 
 
-@pytest.mark.usefixtures("_no_figures")
-def test_what_a_command_wrote_it_writes_again(trained, working_folder):
-    Path("x.json").touch()  # as mktemp leaves one
-    for words in (
+@pytest.mark.usefixtures("_no_figures", "working_folder")
+@pytest.mark.parametrize(
+    "words",
+    [
         "evaluate --out x.json",
         "sample --tokens 2 --out x.json",
         "report --out dir",
         "evaluate --save kept",
-    ):
-        Path("x.json").write_text("")
-        command, *arguments = words.split()
-        for _ in range(2):
-            assert main([command, str(trained["float"]), *arguments]) == 0
+    ],
+)
+def test_what_a_command_wrote_it_writes_again(trained, words):
+    Path("x.json").touch()  # as mktemp leaves one
+    command, *arguments = words.split()
+    for _ in range(2):
+        assert main([command, str(trained["float"]), *arguments]) == 0
 
 
 def test_a_lock_file_of_somebody_else_stays(tmp_path):

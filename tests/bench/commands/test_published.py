@@ -203,22 +203,22 @@ def test_a_run_has_the_formats_and_the_scales_of_its_files(words):
     assert resolved([]).model.granularity is None
 
 
-def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(words, refused, text_file):
+@pytest.mark.parametrize("command", ["finetune", "evaluate"])
+def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
+    words, refused, text_file, command
+):
     finetune = words(SQUARES)
     assert outline("./model").stored  # and what is remembered of it goes with the file
     state = load_file("model/model.safetensors")
     del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(state, "model/model.safetensors", {"format": "pt"})
-    for command in (
-        finetune,
-        ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"],
-    ):
-        message = refused(*command)
-        assert (
-            "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds "
-            "F8_E4M3" in message
-        )
-        assert "its scale is missing" in message
+    evaluate = ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"]
+    message = refused(*(finetune if command == "finetune" else evaluate))
+    assert (
+        "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds "
+        "F8_E4M3" in message
+    )
+    assert "its scale is missing" in message
 
 
 def test_files_are_read_once(words, monkeypatch):

@@ -334,24 +334,33 @@ def test_what_is_advised_can_be_parsed(line):
     parse_overrides(parse(words).overrides)
 
 
-def test_advice_for_a_model_of_a_bare_name_and_a_folder_with_blanks_works(
-    working_folder, text_file, corpus_dir, refused
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize("name", ["m", "gpt2", "with blanks"])
+def test_advice_for_a_model_of_a_bare_name_or_with_blanks_works(
+    text_file, corpus_dir, refused, name
 ):
     import causal_models
 
-    for name in ("m", "gpt2", "with blanks"):
-        causal_models.write(Path(name))
-        message = refused(
-            "finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16"
-        )
-        advised = (
-            message.partition("nanogpt-bench ")[2]
-            .replace("FILE", str(text_file))
-            .replace("DIR", f"'of {name}'")
-        )
-        assert main(shlex.split(advised)) == 0
-        tuned = f"--model '{name}' --data.dir 'of {name}' --model.block_size 16 --train.max_steps 1 --eval.batches 1"
-        assert main(["finetune", *shlex.split(tuned)]) == 0
+    causal_models.write(Path(name))
+    message = refused(
+        "finetune", "--model", name, "--data.dir", corpus_dir, "--model.block_size", "16"
+    )
+    advised = (
+        message.partition("nanogpt-bench ")[2]
+        .replace("FILE", str(text_file))
+        .replace("DIR", f"'of {name}'")
+    )
+    assert main(shlex.split(advised)) == 0
+    tuned = f"--model '{name}' --data.dir 'of {name}' --model.block_size 16 --train.max_steps 1 --eval.batches 1"
+    assert main(["finetune", *shlex.split(tuned)]) == 0
+
+
+def test_a_tokenizer_of_a_bare_name_is_read_and_advice_quotes_a_folder_with_blanks(
+    working_folder, text_file, refused
+):
+    import causal_models
+
+    causal_models.write(Path("m"))
     assert (
         main(["prepare", "text", "--input", str(text_file), "--tokenizer", "m", "--out", "bare"])
         == 0

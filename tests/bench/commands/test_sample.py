@@ -72,9 +72,12 @@ def test_draws_follow_the_softmax_of_the_k_likeliest():
     )
     assert sample(logits[:2], top_k=1).tolist() == [3, 3]
     assert sample(logits[:2] * 1e30, temperature=1e-30).tolist() == [3, 3]
-    for bad in (math.nan, math.inf):
-        with pytest.raises(FloatingPointError, match="not finite"):
-            sample(torch.tensor([[0.0, bad]]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nothing_is_drawn_of_logits_that_are_not_finite(bad):
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(torch.tensor([[0.0, bad]]))
 
 
 def test_a_run_writes_text_in_each_format_of_the_same_draws(trained, tmp_path):

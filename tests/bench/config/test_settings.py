@@ -173,14 +173,20 @@ def test_every_shipped_file_is_valid(name, tmp_path):
     assert resolve(config).train.max_steps == (763 if name == "gpt2_124m.yaml" else 2000)
 
 
-def test_a_file_is_found_by_its_name_on_disk_first_and_a_missing_one_is_answered_with_the_nearest(
-    working_folder,
-):
-    for name in ("e4m3", "e4m3.yaml", "configs/e4m3.yaml"):
-        assert find_config(name) == CONFIGS_FOLDER / "e4m3.yaml"
-    for name in ("e4m33.yaml", "elsewhere/e4m3.yaml"):
-        with refusal(r"does not exist; did you mean 'e4m3.yaml'\?"):
-            find_config(name)
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize("name", ["e4m3", "e4m3.yaml", "configs/e4m3.yaml"])
+def test_a_shipped_file_is_found_by_its_name(name):
+    assert find_config(name) == CONFIGS_FOLDER / "e4m3.yaml"
+
+
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize("name", ["e4m33.yaml", "elsewhere/e4m3.yaml"])
+def test_a_missing_file_is_answered_with_the_nearest(name):
+    with refusal(r"does not exist; did you mean 'e4m3.yaml'\?"):
+        find_config(name)
+
+
+def test_a_file_on_disk_is_found_before_a_shipped_one(working_folder):
     (working_folder / "e4m3.yaml").write_text("seed: 1\n")
     assert load_config(find_config("e4m3.yaml")).seed == 1
 
@@ -244,12 +250,19 @@ def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_it
         resolve(once)
 
 
-def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_settings_are_custom():
-    custom = "--optimizer.name StiffnessAdamW --optimizer.stiffness=2"
-    for words, name in ((custom, "custom"), ("--rule stiffness --model.storage grid", "stiffness")):
-        config = resolved(["--model.format", "E4M3", *words.split()])
-        config.rule = None
-        assert rule_name(config) == name
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("--optimizer.name StiffnessAdamW --optimizer.stiffness=2", "custom"),
+        ("--rule stiffness --model.storage grid", "stiffness"),
+    ],
+)
+def test_one_byte_that_is_simulated_in_floats_has_its_rule_s_name_and_other_settings_are_custom(
+    words, name
+):
+    config = resolved(["--model.format", "E4M3", *words.split()])
+    config.rule = None
+    assert rule_name(config) == name
 
 
 @pytest.mark.parametrize("name", OWN_OPTIMIZERS)

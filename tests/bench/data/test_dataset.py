@@ -245,28 +245,32 @@ def test_the_command_says_how_many_labels_there_are(working_folder, capsys):
     assert names == {"meta.json", "train.bin", "val.bin"}
 
 
-def test_rows_are_first_tokens_with_padding_behind(prepared):
+@pytest.mark.parametrize("block", [16, None, 64], ids=["16", "a document's length", "64"])
+def test_rows_are_first_tokens_with_padding_behind(prepared, block):
     documents = documents_of(load_corpus(prepared, 16), "train")
-    length = int(documents.ends[0])
-    for block in (16, length, 64):
-        tokens, labels = documents.rows(np.array([0, 3]), block)
-        assert tokens.shape == (2, block)
-        whole = documents.tokens[documents.starts[3] : documents.ends[3]].astype(np.int64)
-        token_count = min(block, len(whole))
-        assert tokens[1, :token_count].tolist() == whole[:token_count].tolist()
-        assert (tokens[1, token_count:] == PADDING).all()
-        assert documents.lengths(np.array([3]), block).tolist() == [token_count]
-        assert torch.equal(labels[1], torch.from_numpy(documents.labels[3]).float())
+    block = block or int(documents.ends[0])
+    tokens, labels = documents.rows(np.array([0, 3]), block)
+    assert tokens.shape == (2, block)
+    whole = documents.tokens[documents.starts[3] : documents.ends[3]].astype(np.int64)
+    token_count = min(block, len(whole))
+    assert tokens[1, :token_count].tolist() == whole[:token_count].tolist()
+    assert (tokens[1, token_count:] == PADDING).all()
+    assert documents.lengths(np.array([3]), block).tolist() == [token_count]
+    assert torch.equal(labels[1], torch.from_numpy(documents.labels[3]).float())
 
 
-def test_drawing_depends_on_seed_step_and_micro_step_only(prepared):
+@pytest.mark.parametrize("change", [{"seed": 2}, {"step": 6}, {"micro_step": 3}], ids=str)
+def test_drawing_depends_on_seed_step_and_micro_step_only(prepared, change):
     documents = documents_of(load_corpus(prepared, 16), "train")
     draw = draw_documents(documents, 8, seed=1, step=5, micro_step=2)
     assert np.array_equal(draw, draw_documents(documents, 8, seed=1, step=5, micro_step=2))
-    for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}):
-        assert not np.array_equal(
-            draw, draw_documents(documents, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
-        )
+    assert not np.array_equal(
+        draw, draw_documents(documents, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change})
+    )
+
+
+def test_held_out_batches_have_every_document_once(prepared):
+    documents = documents_of(load_corpus(prepared, 16), "train")
     batches = held_out_batches(documents, 4, 4, seed=7)
     assert [len(part) for part in batches] == [4, 4, 4, 3]
     assert sorted(np.concatenate(batches)) == list(range(15))

@@ -30,6 +30,7 @@ from nanogpt_bench.data.write import pieces
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 TEXT = "the same words, and the same other words: naïve, wörter\n" * 40
+AWKWARD = "  \n\n\tif x:\r\n      y = 'it''s'  \u00a0\u2003 1234567890 \U0001f600  "
 
 
 @functools.cache
@@ -74,22 +75,41 @@ def test_gpt2_has_its_own_numbers_and_merges_nothing_across_a_cut():
     )
 
 
-def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path, monkeypatch):
-    """Its own definition of GPT-2 finds in its cache what it would download."""
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Tiktoken's own definition of GPT-2.
+
+    It finds in its cache what it would download.
+    """
     from tiktoken_ext import openai_public
 
+    cache = tmp_path_factory.mktemp("tiktoken")
     folder = tokenizers._offline_folder()
     assert folder is not None
     for name in tokenizers.SHA256:
         address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-        shutil.copy(folder / name, tmp_path / hashlib.sha1(address.encode()).hexdigest())
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    published = tiktoken.Encoding(**openai_public.gpt2())
+        shutil.copy(folder / name, cache / hashlib.sha1(address.encode()).hexdigest())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+        return tiktoken.Encoding(**openai_public.gpt2())
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return stdlib_documents()
+
+
+@pytest.mark.parametrize("text", [TEXT, AWKWARD], ids=["words", "awkward"])
+def test_gpt2_s_tokens_are_tiktoken_s_own(published, text):
     tokenizer = make_tokenizer("gpt2", "")
     assert tokenizer.vocab_size == published.n_vocab
-    awkward = "  \n\n\tif x:\r\n      y = 'it''s'  \u00a0\u2003 1234567890 \U0001f600  "
-    for text in (TEXT, awkward, *stdlib_documents()[:40]):
-        assert tokenizer.encode(text).tolist() == published.encode_ordinary(text)
+    assert tokenizer.encode(text).tolist() == published.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_gpt2_s_tokens_of_a_document_are_tiktoken_s_own(published, documents, number):
+    text = documents[number]
+    assert make_tokenizer("gpt2", "").encode(text).tolist() == published.encode_ordinary(text)
 
 
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(1, 12))

@@ -107,20 +107,42 @@ def test_a_tied_head_is_decided_on_in_one_line(trained, capsys):
     assert (
         "add --model.tied leave, or --model.tied untie" in capsys.readouterr().err.splitlines()[-1]
     )
-    sizes = []
-    for tied in ("leave", "untie"):
-        assert main([*command, f"--model.tied={tied}"]) == 0
-        sizes.append(capsys.readouterr().out)
-    assert "3,072" in sizes[0]  # the blocks'
-    assert "3,728" in sizes[1]  # and a head's
 
 
-def test_without_a_checkpoint_one_line_says_how_to_get_one(trained, tmp_path, refused):
+@pytest.mark.parametrize(
+    ("tied", "size"),
+    [("leave", "3,072"), ("untie", "3,728")],
+    ids=["leave: the blocks'", "untie: and a head's"],
+)
+def test_a_tied_head_is_left_or_measured_too(trained, capsys, tied, size):
+    command = ["evaluate", str(trained["tied"]), "--formats", "E4M3"]
+    assert main([*command, f"--model.tied={tied}"]) == 0
+    assert size in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["", "config.yaml"], ids=["the folder", "its config.yaml"])
+def test_without_a_checkpoint_one_line_says_how_to_get_one(trained, tmp_path, refused, name):
     bare = shutil.copytree(trained["float"], tmp_path / "bare")
     shutil.rmtree(bare / "checkpoints")
-    for name in (bare, bare / "config.yaml"):
-        words = f"run {bare}/config.yaml --checkpoint.last true trains it once more and saves one"
-        assert words in refused("evaluate", name, "--formats", "E4M3")
+    words = f"run {bare}/config.yaml --checkpoint.last true trains it once more and saves one"
+    assert words in refused("evaluate", bare / name, "--formats", "E4M3")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "addition", "message"),
+    [
+        ("byte", "", "was trained on text of tokenizer 'char'"),
+        ("char", "the fox\n" * 200, "numbers the tokens of each text on its own"),
+    ],
+    ids=["another tokenizer", "another text"],
+)
+def test_text_of_other_tokens_than_the_run_s_is_refused(
+    trained, text_file, tmp_path, refused, tokenizer, addition, message
+):
+    source = tmp_path / "other.txt"
+    source.write_text(text_file.read_text() + addition)
+    prepare_text(source, tmp_path / tokenizer, tokenizer)
+    assert message in refused("evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}")
 
 
 def test_another_text_than_the_run_s_is_never_taken_for_it(
@@ -131,14 +153,7 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
         main(["evaluate", str(trained["float"]), f"--data.dir={moved}"]) == 0
     )  # the same text elsewhere
     (tmp_path / "other.txt").write_text(text_file.read_text() + "the fox\n" * 200)
-    for source, tokenizer, message in (
-        (text_file, "byte", "was trained on text of tokenizer 'char'"),
-        (tmp_path / "other.txt", "char", "numbers the tokens of each text on its own"),
-    ):
-        prepare_text(source, tmp_path / tokenizer, tokenizer)
-        assert message in refused(
-            "evaluate", trained["float"], f"--data.dir={tmp_path / tokenizer}"
-        )
+    prepare_text(text_file, tmp_path / "byte", "byte")
     run(tiny(data__dir=tmp_path / "byte", train__max_steps=1), tmp_path / "run")
     # another text takes the place of the run's
     prepare_text(tmp_path / "other.txt", tmp_path / "byte", "byte", replace=True)

@@ -216,17 +216,17 @@ def test_a_model_without_attention_is_refused(command, text_file, tmp_path, corp
     assert "is of type 'mamba', without attention" in message
 
 
-def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(text_file, tmp_path, refused, value):
     model = causal_models.write(tmp_path / "llama")
     tensors = load_file(model / "model.safetensors")
-    for value in (float("nan"), float("inf")):
-        tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
-        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-        message = refused("evaluate", "--model", model, "--input", text_file)
-        assert (
-            "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values"
-            in message
-        )
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    message = refused("evaluate", "--model", model, "--input", text_file)
+    assert (
+        "model.layers.0.mlp.down_proj.weight holds NaN or infinity in 1 of its 1,536 values"
+        in message
+    )
 
 
 def write_model(folder: Path, kind: str, dtype: torch.dtype) -> Path:

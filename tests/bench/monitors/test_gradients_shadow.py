@@ -48,13 +48,16 @@ def test_gradients_without_signal():
     constant = gradient_figures(torch.full((1000,), 0.1))
     assert (constant[GRAD_L2], constant[GRAD_SNR]) == (pytest.approx(math.sqrt(10)), None)
     assert gradient_figures(torch.tensor([1.0, -1.0]))[GRAD_SNR] == 0
-    for bad in (math.nan, math.inf):
-        figures = gradient_figures(torch.tensor([0.0, bad, 1.0, 2.0]))
-        assert (math.isfinite(figures[GRAD_L2] or 0.0), figures[GRAD_SNR], figures[GRAD_ZERO]) == (
-            False,
-            None,
-            0.25,
-        )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_has_no_signal(bad):
+    figures = gradient_figures(torch.tensor([0.0, bad, 1.0, 2.0]))
+    assert (math.isfinite(figures[GRAD_L2] or 0.0), figures[GRAD_SNR], figures[GRAD_ZERO]) == (
+        False,
+        None,
+        0.25,
+    )
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E7M0", "E1M6"])
@@ -159,22 +162,32 @@ def test_cosine_and_noise_are_the_definitions(size, shape):
     assert shadow_figures(g, -g)[0] == -1.0
 
 
-def test_gradients_of_other_size_and_dtype_have_an_angle_and_others_none():
+def test_gradients_of_other_size_have_an_angle_and_zeros_none():
     g = normal(1000)
     assert shadow_figures(g * 1e-30, g) == (pytest.approx(1, abs=1e-6), pytest.approx(0, abs=1e-5))
     assert shadow_figures(g, g * 1e-30)[1] == pytest.approx(-600, rel=1e-3)
-    for dtype in (torch.bfloat16, torch.float64):
-        assert shadow_figures(g.to(dtype), g)[0] == pytest.approx(1, abs=1e-4)
     zero, one = torch.zeros(3), torch.ones(3)
-    for g, reference in (
-        (zero, zero),
-        (one * math.nan, one),
-        (one, one * math.inf),
-        (zero[:0], zero[:0]),
-    ):
-        assert shadow_figures(g, reference) == (None, None)
     assert shadow_figures(zero, one) == (None, 0)
     assert shadow_figures(one, zero) == (None, -math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_another_dtype_have_an_angle(dtype):
+    g = normal(1000)
+    assert shadow_figures(g.to(dtype), g)[0] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("g", "reference"),
+    [
+        pytest.param(torch.zeros(3), torch.zeros(3), id="zeros"),
+        pytest.param(torch.full((3,), math.nan), torch.ones(3), id="nan"),
+        pytest.param(torch.ones(3), torch.full((3,), math.inf), id="reference inf"),
+        pytest.param(torch.empty(0), torch.empty(0), id="empty"),
+    ],
+)
+def test_gradients_without_an_angle(g, reference):
+    assert shadow_figures(g, reference) == (None, None)
 
 
 @pytest.mark.parametrize("settings", [{}, {"train__accumulation": 3}, {"model__dropout": 0.3}])

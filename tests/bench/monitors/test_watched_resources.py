@@ -61,19 +61,15 @@ NAMESPACES |= {
 NAMESPACES |= {"gradients": "grad/l2", "resources": "memory/", "trend": "train/loss_smoothed"}
 
 
-@pytest.mark.parametrize("alone", WATCHED)
-def test_a_monitor_is_watched_alone_or_left_out(tiny, tmp_path, alone):
+@pytest.mark.parametrize("monitor", WATCHED)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "left out"])
+def test_a_monitor_is_watched_alone_or_left_out(tiny, tmp_path, monitor, alone):
     settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
-    other_monitors = set(WATCHED) - {alone}
-    for watch in ({alone}, other_monitors):
-        last = records_of(
-            tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch))
-        )[-1]
-        assert {
-            name
-            for name, prefix in NAMESPACES.items()
-            if any(key.startswith(prefix) for key in last)
-        } == watch
+    watch = {monitor} if alone else set(WATCHED) - {monitor}
+    last = records_of(tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / "run")[-1]
+    assert {
+        name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)
+    } == watch
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny, tmp_path, monkeypatch):

@@ -85,7 +85,17 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
 
 
 @pytest.mark.usefixtures("_no_figures")
-def test_what_several_files_hold_counts_once(tmp_path, unfinished):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["before.json", "after.json"],
+        ["after.json", "before.json"],
+        ["before.json", "study"],
+        ["after.json", "after.json", "study"],
+    ],
+    ids=" ".join,
+)
+def test_what_several_files_hold_counts_once(tmp_path, unfinished, names):
     old_file, new_file = tmp_path / "before.json", tmp_path / "after.json"
     assert main(["results", "export", str(unfinished), "--out", str(old_file)]) == 0
     write_run(tmp_path / "again", rule="nearest", fmt="E4M3", final=2.4, seed=4)
@@ -93,20 +103,14 @@ def test_what_several_files_hold_counts_once(tmp_path, unfinished):
     summary = summary_of(unfinished / "nearest-4") | {"name": "nearest-4"}
     (unfinished / "nearest-4" / "summary.json").write_text(json.dumps(summary))
     assert main(["results", "export", str(unfinished), "--out", str(new_file)]) == 0
-    for files in (
-        [old_file, new_file],
-        [new_file, old_file],
-        [old_file, unfinished],
-        [new_file, new_file, unfinished],
-    ):
-        out = tmp_path / "page"
-        assert main(["report", *map(str, files), "--out", str(out), "--reference", "fp32"]) == 0
-        lines = {
-            line["run"]: line
-            for line in csv.DictReader((out / "results.csv").read_text().splitlines())
-        }
-        seeds = {label: line["seeds"] for label, line in lines.items() if line["seeds"] != "0"}
-        assert seeds == {"fp32": "2", "E4M3 nearest": "2"}
-        assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)
-        assert lines["sgd"]["verdict"].startswith("failed: none of 3 trials")
-        assert [line.get("partial") for line in lines.values()] == ["4 of 6 runs"] * 4
+    files = [str(tmp_path / name) for name in names]
+    out = tmp_path / "page"
+    assert main(["report", *files, "--out", str(out), "--reference", "fp32"]) == 0
+    lines = {
+        line["run"]: line for line in csv.DictReader((out / "results.csv").read_text().splitlines())
+    }
+    seeds = {label: line["seeds"] for label, line in lines.items() if line["seeds"] != "0"}
+    assert seeds == {"fp32": "2", "E4M3 nearest": "2"}
+    assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)
+    assert lines["sgd"]["verdict"].startswith("failed: none of 3 trials")
+    assert [line.get("partial") for line in lines.values()] == ["4 of 6 runs"] * 4

@@ -37,14 +37,17 @@ def test_seeds_are_paired_as_in_students_sleep_and_those_without_a_twin_left_out
     assert (paired.mean, paired.seeds) == (pytest.approx(0.45), 2)
     assert difference({1: 2.0}, {2: 2.0}) is None
     assert difference({1: 2.0}, {1: 1.5}) == Difference(0.5, 1)
-    for apart in (0.0, 0.25):  # seeds that agree to the last bit
-        paired = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
-        assert (paired.mean, paired.low, paired.high, paired.is_found) == (
-            apart,
-            apart,
-            apart,
-            apart > 0,
-        )
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.25])
+def test_seeds_that_agree_to_the_last_bit_have_an_interval_of_one_point(apart):
+    paired = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
+    assert (paired.mean, paired.low, paired.high, paired.is_found) == (
+        apart,
+        apart,
+        apart,
+        apart > 0,
+    )
 
 
 def test_holm_over_the_rows_that_were_tested():

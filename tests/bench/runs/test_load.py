@@ -48,8 +48,7 @@ def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followe
     assert len(find_runs([links / "d"])) == 1  # one that is named is meant
 
 
-@pytest.mark.usefixtures("_no_figures")
-def test_a_truncated_last_line_costs_that_line_only_and_the_page_says_so(tmp_path):
+def test_a_run_is_loaded_as_it_was_written(tmp_path):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5, seed=7)
     run = load_run(folder)
     assert (run.name, run.rule, run.format, run.seed, run.status) == (
@@ -60,17 +59,22 @@ def test_a_truncated_last_line_costs_that_line_only_and_the_page_says_so(tmp_pat
         "finished",
     )
     assert (run.notes, run.number("final_val_loss"), run.last_step) == ((), 2.5, 200)
-    whole = (folder / "metrics.jsonl").read_bytes()
-    note = "metrics.jsonl: the last line is cut off; the {} whole records were read"
-    for content, last in (
-        (whole[:-25], 199),
-        (whole + '{"step": 201, "note": "ü'.encode()[:-1], 200),
-    ):
-        (folder / "metrics.jsonl").write_bytes(content)
-        assert (load_run(folder).last_step, load_run(folder).notes) == (
-            last,
-            (note.format(last + 1),),
-        )
+
+
+@pytest.mark.usefixtures("_no_figures")
+@pytest.mark.parametrize(
+    ("end", "addition", "last"),
+    [(-25, b"", 199), (None, '{"step": 201, "note": "ü'.encode()[:-1], 200)],
+    ids=["in a line", "in a character"],
+)
+def test_a_truncated_last_line_costs_that_line_only_and_the_page_says_so(
+    tmp_path, end, addition, last
+):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5, seed=7)
+    content = (folder / "metrics.jsonl").read_bytes()[:end] + addition
+    (folder / "metrics.jsonl").write_bytes(content)
+    note = f"metrics.jsonl: the last line is cut off; the {last + 1} whole records were read"
+    assert (load_run(folder).last_step, load_run(folder).notes) == (last, (note,))
     assert main(["report", str(folder), "--out", str(tmp_path / "page")]) == 0
     assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(
         encoding="utf-8"

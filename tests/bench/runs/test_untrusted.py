@@ -267,25 +267,39 @@ def test_an_honest_alias_and_merge_are_read():
 def test_nesting_is_read_to_the_bound(parse):
     text = "[" * (untrusted.DEEPEST - 2) + "]" * (untrusted.DEEPEST - 2)
     assert json.dumps(parse(text)) == text
-    for depth in (untrusted.DEEPEST + 1, 100_000):
-        with pytest.raises(
-            untrusted.RefusedFile, match=f"nests more than {untrusted.DEEPEST} deep"
-        ):
-            parse("[" * depth + "]" * depth)
 
 
-def test_a_file_is_read_to_the_bound_and_only_an_ordinary_one(tmp_path):
-    path, link, pipe = tmp_path / "a.json", tmp_path / "link", tmp_path / "pipe"
-    path.write_bytes(b"[1]      ")
-    link.symlink_to("a.json")
-    os.mkfifo(pipe)
+@pytest.mark.parametrize("parse", [untrusted.parse_yaml, untrusted.parse_json])
+@pytest.mark.parametrize("depth", [untrusted.DEEPEST + 1, 100_000])
+def test_nesting_beyond_the_bound_is_refused(parse, depth):
+    with pytest.raises(untrusted.RefusedFile, match=f"nests more than {untrusted.DEEPEST} deep"):
+        parse("[" * depth + "]" * depth)
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A folder with a file, a link to it and a pipe."""
+    (tmp_path / "a.json").write_bytes(b"[1]      ")
+    (tmp_path / "link").symlink_to("a.json")
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def test_a_file_is_read_to_the_bound(places):
+    path, link = places / "a.json", places / "link"
     assert untrusted.read_json(path) == untrusted.read_json(link) == [1]
     assert untrusted.read_text(path, limit=9) == "[1]      "
-    for place, options, message in (
-        (path, {"limit": 8}, "more than 8 bytes"),
-        (tmp_path, {}, "not an ordinary file"),
-        (pipe, {}, "not an ordinary file"),
-        (link, {"links": False}, "symbolic link"),
-    ):
-        with pytest.raises(untrusted.RefusedFile, match=message):
-            untrusted.read_text(place, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        pytest.param("a.json", {"limit": 8}, "more than 8 bytes", id="too long"),
+        pytest.param("", {}, "not an ordinary file", id="folder"),
+        pytest.param("pipe", {}, "not an ordinary file", id="pipe"),
+        pytest.param("link", {"links": False}, "symbolic link", id="link"),
+    ],
+)
+def test_only_an_ordinary_file_within_the_bound_is_read(places, name, options, message):
+    with pytest.raises(untrusted.RefusedFile, match=message):
+        untrusted.read_text(places / name, **options)

@@ -166,19 +166,27 @@ def test_the_smallest_size_needs_less_than_a_gigabyte_and_batches_of_few_texts_n
     check_fits(config, model_shape(config, open_corpus(config)))
 
 
-def test_what_was_read_counts_as_free(tmp_path, monkeypatch):
+MEMINFO = {"meminfo": "MemTotal: 9000 kB\nMemAvailable:   8000 kB\n"}
+NO_LIMIT = MEMINFO | {"memory.max": "max\n", "memory.current": "900000\n"}
+LIMIT = NO_LIMIT | {"memory.max": "1000000\n"}
+STAT = "anon 100000\ninactive_anon 7\ninactive_file 500000\nactive_file 300000\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        pytest.param(MEMINFO, 8000 * 1024, id="no group"),
+        pytest.param(NO_LIMIT, 8000 * 1024, id="no limit"),
+        pytest.param(LIMIT, 100_000, id="limit"),
+        pytest.param(LIMIT | {"memory.stat": STAT}, 900_000, id="files that were read"),
+    ],
+)
+def test_what_was_read_counts_as_free(tmp_path, monkeypatch, files, free):
     monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(free_memory, "_CONTROL_GROUP", tmp_path)
-    stat = "anon 100000\ninactive_anon 7\ninactive_file 500000\nactive_file 300000\n"
-    for files, free in (  # each case keeps the files of those before it
-        ({"meminfo": "MemTotal: 9000 kB\nMemAvailable:   8000 kB\n"}, 8000 * 1024),
-        ({"memory.max": "max\n", "memory.current": "900000\n"}, 8000 * 1024),
-        ({"memory.max": "1000000\n"}, 100_000),
-        ({"memory.stat": stat}, 900_000),
-    ):
-        for name, text in files.items():
-            (tmp_path / name).write_text(text)
-        assert free_memory.free_memory() == free
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert free_memory.free_memory() == free
 
 
 def test_what_fits_is_trained(tiny, folder, monkeypatch):

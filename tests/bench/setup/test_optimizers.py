@@ -295,14 +295,18 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
     }
     integers = {"rule": None, "model.storage": "fp8", "model.products": "int8"}
     assert products_of({"*": "E1M6"}, **integers)["mlp.fc"] == ("int8", "bfloat16")
-    for products in PRODUCTS:
-        assert (
-            fm.LayerSpec("E1M6" if products == "int8" else "E4M3", products=products).products
-            == products
-        )
-    for fmt in ("E4M3", "E5M2", "E1M6", "E2M5", "E3M4"):
-        units = fm.LayerSpec(fmt, products="auto").units
-        assert (units == "fp8") == (fmt in FP8_FORMATS)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_a_layer_has_the_products_that_are_asked_for(products):
+    fmt = "E1M6" if products == "int8" else "E4M3"
+    assert fm.LayerSpec(fmt, products=products).products == products
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6", "E2M5", "E3M4"])
+def test_formats_of_fp8_units_have_them_by_themselves(fmt):
+    units = fm.LayerSpec(fmt, products="auto").units
+    assert (units == "fp8") == (fmt in FP8_FORMATS)
 
 
 @pytest.mark.parametrize(
