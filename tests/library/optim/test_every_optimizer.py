@@ -705,8 +705,10 @@ def test_decay_is_what_was_asked_for(fmt, factors, name):
 
 
 @by_name
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_loss_scaling_over_stored_and_ordinary_weights(name, bad):
+@pytest.mark.parametrize(
+    "overflows", [(math.inf,), (math.nan,), (math.inf, math.nan)], ids=["inf", "nan", "both"]
+)
+def test_loss_scaling_over_stored_and_ordinary_weights(name, overflows):
     """Gradients that were unscaled and clipped step as those that never were scaled.
 
     An overflow is left out by the scaler.
@@ -732,9 +734,10 @@ def test_loss_scaling_over_stored_and_ordinary_weights(name, bad):
         scaler.update()
         plain.step()
         assert same_bits(values(pair[0]), values(pair[1]))
-    backward(pair[0], scaled, 9, bad)
-    old_state = snapshot(scaled)
-    scaler.step(scaled)
-    scaler.update()
-    assert snapshot(scaled) == old_state
-    assert scaler.get_scale() == 2.0**13
+    for overflow in overflows:
+        backward(pair[0], scaled, 9, overflow)
+        old_state = snapshot(scaled)
+        scaler.step(scaled)
+        scaler.update()
+        assert snapshot(scaled) == old_state
+    assert scaler.get_scale() == 2.0 ** (14 - len(overflows))
