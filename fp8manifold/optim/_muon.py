@@ -17,7 +17,8 @@ second by the same function without a moment.
 Under the write-back ``momentum`` the rounding error goes into the momentum after the
 second half (`_write_alone`), as if the step were linear in it, with the ratio of the
 norms of ``F u`` and its factor as the slope. Such a momentum is a float copy between
-the halves. `StiffnessMuon._run` calls `take_muon_steps`.
+the halves. `StiffnessMuon._run` calls `take_muon_steps` for steps without a plan. Planned
+ones are `MuonBatch`, at the end of this file, and `TritonMuonStep`.
 """
 
 import math

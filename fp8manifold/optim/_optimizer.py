@@ -20,11 +20,10 @@ gradients are finite, as ``_may_step`` does, with `_largest_factor` and
 `_gradient_factor` for what a subclass checks beyond that. So a subclass that adds a check
 to ``_may_step`` gives these too, or refuses plans.
 
-Muon's steady steps and those of the Riemannian optimizers are planned on the CPU only.
-A steady step on a GPU does not wait for the question whether all gradients are finite:
-the kernels answer it, refuse the step or take it, and report. ``_pending_verdicts`` has
-the reports that the host has not read. They are read before the next step, and when
-somebody asks for a count.
+Steady steps of the Riemannian optimizers are planned on the CPU only. A steady step on
+a GPU does not wait for the question whether all gradients are finite: the kernels answer
+it, refuse the step or take it, and report. ``_pending_verdicts`` has the reports that the
+host has not read. They are read before the next step, and when somebody asks for a count.
 """
 
 from collections.abc import Callable, Sequence

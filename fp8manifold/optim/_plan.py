@@ -151,10 +151,10 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
     by_geoopt = optimizer._by_geoopt(slots)
     others = set(by_geoopt)
     native = [i for i in range(len(slots)) if i not in others]
+    is_possible = bool(native) and optimizer._are_plannable([slots[i] for i in native])
     if on_gpu(slots[0].device):
-        is_possible = not by_geoopt and all(map(is_triton, slots))
+        is_possible = is_possible and not by_geoopt and all(map(_is_launched_whole, slots))
     else:
-        is_possible = bool(native) and optimizer._are_plannable([slots[i] for i in native])
         is_possible = is_possible and all(_is_native_in_place(slots[i]) for i in native)
         is_possible = is_possible and all(_is_summed_in_place(slots[i]) for i in by_geoopt)
     return Plan(optimizer, slots, native, by_geoopt) if is_possible else None

@@ -3,7 +3,9 @@
 One optimizer steps both; a group's ``direction`` says which. Three parts:
 
 - The class: options, checks, numbers of a step. Matrices are stepped by
-  `take_muon_steps` of `_muon.py`, everything else as by StiffnessAdamW.
+  `take_muon_steps` of `_muon.py`, everything else as by StiffnessAdamW. A steady step,
+  which `_plan.py` has planned, goes another way to the same arithmetic: `MuonBatch` of
+  `_muon.py` on a CPU, `TritonMuonStep` on a GPU.
 - `StiffnessMuon.for_model` sorts the parameters of a model into groups. Each parameter
   has a kind (`_kind_of`): a matrix, a kernel of a convolution, a batch of experts,
   another one with decay, or a vector without. `_GROUP_OPTIONS` has what follows.

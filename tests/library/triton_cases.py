@@ -384,6 +384,37 @@ def test_planned_steps_of_matrices_have_the_bits_of_unplanned_ones(case, on_a_ca
     assert frozen(planned.state_dict()) == frozen(unplanned.state_dict())
 
 
+#: Options of Muon steps that are more than kernels with a product between them.
+MUONS_OTHER_STEPS = {
+    "stiffness": {"stiffness": 1.0},
+    "error into the momentum": {"writeback": "momentum", "moments": "bfloat16"},
+    "floats": {},
+}
+
+
+@pytest.mark.parametrize("case", MUONS_OTHER_STEPS)
+def test_other_steps_of_matrices_have_no_plan_on_a_card(case, on_a_card):
+    """F stands on both sides of a factor; an error needs a ratio; torch averages floats."""
+    if case == "floats":
+        weights = [torch.nn.Parameter(normal(8, 64, seed=1))]
+    else:
+        weights = [fm.FP8Parameter(normal(8, 64, seed=1), "E4M3", seed=9, keep_remainder=False)]
+    optimizers = []
+    for _ in range(2):
+        copies = [copy.deepcopy(p).to(CARD) for p in weights]
+        options = MUONS_OTHER_STEPS[case]
+        optimizers.append(optim.StiffnessMuon(copies, 0.02, ns_dtype=torch.float32, **options))
+    maybe_planned, unplanned = optimizers
+    unplanned.is_planned = False
+    for step in range(4):
+        for optimizer in optimizers:
+            put(optimizer, step)
+            optimizer.step()
+        assert not maybe_planned._pending_verdicts
+        assert same_bits(everyone(maybe_planned), everyone(unplanned))
+    assert frozen(maybe_planned.state_dict()) == frozen(unplanned.state_dict())
+
+
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card, monkeypatch):
@@ -474,7 +505,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     ],
 )
 def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writeback, monkeypatch):
-    """In steps of Muon, which wait for the card anyway; the host doubles one by one."""
+    """In steps of Muon without a plan; the host doubles one by one."""
     largest, doubled_scales, run_triton_itself = (
         as_format(fmt).max_code,
         [],
