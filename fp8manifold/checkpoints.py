@@ -143,6 +143,9 @@ def load_fp8(
     Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
     Model-Optimizer; OCP MX Formats 1.0.
     """
+    # before anything is downloaded
+    check_choice("activations", activations, _ACTIVATIONS)
+    check_int("seed", seed, 0, 2**31 - 1)
     chosen = sorted_options(options, dtype, device)
     source = local_source(folder, chosen.hub, chosen.subfolder)
     is_local = Path(folder).is_dir()
