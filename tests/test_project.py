@@ -104,13 +104,13 @@ def test_the_baseline_is_a_processor_without_products_in_bfloat16(name, kernels)
     assert capability.split() == [kernels, "torch.float32"]
 
 
-def tests_of_sessions(constant: str) -> list[str]:
+def session_tests(constant: str) -> list[str]:
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     value = re.search(rf"^{constant} = (\(.*?\))", text, re.MULTILINE | re.DOTALL)[1]
     return list(ast.literal_eval(value))
 
 
-@pytest.mark.parametrize("name", tests_of_sessions("FIRST") + tests_of_sessions("FAIL_WITH_AMX"))
+@pytest.mark.parametrize("name", session_tests("FIRST") + session_tests("FAIL_WITH_AMX"))
 def test_sessions_name_tests_that_exist(name):
     file, _, test = name.partition("::")
     assert (ROOT / file).is_dir() or test in (ROOT / file).read_text(encoding="utf-8")
