@@ -15,8 +15,8 @@ it, for ``isinstance`` and for geoopt's optimizers, which step it on its manifol
 classes are the same objects under the same names, before and after. Pickles, copies and
 compiled code see no difference.
 
-- ``follow_geoopt``: whoever imports geoopt, the bases change as its import ends. The
-  first finder in ``sys.meta_path`` sees to that. The import warns of nothing: geoopt
+- ``follow_geoopt``: whoever imports geoopt, the bases change as its import ends
+  (``after_import``). The import warns of nothing: geoopt
   scripts one helper with ``torch.jit.script``, which torch has deprecated, and users
   can't act on that.
 - ``load_geoopt``: what needs geoopt imports it. These are the methods of the stand-ins:
@@ -27,15 +27,12 @@ compiled code see no difference.
 
 import abc
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch import nn
+
+from fp8manifold._base.after_import import after_import
 
 __all__ = [
     "PARAMETER_METHODS",
@@ -117,8 +114,8 @@ def follow_geoopt() -> None:
     """Change the bases of the classes that there are, now or when geoopt is imported."""
     if sys.modules.get("geoopt") is not None:
         load_geoopt()
-    elif not any(isinstance(finder, _GeooptFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _GeooptFinder())
+    else:
+        after_import("geoopt", _inherit_from, ignored_warning="`torch.jit.script`")
 
 
 def _inherit_from(geoopt: Any) -> None:
@@ -133,34 +130,3 @@ def _replace_base(stand_in: type, base: type) -> None:
     kinds: list[Any] = stand_in.__subclasses__()
     for kind in kinds:
         kind.__bases__ = tuple([base if old is stand_in else old for old in kind.__bases__])
-
-
-class _GeooptFinder(MetaPathFinder):
-    """Finds geoopt where other finders do, and changes bases once it is executed."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "geoopt":
-            return None
-        # the finders before this one were asked already
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                _inherit_after_execution(spec.loader)
-                return spec
-        return None
-
-
-def _inherit_after_execution(loader: Any) -> None:
-    """Let a loader change the bases once it has executed geoopt, silently."""
-    execute = loader.exec_module
-
-    @wraps(execute)
-    def execute_and_inherit(module: ModuleType) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="`torch.jit.script`")
-            execute(module)
-        _inherit_from(module)
-
-    loader.exec_module = execute_and_inherit

@@ -15,7 +15,7 @@ import fp8manifold as fm
 
 #: from the ground up; what stands on one floor may import from its own and from those
 #: below
-LIBRARY = """formats _interface _geoopt_import | _base _ranks | random_bits scaling | _numerics | _triton | _native
+LIBRARY = """formats _interface | _base _ranks | _geoopt_import random_bits scaling | _numerics | _triton | _native
 | grid reference | _encoded manifolds | tensor fake_quant | parameter | _shards _published | nn
 | ops averages distributed exchange | optim | huggingface | checkpoints | _doors"""
 BENCH = """system | model checkpoint | config | data monitors | runs | setup failures | report | loop

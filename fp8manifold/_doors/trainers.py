@@ -8,16 +8,14 @@ methods are replaced as soon as its module is there.
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
 from torch import nn
 
+from fp8manifold._base.after_import import after_import
 from fp8manifold._base.wrappers import unwrapped
 from fp8manifold._doors.plain import is_quantized
 from fp8manifold._doors.restore import restore
@@ -36,8 +34,8 @@ def _guard_trainers(model: nn.Module) -> None:
     module = sys.modules.get(_MODULE)
     if module is not None:
         _guard_trainer(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    else:
+        after_import(_MODULE, _guard_trainer)
 
 
 when_guarded(_guard_trainers)
@@ -88,33 +86,3 @@ def _has_side_file(trainer: Any, model: Any, folder: str) -> bool:
         return False
     base = unwrapped(model) if isinstance(model, nn.Module) else model
     return is_transformers_model(base) and is_quantized(base) and has_side_file(folder)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module of Trainer as Python does, and changes it once it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    """A loader that changes the module after another has run it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _guard_trainer(module)
