@@ -262,7 +262,7 @@ def bitsandbytes_8bit(work: Workload) -> Built:
     return Built([*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW_OPTIONS))
 
 
-def ours(
+def library_optimizer(
     label: str,
     optimizer: str,
     fmt: str = "E4M3",
@@ -299,7 +299,9 @@ def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options:
     """
     settings = {name: ADAMW_OPTIONS[name] for name in ("lr", "betas", "eps")}
     settings = settings | {"stiffness": 1.0} | options
-    return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **settings)
+    return library_optimizer(
+        f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **settings
+    )
 
 
 def grid_adamw(work: Workload) -> Built:
@@ -327,6 +329,9 @@ CONTENDERS: Final[dict[str, Contender]] = {
         fused=True,
         lr=1e-3,
         weight_decay=0.1,
+    ),
+    "adafactor-foreach": torch_optimizer(
+        "torch Adafactor foreach, float32", torch.optim.Adafactor, foreach=True, weight_decay=0.1
     ),
     "optimi-float32": optimi("optimi AdamW float32", torch.float32),
     "optimi-kahan": optimi("optimi AdamW bfloat16, Kahan sums", torch.bfloat16),
@@ -384,15 +389,28 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-grid": Contender(
         Kind.OURS, "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw
     ),
-    "riemannian-adam": ours(
+    "riemannian-adam": library_optimizer(
         "RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3
     ),
-    "stiffness-sgd": ours(
+    "stiffness-sgd": library_optimizer(
         "StiffnessSGD E4M3 stochastic, momentum 0.9",
         "StiffnessSGD",
         lr=0.1,
         momentum=0.9,
         stiffness=2.0,
     ),
-    "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion", stiffness=1.0),
+    "stiffness-lion": library_optimizer(
+        "StiffnessLion E4M3 stochastic", "StiffnessLion", stiffness=1.0
+    ),
+    "stiffness-adafactor": library_optimizer(
+        "StiffnessAdafactor E4M3 stochastic",
+        "StiffnessAdafactor",
+        goals={("cpu", "10M"): 2.0},
+    ),
+    "stiffness-adafactor-8bit": library_optimizer(
+        "StiffnessAdafactor E4M3 stochastic, 8-bit momentum",
+        "StiffnessAdafactor",
+        momentum=0.9,
+        moments="8bit",
+    ),
 }

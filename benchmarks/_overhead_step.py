@@ -91,6 +91,7 @@ def pretend_gpu_steps(until: ExitStack) -> None:
         (_backends, "is_native", lambda slot: False),
         (reading, "is_read_at_once", lambda x: False),
         (launch, "_kernels", lambda: (kernel, kernel, kernel)),
+        (launch, "_factor_kernels", lambda: launch.FactorKernels(*[kernel] * 6)),
         (launch, "options", dict),
     ]
     for module, name, replacement in replacements:

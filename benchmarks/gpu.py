@@ -57,7 +57,7 @@ class Part(NamedTuple):
 #: by worth: the parts before ``eight_billion`` fill the time of a first call, and
 #: ``gpt2`` runs only where it is named
 GPU_PARTS: Final = (
-    Part(exact_steps, 30),
+    Part(exact_steps, 40),
     Part(exact_arrays, 10),
     Part(exact_products, 40),
     Part(step_calls, 30),
@@ -68,9 +68,9 @@ GPU_PARTS: Final = (
     Part(training_2048, 150),
     Part(one_block, 50),
     Part(losses, 60),
-    Part(eight_billion, 230),
+    Part(eight_billion, 420),
     Part(launches, 5),
-    Part(step_times, 40),
+    Part(step_times, 50),
     Part(rivals, 20),
     Part(muon, 15),
     Part(gpt2, 530),

@@ -1,6 +1,6 @@
 """The cost of a linear layer with one-byte weights, as a ratio to ``nn.Linear``.
 
-    python benchmarks/linear_forward.py [--storage fp8] [--tokens 64 256 1024 4096]
+    python benchmarks/linear_forward.py [--storage codes] [--tokens 64 256 1024 4096]
                                         [--modes eager compiled] [--pairs 25]
                                         [--seconds 5] [--device cpu]
                                         [--markdown | --json] [--record]
@@ -9,7 +9,7 @@ Both layers have one shape and dtype. One thread. "forward" runs without gradien
 "forward and backward" leaves gradients of the input, the weight and the bias. The two
 layers are timed in turn (on the CPU: process CPU time), and the ratio is the median
 over the pairs with the smallest and the largest; under ``compiled`` both are compiled.
-Cells that take long get fewer pairs, at least 3. With storage fp8 the last lines give
+Cells that take long get fewer pairs, at least 3. With storage codes the last lines give
 the decoding of the weight alone, as a ratio to ``clone`` of the decoded weight.
 """
 
@@ -72,7 +72,7 @@ class CellPair:
     """The measurements of one layer, mode and batch."""
 
     forward: PassTimes
-    both: PassTimes
+    both_passes: PassTimes
 
     @property
     def layer(self) -> str:
@@ -160,7 +160,9 @@ def layer_cells(measured: list[CellPair]) -> list[tuple[object, ...]]:
     rows = []
     for pair in measured:
         cell = pair.forward
-        rows.append((pair.layer, cell.mode, cell.tokens, pair.forward.ratios, pair.both.ratios))
+        rows.append(
+            (pair.layer, cell.mode, cell.tokens, pair.forward.ratios, pair.both_passes.ratios)
+        )
     return rows
 
 
@@ -179,15 +181,15 @@ def layer_rows(measured: list[CellPair]) -> list[tuple[str, ...]]:
     """Return the table's rows, the header first."""
     rows: list[tuple[str, ...]] = [LAYER_HEADER]
     for pair in measured:
-        forward, both = pair.forward, pair.both
+        forward, both_passes = pair.forward, pair.both_passes
         rows.append(
             (
                 pair.layer,
                 forward.mode,
                 str(forward.tokens),
                 str(forward.ratios),
-                str(both.ratios),
-                f"{forward.linear_ms:.2f}, {both.linear_ms:.2f}",
+                str(both_passes.ratios),
+                f"{forward.linear_ms:.2f}, {both_passes.linear_ms:.2f}",
             )
         )
     return rows
@@ -213,7 +215,7 @@ def layer_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--storage", choices=("fp8", "grid", "master"), default="fp8")
+    parser.add_argument("--storage", choices=("codes", "grid", "master"), default="codes")
     parser.add_argument("--format", choices=fm.NAMED_FORMATS, default="E4M3")
     parser.add_argument(
         "--sizes", type=size_of, nargs="+", default=[LayerSize(512, 2048), LayerSize(2048, 8192)]
@@ -245,7 +247,7 @@ def main() -> None:
     torch.manual_seed(0)
     measured = list(measure_layers(options))
     decoding = []
-    if options.storage == "fp8":
+    if options.storage == "codes":
         decoding = [measure_decoding(options, size) for size in options.sizes]
     device = "CPU, one thread, process CPU time"
     if options.device == "cuda":
@@ -255,7 +257,7 @@ def main() -> None:
     if options.json:
         cells = []
         for pair in measured:
-            cells += [asdict(pair.forward), asdict(pair.both)]
+            cells += [asdict(pair.forward), asdict(pair.both_passes)]
         print(json.dumps({"title": title, "cells": cells, "decoding": decoding}, indent=1))
     else:
         table = text_table(layer_rows(measured), LAYER_RULE, options.markdown)

@@ -1,19 +1,21 @@
-"""The peak of main memory when a model is read into codes, or read and then rounded.
+"""The peak of main memory when a model is read into codes, rounded, or saved.
 
     python benchmarks/loading.py [--fp8] [--weights 277M] [--shards 5] [--folder PATH]
                                  [--markdown | --json] [--record]
 
 A separate process writes a Llama of random bfloat16 weights, tied, in shards of
 safetensors, and once more with its layers in codes and a float32 scale for each
-128 x 128, as DeepSeek and Qwen publish them. Each way of reading it runs in a fresh
-process. Another process only imports the same and builds a small model. Shown is the
-largest resident set of the first (``VmHWM`` of Linux, pages of mapped files among them)
-minus that of the second.
+128 x 128, as DeepSeek and Qwen publish them, and as `save` writes the model in codes.
+Each way of reading or saving it runs in a fresh process, which reads or saves a small
+model in the same way first, so that everything is imported. Shown is the largest resident
+set from then on (``VmHWM`` of Linux, pages of mapped files among them) minus the one
+before; of ``save`` that of the model itself is counted, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -41,6 +43,7 @@ class LlamaSize(NamedTuple):
 LLAMA_SIZES: Final = {
     "0.2M": LlamaSize(64, 192, 4, 64),
     "50M": LlamaSize(1024, 4096, 3, 64),
+    "103M": LlamaSize(1024, 4096, 6, 2048),
     "277M": LlamaSize(1024, 4096, 16, 8192),
     "1.2B": LlamaSize(2048, 8192, 16, 128256),
     "1.2B, 32k tokens": LlamaSize(2048, 8192, 17, 32000),
@@ -50,23 +53,36 @@ LLAMA_SIZES: Final = {
 class Method(StrEnum):
     """How a process gets a model in codes."""
 
-    #: `from_pretrained` of floats with a quantization_config
-    FROM_PRETRAINED = "codes"
-    #: `load_quantized` of floats
-    LOAD_QUANTIZED = "own"
+    #: `load` of floats
+    LOAD = "codes"
+    #: `files.load_into` with floats
+    LOAD_INTO = "own"
     #: `from_pretrained` of floats, then `quantize_model`
     QUANTIZE_AFTER = "after"
-    #: `load_fp8` of an FP8 folder
+    #: `load` of an FP8 folder
     LOAD_FP8 = "fp8"
     #: `from_pretrained` of an FP8 folder, which gives floats
     DECODE_FP8 = "fp8 decoded"
-    #: nothing is read, for comparison
-    NOTHING = "empty"
+    #: `load` of a folder that `save` wrote
+    LOAD_SAVED = "saved"
+    #: the same with layout="codes"
+    LOAD_SAVED_CODES = "saved codes"
+    #: `save` of a model that `load` has made of floats
+    SAVE = "save"
+    #: the same with layout="codes"
+    SAVE_CODES = "save codes"
 
     @property
     def folder(self) -> str:
         """The name of the folder that is read."""
+        if self in (Method.LOAD_SAVED, Method.LOAD_SAVED_CODES):
+            return self.value
         return "fp8" if self in (Method.LOAD_FP8, Method.DECODE_FP8) else "floats"
+
+    @property
+    def is_save(self) -> bool:
+        """Whether the model is saved once it has been read."""
+        return self in (Method.SAVE, Method.SAVE_CODES)
 
 
 class LoadingWay(NamedTuple):
@@ -78,16 +94,22 @@ class LoadingWay(NamedTuple):
 
 
 LOADING_WAYS: Final = {
-    "from_pretrained(quantization_config=...)": LoadingWay(Method.FROM_PRETRAINED, "auto"),
-    "the same, dtype=torch.float32": LoadingWay(Method.FROM_PRETRAINED, "float32"),
-    "load_quantized, transformers' model on meta": LoadingWay(Method.LOAD_QUANTIZED, "bfloat16"),
+    "load of floats": LoadingWay(Method.LOAD, "auto"),
+    "the same, dtype=torch.float32": LoadingWay(Method.LOAD, "float32"),
+    "files.load_into, transformers' model on meta": LoadingWay(Method.LOAD_INTO, "bfloat16"),
     "from_pretrained, bfloat16, then quantize_model": LoadingWay(Method.QUANTIZE_AFTER, "auto"),
     "from_pretrained, float32, then quantize_model": LoadingWay(Method.QUANTIZE_AFTER, "float32"),
-    "load_fp8 of an FP8 folder": LoadingWay(Method.LOAD_FP8, "bfloat16"),
+    "load of an FP8 folder": LoadingWay(Method.LOAD_FP8, "bfloat16"),
     "the same FP8 folder, dtype=torch.float32": LoadingWay(Method.LOAD_FP8, "float32"),
     "from_pretrained of the FP8 folder, bfloat16": LoadingWay(Method.DECODE_FP8, "bfloat16"),
+    "load of a saved folder": LoadingWay(Method.LOAD_SAVED, "bfloat16"),
+    "load of a saved folder of codes": LoadingWay(Method.LOAD_SAVED_CODES, "bfloat16"),
+    "save": LoadingWay(Method.SAVE, "auto"),
+    "save in codes": LoadingWay(Method.SAVE_CODES, "auto"),
 }
 FORMATS_OF_NAMES: Final = {"*": "E4M3"}
+#: the folder of small models, which are read first
+SMALL: Final = "small"
 
 
 def llama_config(size: str) -> Any:
@@ -116,6 +138,9 @@ def write(folder: Path, size: str, shards: int) -> None:
     import transformers
     from safetensors.torch import save_file
 
+    if folder.name in (Method.LOAD_SAVED, Method.LOAD_SAVED_CODES):
+        save_in_codes(folder)
+        return
     config = llama_config(size)
     in_codes = folder.name == "fp8"
     config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
@@ -149,6 +174,15 @@ def write(folder: Path, size: str, shards: int) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
 
 
+def save_in_codes(folder: Path) -> None:
+    """Save the floats of the folder beside this one by `save`, rounded to codes."""
+    import fp8manifold as fm
+
+    model = load_model(folder.parent / "floats", Method.LOAD, "auto")
+    layout = "codes" if folder.name == Method.LOAD_SAVED_CODES else "floats"
+    fm.save(model, folder, layout)
+
+
 def load_model(folder: Path, method: Method, dtype_name: str) -> Any:
     """Read the model in one way."""
     import torch
@@ -159,55 +193,67 @@ def load_model(folder: Path, method: Method, dtype_name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     auto = transformers.AutoModelForCausalLM
     dtype = dtype_name if dtype_name == "auto" else getattr(torch, dtype_name)
-    if method is Method.LOAD_FP8:
-        return fm.load_fp8(folder, dtype=dtype)
+    if method in (Method.LOAD_FP8, Method.LOAD_SAVED, Method.LOAD_SAVED_CODES):
+        return fm.load(folder, dtype=dtype)
     if method is Method.DECODE_FP8:
         return auto.from_pretrained(folder, dtype=dtype)
-    if method is Method.FROM_PRETRAINED:
-        config = fm.huggingface.quantization_config(FORMATS_OF_NAMES, tied="leave")
-        return auto.from_pretrained(folder, quantization_config=config, dtype=dtype)
-    if method is Method.LOAD_QUANTIZED:
+    if method is Method.LOAD or method.is_save:
+        return fm.load(folder, FORMATS_OF_NAMES, tied="leave", dtype=dtype)
+    if method is Method.LOAD_INTO:
         with torch.device("meta"):
             model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
-        return fm.load_quantized(model, folder, FORMATS_OF_NAMES, tied="leave")
+        return fm.files.load_into(model, folder, FORMATS_OF_NAMES, tied="leave")
     model = auto.from_pretrained(folder, dtype=dtype)
-    return fm.quantize_model(model, FORMATS_OF_NAMES, "fp8", tied="leave")
+    return fm.quantize_model(model, FORMATS_OF_NAMES, "codes", tied="leave")
 
 
 def load_in_this_process(folder: Path, method: Method, dtype: str) -> dict[str, int]:
     """Read in this process.
 
     Returns:
-        Its largest resident set, the number of weights, and the bytes of the largest
-        tensor.
+        How far its resident set has grown at most, the number of weights, and the bytes
+        of the largest tensor.
     """
     import torch
     import transformers
 
-    import fp8manifold as fm
-
-    fm.huggingface.register()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
-    small = fm.quantize_model(
-        transformers.LlamaForCausalLM(llama_config("0.2M")), FORMATS_OF_NAMES, "fp8", tied="leave"
-    )
-    if method is Method.NOTHING:
-        return {"peak": peak_resident_bytes(), "weights": 0, "largest": 0}
-    del small
-    model = load_model(folder, method, dtype)
+    read_or_save(folder.parent / SMALL / folder.name, method, dtype)
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    forget_peak()
+    model = read_or_save(folder, method, dtype)
     sizes = [parameter.numel() for parameter in model.parameters()]
     width = 4 if dtype == "float32" else 2
-    return {"peak": peak_resident_bytes(), "weights": sum(sizes), "largest": width * max(sizes)}
+    peak = resident_bytes("VmHWM") - before
+    return {"peak": peak, "weights": sum(sizes), "largest": width * max(sizes)}
 
 
-def peak_resident_bytes() -> int:
-    """Return the largest resident set of this process so far."""
+def read_or_save(folder: Path, method: Method, dtype: str) -> Any:
+    """Read a model in one way, and save it if that is what is measured."""
+    import fp8manifold as fm
+
+    model = load_model(folder, method, dtype)
+    if method.is_save:
+        forget_peak()
+        layout = "codes" if method is Method.SAVE_CODES else "floats"
+        fm.save(model, folder.parent / method.value, layout)
+    return model
+
+
+def resident_bytes(key: str) -> int:
+    """Return the resident set of this process: at present (VmRSS) or the largest (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
+        if line.startswith(key):
             _, kilobytes, _ = line.split()
             return 1024 * int(kilobytes)
-    raise SystemExit("/proc/self/status has no VmHWM")
+    raise SystemExit(f"/proc/self/status has no {key}")
+
+
+def forget_peak() -> None:
+    """Let the largest resident set begin at the present one."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def check_linux() -> None:
@@ -249,12 +295,11 @@ def measure_loading(
     """Measure each way in a process of its own."""
     for name in sorted({way.method.folder for way in ways.values()}):
         run_loading("write", str(folder / name), size, str(shards))
-    empty = run_loading("read", str(folder), Method.NOTHING, "auto")["peak"]
+        run_loading("write", str(folder / SMALL / name), "0.2M", "1")
     rows = []
     for name, (method, dtype) in ways.items():
         figures = run_loading("read", str(folder / method.folder), method, dtype)
-        peak = figures["peak"] - empty
-        weights = figures["weights"]
+        peak, weights = figures["peak"], figures["weights"]
         rows.append(
             LoadingFigures(name, peak / 1e9, peak / weights, (peak - figures["largest"]) / weights)
         )

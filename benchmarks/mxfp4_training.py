@@ -90,7 +90,7 @@ def write_compressed(base: Any, folder: Path, scheme: str) -> None:
 def read_folder(folder: Path, writeback: str) -> Any:
     """Return the folder's model with weights in codes, or decoded by compressed-tensors."""
     if writeback != "float32":
-        return fm.load_fp8(folder, dtype=torch.float32)
+        return fm.load(folder, dtype=torch.float32)
     decode = transformers.CompressedTensorsConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=decode

@@ -57,7 +57,7 @@ DEPTH: Final = 12
 class Case:
     """Two functions that are called in turn."""
 
-    what: str
+    work: str
     format: str
     step: Step
     reference: Step
@@ -73,7 +73,7 @@ class Case:
 class CaseFigures:
     """What was measured of a case; times are per layer or parameter."""
 
-    what: str
+    work: str
     format: str
     #: of the least times
     ratio: float
@@ -125,7 +125,7 @@ def _width(model: nn.Module) -> int:
 def one_layer(fmt: str, width: int) -> Layers:
     """Return a layer and its one-byte twin."""
     dense = nn.Sequential(nn.Linear(width, width))
-    coded: Any = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
+    coded: Any = fm.quantize_model(copy.deepcopy(dense), fmt, storage="codes")
     return Layers(coded[0], dense[0])
 
 
@@ -135,7 +135,7 @@ def compiled_stack(fmt: str, width: int, depth: int) -> Layers:
     for _ in range(depth):
         parts += [nn.Linear(width, width), nn.GELU()]
     dense = nn.Sequential(*parts)
-    coded = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
+    coded = fm.quantize_model(copy.deepcopy(dense), fmt, storage="codes")
     return Layers(torch.compile(coded, fullgraph=True), torch.compile(dense, fullgraph=True))
 
 
@@ -267,7 +267,7 @@ def measure_case(case: Case, pairs: int, calls: int) -> CaseFigures:
     ours_us = microseconds * min(pair.measured for pair in times)
     theirs_us = microseconds * min(pair.reference for pair in times)
     return CaseFigures(
-        case.what,
+        case.work,
         case.format,
         ratio=ours_us / theirs_us,
         pairs=Ratio.of_pairs(times),
@@ -307,7 +307,7 @@ def overhead_rows(figures: list[CaseFigures]) -> list[tuple[str, ...]]:
     for figure in figures:
         rows.append(
             (
-                figure.what,
+                figure.work,
                 figure.format,
                 f"{figure.ratio:.2f}x",
                 str(figure.pairs),
@@ -322,7 +322,7 @@ def overhead_rows(figures: list[CaseFigures]) -> list[tuple[str, ...]]:
 def overhead_cells(figure: CaseFigures) -> tuple[object, ...]:
     """Return a figure as numbers, for the site."""
     return (
-        figure.what,
+        figure.work,
         figure.format,
         figure.ratio,
         figure.pairs,
@@ -355,7 +355,7 @@ def main() -> None:
     for name in options.parts:
         with ExitStack() as on_card:
             for case in CASES_OF_PARTS[name](on_card):
-                print(f"{case.what}: {case.format}", file=sys.stderr, flush=True)
+                print(f"{case.work}: {case.format}", file=sys.stderr, flush=True)
                 figures.append(measure_case(case, options.pairs, options.calls))
     title = f"torch {torch.__version__}, CPU, one thread, process CPU time"
     if options.json:

@@ -1,7 +1,7 @@
 """Loss and bytes of README's first lines of Python, beside AdamW.
 
     python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl
-                                [--seeds 42,43,44] [--ways readme,float32]
+                                [--seeds 42,43,44] [--ways readme,float32] [--record]
 
 The model is a folder of floats, or one with a ``.gguf`` file. ``nanogpt-bench prepare``
 writes the text in the model's tokens. A seed decides on the batches, which are those of
@@ -10,6 +10,15 @@ the bench's runs of that seed, and on the random bits.
     readme              README's lines, with the model's folder and the seed put in
     float32, bfloat16   torch's AdamW over all weights in that dtype, clipped, with the
                         rates, betas and decay of these lines
+    adafactor-codes     StiffnessAdafactor over matrices and embeddings of one byte, with
+                        steps in the backward pass
+    adafactor-bfloat16  the same over bfloat16 weights, rounded at random
+    adafactor-torch     torch's Adafactor over bfloat16 weights, rounded to nearest
+
+The rate of Adafactor, relative to the size of the weights, was not searched.
+
+With ``--record`` losses by seed are written to ``docs/measured/recipe.json``, from which
+the tables of README and of the pages on fine-tuning are made.
 
 The loss is over the bench's twelve windows of held-out text, as the model computes it,
 and computed in float32 on its decoded weights. Bytes are those of weights and optimizer
@@ -29,10 +38,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from _forms import add_form_options, text_table
+from _record import Cell, add_option, record
 from torch import Tensor
 
 import fp8manifold as fm
@@ -46,7 +56,14 @@ NAME: Final = "HuggingFaceTB/SmolLM2-135M"
 TRAINING_STEPS: Final = 200
 WINDOW_LENGTH: Final = 256
 EVAL_WINDOWS: Final = 12
-RECIPE_WAYS: Final = ("readme", "float32", "bfloat16")
+RECIPE_WAYS: Final = (
+    "readme",
+    "float32",
+    "bfloat16",
+    "adafactor-codes",
+    "adafactor-bfloat16",
+    "adafactor-torch",
+)
 #: of Student's t for 95% intervals, by degrees of freedom
 QUANTILES: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
@@ -65,7 +82,54 @@ for tokens in batches:
     schedule.step()
     optimizer.zero_grad()
 """
-IMPORTS: Final = "import torch\nfrom transformers import AutoModelForCausalLM\n"
+IMPORTS: Final = """
+import fp8manifold as fm
+import torch
+from transformers import AutoModelForCausalLM
+"""
+ADAFACTOR_RECIPE: Final = """
+model = AutoModelForCausalLM.from_pretrained(
+    "HuggingFaceTB/SmolLM2-135M", dtype=torch.{dtype}
+).train()
+{prepare}
+schedule = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: min((step + 1) / 11, (200 - step) / 190)
+)
+for tokens in batches:
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    {clip}
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+"""
+OURS: Final = """
+optimizer = fm.optim.StiffnessAdafactor(model.parameters(), lr=1e-3, seed={seed})
+handle = fm.optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
+"""
+QUANTISE: Final = """
+fm.quantize_model(model, "E4M3", embeddings="E4M3")
+"""
+TORCHS: Final = """
+optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+"""
+CLIP: Final = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+class AdafactorWay(NamedTuple):
+    """What differs between the ways that train by Adafactor."""
+
+    dtype: str
+    #: lines before the schedule
+    prepare: str
+    #: a line between the backward pass and the step
+    clip: str = ""
+
+
+ADAFACTOR_WAYS: Final = {
+    "adafactor-codes": AdafactorWay("bfloat16", QUANTISE + OURS),
+    "adafactor-bfloat16": AdafactorWay("bfloat16", OURS),
+    "adafactor-torch": AdafactorWay("bfloat16", TORCHS, CLIP),
+}
 
 
 def lines_of_readme() -> str:
@@ -84,6 +148,10 @@ def code_of(way: str, folder: Path, seed: int) -> str:
         if code.count('moments="8bit"') != 1:
             raise SystemExit('README\'s lines have no place for the seed, beside moments="8bit"')
         code = code.replace('moments="8bit"', f'moments="8bit", seed={seed}')
+    elif way in ADAFACTOR_WAYS:
+        dtype, prepare, clip = ADAFACTOR_WAYS[way]
+        lines = prepare.replace("{seed}", str(seed))
+        code = IMPORTS + ADAFACTOR_RECIPE.format(dtype=dtype, prepare=lines, clip=clip)
     else:
         code = IMPORTS + ADAMW_RECIPE.format(dtype=way)
     if code.count(NAME) != 1:
@@ -181,7 +249,9 @@ def ways_table(runs: Sequence[dict[str, Any]], ways: Sequence[str], markdown: bo
     return text_table(rows, ("---", "---", "---", "---:", "---", "---:"), markdown)
 
 
-def difference_text(runs: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]]) -> str:
+def difference_text(
+    runs: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]], decimals: int = 4
+) -> str:
     """Return the mean difference of runs by seed, with half of its 95% interval."""
     differences = [
         runs[seed]["loss"] - reference[seed]["loss"] for seed in runs if seed in reference
@@ -189,11 +259,29 @@ def difference_text(runs: dict[int, dict[str, Any]], reference: dict[int, dict[s
     count = len(differences)
     if count == 0:
         return ""
-    text = f"{mean(differences):+.4f}"
+    text = f"{mean(differences):+.{decimals}f}"
     if count > 1:
         half = QUANTILES[count - 1] * stdev(differences) / count**0.5
-        text += f" ± {half:.4f}"
+        text += f" ± {half:.{decimals}f}"
     return text
+
+
+def record_runs(runs: Sequence[dict[str, Any]], ways: Sequence[str], seeds: Sequence[int]) -> Path:
+    """Write the loss of every way by seed, its difference to float32, and its bytes."""
+    by_way: dict[str, dict[int, dict[str, Any]]] = {way: {} for way in ways}
+    for line in runs:
+        by_way.setdefault(line["way"], {})[line["seed"]] = line
+    rows: list[list[Cell]] = []
+    for way in ways:
+        by_seed = by_way[way]
+        losses: list[Cell] = [by_seed[seed]["loss"] if seed in by_seed else None for seed in seeds]
+        difference = ""
+        if way != "float32":
+            difference = difference_text(by_seed, by_way.get("float32", {}), decimals=3)
+        held = next(iter(by_seed.values()))["bytes"] if by_seed else None
+        rows.append([way, *losses, difference, held])
+    columns = ["way", *(f"seed {seed}" for seed in seeds), "minus float32", "bytes held"]
+    return record("", columns, rows)
 
 
 def main() -> None:
@@ -219,6 +307,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     add_form_options(parser)
+    add_option(parser)
     args = parser.parse_args()
     ways = args.ways.split(",")
     seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -241,6 +330,8 @@ def main() -> None:
                 file.write(json.dumps(runs[-1]) + "\n")
     shown = [line for line in runs if line["steps"] == args.steps]
     print(json.dumps(shown, indent=1) if args.json else ways_table(shown, ways, args.markdown))
+    if args.record:
+        print(record_runs(shown, ways, seeds))
 
 
 if __name__ == "__main__":

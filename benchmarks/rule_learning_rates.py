@@ -45,6 +45,7 @@ CENTRES = {
     "stiffness_sgd": 1e-1,
     "stiffness_lion": 2.5e-4,
     "stiffness_muon": 2e-3,
+    "stiffness_adafactor": 1e-1,
     "riemannian_adam": 0.5,
     "riemannian_sgd": 2e4,
     "fisher": 1e-3,

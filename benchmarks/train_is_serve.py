@@ -192,11 +192,11 @@ def in_place(
     """Return the policy of a published folder's codes: trained, written, read by hand."""
     with tempfile.TemporaryDirectory() as folder:
         write_fp8(base, Path(folder), block, dtype)
-        model = fm.load_fp8(folder, dtype=dtype).eval()
+        model = fm.load(folder, dtype=dtype).eval()
 
     def served() -> dict[str, Tensor]:
         with tempfile.TemporaryDirectory() as folder:
-            fm.save_fp8(model, folder)
+            fm.save(model, folder)
             tensors = load_file(Path(folder) / "model.safetensors")
         for name in [name for name, tensor in tensors.items() if tensor.dtype is E4M3]:
             scale = tensors.pop(f"{name}{_scale_suffix(block)}")

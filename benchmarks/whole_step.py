@@ -131,13 +131,9 @@ def read_for_recipe(folder: Path, recipe: Recipe) -> Any:
 
     import fp8manifold as fm
 
-    config = None
     if recipe.codes:
-        config = fm.huggingface.quantization_config(
-            FORMATS_OF_NAMES, tied="leave", embeddings="E4M3"
-        )
-    auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, quantization_config=config, dtype="auto")
+        return fm.load(folder, FORMATS_OF_NAMES, tied="leave", embeddings="E4M3")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
 def step_in_this_process(folder: Path, recipe: Recipe, iterations: int) -> dict[str, float]:
@@ -158,7 +154,7 @@ def step_in_this_process(folder: Path, recipe: Recipe, iterations: int) -> dict[
     config = transformers.AutoConfig.from_pretrained(folder, num_hidden_layers=1)
     small = transformers.LlamaForCausalLM(config).bfloat16()
     if recipe.codes:
-        fm.quantize_model(small, FORMATS_OF_NAMES, "fp8", tied="leave", embeddings="E4M3")
+        fm.quantize_model(small, FORMATS_OF_NAMES, "codes", tied="leave", embeddings="E4M3")
     take_steps(small, recipe, iterations)
     del small
     gc.collect()

@@ -49,8 +49,8 @@ class Maker:
     def input_digest(self, folder: Path) -> str:
         """Return a digest of the files that it reads and of its modules."""
         files = sorted(imported_files(self.module, folder))
-        read = chain.from_iterable(folder.glob(pattern) for pattern in self.reads.split())
-        files += sorted(read)
+        inputs = chain.from_iterable(folder.glob(pattern) for pattern in self.reads.split())
+        files += sorted(inputs)
         lines = [f"{path.name} {digest(path.read_text(encoding='utf-8'))}" for path in files]
         return digest("\n".join(lines))
 

@@ -115,7 +115,7 @@ def _fields_of_training(steps: int = 300) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(
         nn.Linear(1, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 1)
     )
-    model = fm.quantize_model(model, "E4M3", storage="fp8", granularity="tensor")
+    model = fm.quantize_model(model, "E4M3", storage="codes", granularity="tensor")
     optimizer = fm.optim.StiffnessAdamW(
         model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0
     )

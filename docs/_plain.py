@@ -7,6 +7,8 @@ Sphinx needs is added while it reads them:
                                              table of contents under its name
     links to examples                        lead to their pages in the gallery
     names of the API in code                 the first of each on a page is a link
+    blocks that name no language             are output or a drawing, and not coloured as
+                                             the Python that Sphinx takes them for
 """
 
 import re
@@ -20,10 +22,10 @@ PAGE = re.compile(r"\]\(((?!\.\.)[\w/-]+)\.(?:md|rst)\)")
 EXAMPLE = re.compile(r"\]\(\.\./(examples)(/\w+)?(?:\.py)?\)")
 NAME = re.compile(
     r"(?:fm\.|fp8manifold\.)?"
-    r"(?P<module>(?:optim|ops|huggingface|distributed|reference)\.)?"
+    r"(?P<module>(?:optim|ops|files|huggingface|distributed|reference)\.)?"
     r"(?P<name>[\w.]+)(?P<call>\(\))?"
 )
-MODULES = ("", "optim.", "ops.", "huggingface.", "distributed.", "reference.")
+MODULES = ("", "optim.", "ops.", "files.", "huggingface.", "distributed.", "reference.")
 CONTENTS = """
 ```{{toctree}}
 :hidden:
@@ -53,12 +55,12 @@ def contents(text: str) -> str:
     ```
     <BLANKLINE>
     """
-    seen: set[str] = set()
+    known_pages: set[str] = set()
     tables = []
     for part in text.split("\n## ")[1:]:
         title, _, body = part.partition("\n")
-        pages = [page for page in dict.fromkeys(PAGE.findall(body)) if page not in seen]
-        seen.update(pages)
+        pages = [page for page in dict.fromkeys(PAGE.findall(body)) if page not in known_pages]
+        known_pages.update(pages)
         if pages:
             tables.append(CONTENTS.format(title=title, pages="\n".join(pages)))
     return "".join(tables)
@@ -93,6 +95,12 @@ def _complete_page(_app: Any, page: str, source: list[str]) -> None:
     source[0] = text
 
 
+def _name_languages(_app: Any, doctree: nodes.document) -> None:
+    """Give the blocks that name no language the name of none."""
+    for block in doctree.findall(nodes.literal_block):
+        block.attributes.setdefault("language", "none")
+
+
 def _link_names(app: Any, doctree: nodes.document, page: str) -> None:
     """Make the first mention of a name on a page a link to its entry in the API."""
     if page.startswith(("api/", "examples/")):
@@ -116,5 +124,6 @@ def _link_names(app: Any, doctree: nodes.document, page: str) -> None:
 def setup(app: Any) -> dict[str, bool]:
     """Complete pages as they are read, and link names when all pages are known."""
     app.connect("source-read", _complete_page)
+    app.connect("doctree-read", _name_languages)
     app.connect("doctree-resolved", _link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

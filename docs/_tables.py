@@ -24,7 +24,7 @@ STORAGES = {
     "float32": "floats",
     "master": "a float32 copy",
     "grid": "the grid",
-    "fp8": "one byte",
+    "codes": "one byte",
     "continuous": "floats, unrounded",
     "peer": "one byte of its package",
 }
@@ -128,7 +128,7 @@ def failures_table() -> str:
     sides = {"above": "at least", "below": "at most"}
     names = {}
     for metric in (OVERFLOW, CLAMPED):
-        for operand_metric in metric.each:
+        for operand_metric in metric.parts:
             names[operand_metric.name] = f"{metric.name}/OPERAND"
     rows = []
     for bound in CLASSES:
@@ -247,6 +247,10 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
     ),
     "StiffnessLion(...)": fm.optim.StiffnessLion,
     'StiffnessLion(..., moments="8bit")': partial(fm.optim.StiffnessLion, moments="8bit"),
+    "StiffnessAdafactor(...)": fm.optim.StiffnessAdafactor,
+    'StiffnessAdafactor(..., momentum=0.9, moments="8bit")': partial(
+        fm.optim.StiffnessAdafactor, momentum=0.9, moments="8bit"
+    ),
 }
 
 
@@ -264,7 +268,7 @@ def _bytes_row(call: str, rows: int, columns: int) -> tuple[str, ...]:
 
     layer = torch.nn.Linear(columns, rows, bias=False)
     if call != FLOAT_ADAMW:
-        layer = fm.quantize_model(layer, "E4M3", storage="fp8")
+        layer = fm.quantize_model(layer, "E4M3", storage="codes")
     optimizer = BYTES[call]([layer.weight])
     layer(torch.ones(1, columns)).sum().backward()
     optimizer.step()

@@ -75,7 +75,7 @@ def main() -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    model = fm.quantize_model(model, "E4M3", storage="fp8")
+    model = fm.quantize_model(model, "E4M3", storage="codes")
     optimizer = fm.optim.StiffnessAdamW(
         model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0
     )

@@ -67,7 +67,7 @@ if __name__ == "__main__":
         facts = f"{fmt.finite_codes} finite codes, largest {fmt.max:g}"
         print(f"{fmt}: {facts}, smallest step {fmt.ulp_min:.5f}")
     for fmt in (fm.FloatFormat.from_string("E4M3"), *CUSTOM_FORMATS):
-        model = fm.quantize_model(network(), fmt, storage="fp8")
+        model = fm.quantize_model(network(), fmt, storage="codes")
         error = rounding_error(network(), model)
         loss = train(model)
         print(

@@ -114,7 +114,7 @@ train(
 )
 report("AdamW, float32", model)
 
-model = fm.quantize_model(initial_model(), "E4M3", storage="fp8")
+model = fm.quantize_model(initial_model(), "E4M3", storage="codes")
 optimizer = fm.optim.StiffnessMuon.for_model(model, LR, moments="8bit")
 fm.optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
 train(model, optimizer)

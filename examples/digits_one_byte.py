@@ -88,7 +88,7 @@ if __name__ == "__main__":
 
     names = {"float32": "E4M3, StiffnessAdamW", "8bit": "E4M3, StiffnessAdamW, 8-bit averages"}
     for moments, name in names.items():
-        model = fm.quantize_model(network(), "E4M3", storage="fp8")
+        model = fm.quantize_model(network(), "E4M3", storage="codes")
         optimizer = fm.optim.StiffnessAdamW(
             model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=moments
         )

@@ -66,7 +66,7 @@ def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
     test_start = -len(text) // 5
     training_text, test_text = text[:test_start], text[test_start:]
     report("as it was", model, test_text)
-    fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
+    fm.quantize_model(model, "E4M3", storage="codes", tied="leave")
     report("in one byte per weight", model, test_text)
     optimizer = fm.optim.StiffnessAdamW(
         model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit"

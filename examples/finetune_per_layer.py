@@ -79,7 +79,7 @@ if __name__ == "__main__":
     train(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3), PROSE, steps=150)
     report("pretrained on prose, float32", llama)
 
-    quantized = fm.quantize_model(copy.deepcopy(llama), FORMATS, storage="fp8")
+    quantized = fm.quantize_model(copy.deepcopy(llama), FORMATS, storage="codes")
     report("quantised, before fine-tuning", quantized)
 
     train(llama, torch.optim.AdamW(llama.parameters(), lr=1e-3), TRAINING_CODE, steps=100)

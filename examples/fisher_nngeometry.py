@@ -43,7 +43,7 @@ def network() -> nn.Module:
     """Return a network in one byte per weight, with the same weights every time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
-    return fm.quantize_model(model, "E4M3", storage="fp8")
+    return fm.quantize_model(model, "E4M3", storage="codes")
 
 
 def train(make_optimizer: MakeOptimizer) -> list[float]:

@@ -37,7 +37,7 @@ class Digits(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-        self.net = fm.quantize_model(net, "E4M3", storage="fp8")
+        self.net = fm.quantize_model(net, "E4M3", storage="codes")
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         """Return the loss of a batch."""

@@ -105,7 +105,7 @@ if __name__ == "__main__":
     model = network()
     report("float32, Muon", model, fm.optim.StiffnessMuon.for_model(model, lr=RATE))
 
-    model = fm.quantize_model(network(), "E4M3", storage="fp8")
+    model = fm.quantize_model(network(), "E4M3", storage="codes")
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=RATE, moments="8bit")
     fm.optim.step_in_backward(optimizer)
     report("E4M3, Muon, 8-bit averages", model, optimizer)

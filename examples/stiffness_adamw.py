@@ -51,7 +51,7 @@ def main() -> None:
     error = train(model, torch.optim.AdamW(model.parameters(), lr=4e-3))
     print(f"{'float32, AdamW:':<35}{error:.5f}")
     for writeback in ("nearest", "stochastic"):
-        model = fm.quantize_model(network(), "E4M3", storage="fp8")
+        model = fm.quantize_model(network(), "E4M3", storage="codes")
         optimizer = fm.optim.StiffnessAdamW(
             model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0, writeback=writeback
         )

@@ -2,23 +2,25 @@
 
 # _shards registers the operators of sharded weights, and _doors.trainers lets trainers
 # resume from saved folders: nothing else imports them.
-from fp8manifold import _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
+from fp8manifold import _shards, distributed, files, huggingface, ops, optim, reference  # noqa: F401
 from fp8manifold._doors import trainers as _trainers  # noqa: F401
 from fp8manifold._doors.load import load
 from fp8manifold._doors.save import save
 from fp8manifold._geoopt_import import follow_geoopt
+from fp8manifold._memory import MemoryNeeded, memory_needed
 from fp8manifold._native import NativeUnavailableWarning
+from fp8manifold._served.apply import apply_changes
+from fp8manifold._served.changes import ServedChanges
+from fp8manifold._served.patch import Patch
+from fp8manifold._served.patch_files import read_changes, write_changes
+from fp8manifold._served.weights import ServedWeights, served_weights
 from fp8manifold.averages import averaged_model
-from fp8manifold.checkpoints import load_fp8, published_weights, save_fp8
-from fp8manifold.exchange import export_model, exported_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
+from fp8manifold.lost_updates import ReportedUpdate, UpdateReport, lost_updates
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
-from fp8manifold.nn._loading import load_quantized
-from fp8manifold.nn._parts import unflatten_state_dict
-from fp8manifold.nn._plan import check_formats
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import (
@@ -54,45 +56,50 @@ __all__ = [
     "FP8Tensor",
     "FloatFormat",
     "LayerSpec",
+    "MemoryNeeded",
     "NativeUnavailableWarning",
     "OperandSpec",
+    "Patch",
     "QuantizationReport",
     "QuantizedLinear",
     "RepeatedRoundingWarning",
     "ReportedLayer",
+    "ReportedUpdate",
     "SaturationWarning",
     "Scale",
+    "ServedChanges",
+    "ServedWeights",
     "StiffnessManifold",
     "UnderflowWarning",
+    "UpdateReport",
     "amax_scale",
+    "apply_changes",
     "averaged_model",
-    "check_formats",
     "decode",
     "dequantize_model",
     "distributed",
     "encode",
-    "export_model",
-    "exported_state_dict",
     "fake_quantize",
+    "files",
     "from_chart",
     "huggingface",
     "load",
-    "load_fp8",
-    "load_quantized",
+    "lost_updates",
+    "memory_needed",
     "ops",
     "optim",
-    "published_weights",
     "quantization_report",
     "quantize_model",
     "quantize_weight_gradients",
     "random_bits",
+    "read_changes",
     "reference",
     "round_to_grid",
     "save",
-    "save_fp8",
+    "served_weights",
     "storage_scale",
     "to_chart",
     "ulp",
-    "unflatten_state_dict",
     "widened_scale",
+    "write_changes",
 ]

@@ -199,6 +199,10 @@ NUMBERS: Final = (
     "inject",
     # what gradients with respect to codes are multiplied by, a power of two
     "per_unit",
+    # of Adafactor: the least size of weights that a rate is multiplied by, and the
+    # largest root mean square of a direction
+    "least_size",
+    "most",
 )
 """Names of the numbers of a step, in the order in which C and kernels read them."""
 POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
@@ -407,6 +411,29 @@ SPEC: Final = Record(
     ),
 )
 """The choices of a step, the same in every step: those of ``optim/_spec.py``."""
+FACTORS: Final = Record(
+    "Factors",
+    (
+        # averages of the squares of rows and of columns, in the state; a vector has all
+        # its squares in place of the latter
+        Field("row_means", "float *", "pointers"),
+        Field("column_means", "float *", "pointers"),
+        # what the gradient is multiplied by
+        Field("row", "float *", "pointers"),
+        Field("column", "float *", "pointers"),
+        # memory to work in: sums of squares of tiles of rows, of gradients and of
+        # weights, and of columns; 0 for factors that are given
+        Field("sums", "float *", "pointers"),
+        Field("weight_sums", "float *", "pointers"),
+        Field("column_sums", "float *", "pointers"),
+        *_alike(("matrices", "rows", "columns"), "int64_t", "sizes"),
+        # the largest product of two factors
+        Field("cap", "float"),
+        # what the rate is multiplied by
+        Field("size", "float"),
+    ),
+)
+"""Adafactor's second moment of a parameter, in native code."""
 JOB: Final = Record(
     "Job",
     (
@@ -419,14 +446,16 @@ JOB: Final = Record(
         # moments: float32, bfloat16 or codes
         Field("first", "void *", "pointers"),
         Field("second", "void *", "pointers"),
-        # the largest second moments so far, of AMSGrad
-        Field("largest", "float *", "pointers"),
-        # bounds of each row's 8-bit moments; of a fitted first moment, its largest
-        # magnitude
+        # of AMSGrad: the maxima of second moments so far
+        Field("second_max", "float *", "pointers"),
+        # bounds of each row's 8-bit moments; of a fitted first moment its largest
+        # magnitude, ``avg_largest`` in the state
         Field("first_bound", "float *", "pointers"),
         Field("second_bound", "float *", "pointers"),
         # a report: NativeReport, or GpuReport
         Field("report", "int32_t *", "pointers"),
+        # of Adafactor; for kernels of a GPU a `GPU_FACTORS`
+        Field("factors", "Factors *", "pointers"),
         Field("rows", "int64_t"),
         Field("length", "int64_t"),
         *_alike(JobFacts._fields, "int32_t", "facts"),
@@ -481,8 +510,31 @@ WIDENING: Final = Record(
     ),
 )
 """A parameter whose scales may double, which kernels of a GPU do alone."""
+GPU_FACTORS: Final = Record(
+    "GpuFactors",
+    (
+        # as in `FACTORS`
+        *_alike(("row_means", "column_means", "row", "column"), "float *", "pointers"),
+        *_alike(("sums", "weight_sums", "column_sums"), "float *", "pointers"),
+        # of each matrix the mean of its row means
+        Field("means", "float *", "pointers"),
+        *_alike(("matrices", "rows", "columns"), "int64_t", "sizes"),
+        # elements that share a scale, one after the other
+        Field("neighbours", "int64_t"),
+        # the largest product of two factors, before a direction is clipped
+        Field("cap", "float"),
+        # what the rate is multiplied by
+        Field("size", "float"),
+        # what factors of rows and the cap are multiplied by, to clip a direction
+        Field("shrink", "float"),
+    ),
+)
+"""Adafactor's second moment of a parameter, for kernels of a GPU.
 
-RECORDS: Final = (FORMAT, KEYS, HYPER, SPEC, JOB, ARRAY)
+Its last three fields are results of kernels.
+"""
+
+RECORDS: Final = (FORMAT, KEYS, HYPER, SPEC, FACTORS, JOB, ARRAY)
 """The records of C, each after those that it has in it."""
 
 # Constants of arithmetic

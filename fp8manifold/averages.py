@@ -23,6 +23,8 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["averaged_model"]
 
+_OPTIONS: Final = ("device", "avg_fn", "multi_avg_fn", "use_buffers")
+"""Options of ``AveragedModel``."""
 _SHARD_BOTH: Final = (
     "call averaged_model before fully_shard, then fully_shard on the average's module as on the "
     "model"
@@ -47,7 +49,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
         parameters has an empty one.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Module``.
+        TypeError: ``model`` is not an ``nn.Module``; an unknown option.
         ValueError: ``use_buffers=True``; a model that ``fully_shard`` has cut into
             rows; in ``update_parameters`` a model that is cut into other rows than the
             average.
@@ -55,7 +57,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     Example:
         >>> import torch, fp8manifold as fm
         >>> layers = nn.Sequential(nn.Linear(4, 2))
-        >>> model = fm.quantize_model(layers, "E4M3", "fp8", rounding="nearest")
+        >>> model = fm.quantize_model(layers, "E4M3", "codes", rounding="nearest")
         >>> average = averaged_model(model)
         >>> average.update_parameters(model)
         >>> torch.equal(average.module[0].weight, model[0].weight)
@@ -63,6 +65,12 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     Source: Izmailov et al. 2018 (stochastic weight averaging).
     """
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(
+                f"averaged_model has no option {name!r}: it has {', '.join(_OPTIONS)}, such as "
+                "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)"
+            )
     if options.get("use_buffers"):
         raise ValueError(
             "use_buffers=True is not supported: quantised layers have buffers that the average "

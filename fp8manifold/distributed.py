@@ -360,9 +360,9 @@ def digest(state: Mapping[str, Any]) -> Tensor:
 
 
 def check_digest(state: Mapping[str, Any]) -> None:
-    """Raise unless a state is the one whose :func:`digest` it has under ``digest``.
+    """Raise in every process if a state does not match the digest that it holds.
 
-    It does so in every process.
+    The digest is the entry ``digest``, made by :func:`digest`.
 
     Args:
         state: as in :func:`digest`, after ``dcp.load``.

@@ -372,12 +372,12 @@ class FP8Manifold(StiffnessManifold):
         self.register_buffer("counter", torch.tensor(0))
 
     def projx(self, x: Tensor) -> Tensor:
-        """Return the nearest point of the grid; of two as near, that of the even code."""
+        """Return the nearest point of the grid. A tie goes to the even code."""
         points, scale = self._in_working_dtype(x)
         return (round_to_grid(points / scale, self.format) * scale).to(x.dtype)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return ``exp_x(u)``, or ``x + u`` if ``retraction`` says so, rounded.
+        """Return ``exp_x(u)`` rounded, or ``x + u`` if ``retraction`` is euclidean.
 
         Where ``u`` is 0 it is ``x`` itself, bit for bit.
         """

@@ -79,10 +79,10 @@ class UnderflowWarning(UserWarning):
 
 
 class RepeatedRoundingWarning(UserWarning):
-    """Arithmetic changes a copy of a weight in codes again and again, each time rounded.
+    """Arithmetic changes a copy in codes again and again, and rounds it each time.
 
-    A running average in codes is noise, or stalls: ``p.detach().float()`` is a float
-    tensor to average in, and :func:`fp8manifold.averaged_model` a model.
+    A running average in codes is noise, or stalls. Average in ``p.detach().float()``,
+    which is a float tensor, or by :func:`fp8manifold.averaged_model`.
     """
 
 

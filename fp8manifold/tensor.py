@@ -183,7 +183,7 @@ class FP8Tensor(ScaledTensor):
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
-        """Round a float tensor: the constructor as a method, with its options."""
+        """Make a tensor in codes by rounding floats, with the constructor's options."""
         return cls(w, fmt, **options)
 
     @classmethod
@@ -322,7 +322,7 @@ class FP8Tensor(ScaledTensor):
     def with_parts(
         self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> Self:
-        """Return a tensor with ``change`` of every part, such as ``clone``.
+        """Return a tensor whose parts are ``change(part)``, such as clones.
 
         It requires no gradient.
         """
@@ -403,7 +403,7 @@ class FP8Tensor(ScaledTensor):
         return self.decoded_rows(replay)
 
     def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the values of those rows (dimension 0) that ``take`` takes."""
+        """Return the values of the rows (dimension 0) that ``take`` selects."""
         check_current(self)
         codes = take(self.codes).contiguous()
         if isinstance(self.block_size, tuple) and self.dim() == 2:
@@ -462,6 +462,7 @@ class FP8Tensor(ScaledTensor):
         if other.resumes:
             self.seed = other.seed
             self.by_operator = other.by_operator
+            self.rounding = other.rounding
             self.draws = other.draws
             self.retraction = other.retraction
         else:
@@ -600,6 +601,7 @@ class FP8Tensor(ScaledTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.with_parts(Tensor.clone)
+        twin.stepped_by = None
         twin.arithmetic = Arithmetic()
         twin.is_detached = self.is_bare
         twin.requires_grad_(self.requires_grad)

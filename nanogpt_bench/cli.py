@@ -38,15 +38,17 @@ COMMANDS = {
     "run": "train one model",
     "evaluate": "validation loss of one set of weights in several formats, without training",
     "sample": "text that a run's weights write, as they are and rounded to formats",
+    "fits": "the memory that training a model takes, and whether a card has it",
     "finetune": "train all weights of a pretrained language model further",
     "compare": "train formats x rules on one corpus and report (the main job)",
     "sweep": "train over any settings: grid, random, tuned rates, sensitivity of layers",
+    "map": "where which format would cost, from one training in floats",
     "report": "rebuild the page, figures and tables from runs on disk",
     "results": "results of a sweep as one small JSON file, and its tables",
     "verify": "check that run folders are whole",
 }
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
+TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "map")
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,7 +6,9 @@ With d the mean difference over n seeds and sigma its standard deviation:
               4.6 at five seeds
     equal     the 95% interval of d lies within 0.02 of 0
 
-Both levels were announced before the runs.
+Both levels were announced before the runs. Beside them stands what was not announced:
+the p-value after Holm's method over all lines, and half of the 95% interval by the
+sigma that is pooled over all lines. A sigma of five seeds can be small by luck.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +21,8 @@ from _markdown import markdown
 from _study import RESULTS_FOLDER, against_baseline, read_with_added_rows
 from scipy.stats import t as student_t
 
+from nanogpt_bench.report.holm import holm
 from nanogpt_bench.report.paired import Difference
-from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.rows import row_runs
 
 CLAIMED_P = 0.01
@@ -35,6 +37,8 @@ CLAIMS_HEADER = (
     "d√n/sigma",
     "claimed beyond",
     "verdict",
+    "p after Holm",
+    "± with pooled sigma",
 )
 #: the results file of the baselines' longer runs, and by how many steps they are longer
 LONGER_RUNS = "study_q16_steps"
@@ -128,41 +132,89 @@ def final_losses(name: str, rule: str, text: str) -> dict[int, float]:
     return {run.seed: run.summary["final_val_loss"] for _, run in row_runs(rows)}
 
 
+class Claim(NamedTuple):
+    """A line of the table: a row on a text, with its difference and sigma."""
+
+    row: ComparedRow
+    text: str
+    difference: Difference
+    sigma: float
+
+    @property
+    def statistic(self) -> float:
+        """Return `d sqrt(n) / sigma`, which has Student's t distribution at d = 0."""
+        return self.difference.mean * sqrt(self.difference.seeds) / self.sigma
+
+    @property
+    def p_value(self) -> float:
+        """Return the two-sided p-value, not adjusted."""
+        return 2 * float(student_t.sf(abs(self.statistic), self.difference.seeds - 1))
+
+
 def claims_table(rows: Sequence[ComparedRow]) -> str:
     """Return a line for each text and row that is not a baseline, text by text."""
-    lines_by_text: dict[str, list[list[str]]] = {}
+    claims = _claims_of(rows)
+    adjusted = holm([claim.p_value for claim in claims])
+    pooled = pooled_sigma(claims)
+    lines = []
+    for claim, p_value in zip(claims, adjusted, strict=True):
+        lines.append(_claim_line(claim, p_value, pooled))
+    return markdown(CLAIMS_HEADER, lines)
+
+
+def _claims_of(rows: Sequence[ComparedRow]) -> list[Claim]:
+    """Return the claims of all rows with an interval, text by text."""
+    claims_by_text: dict[str, list[Claim]] = {}
     for row in rows:
         if row.rule == row.baseline:
             continue
         for text, results in against_baseline(row.files, row.baseline):
             result = next(result for result in results if result_label(result) == row.rule)
-            lines = lines_by_text.setdefault(text, [])
-            line = _claim_line(text, row, result)
-            if line is not None:
-                lines.append(line)
-    lines = []
-    for lines_of_text in lines_by_text.values():
-        lines += lines_of_text
-    return markdown(CLAIMS_HEADER, lines)
+            sigma = sigma_of(result.difference) if result.difference else None
+            if result.difference is not None and sigma is not None:
+                claim = Claim(row, text, result.difference, sigma)
+                claims_by_text.setdefault(text, []).append(claim)
+    return [claim for claims in claims_by_text.values() for claim in claims]
 
 
-def _claim_line(text: str, row: ComparedRow, result: Result) -> list[str] | None:
-    """Return the cells of a row on a text; None without an interval."""
-    difference = result.difference
-    sigma = sigma_of(difference) if difference else None
-    if difference is None or sigma is None:
-        return None
-    longer = final_losses(LONGER_RUNS, row.baseline, text)
-    shorter = final_losses(BASELINE_FILES[row.baseline], row.baseline, text)
+class PooledSigma(NamedTuple):
+    """The standard deviation over all lines, and its degrees of freedom."""
+
+    sigma: float
+    freedom: int
+
+    def half_interval(self, seeds: int) -> float:
+        """Return half of the 95% interval of a mean over seeds.
+
+        >>> round(PooledSigma(0.01, 48).half_interval(4), 5)
+        0.01005
+        """
+        return float(student_t.ppf(0.975, self.freedom)) * self.sigma / sqrt(seeds)
+
+
+def pooled_sigma(claims: Sequence[Claim]) -> PooledSigma:
+    """Return the root of the mean variance, weighted by degrees of freedom."""
+    freedom = sum(claim.difference.seeds - 1 for claim in claims)
+    squares = sum((claim.difference.seeds - 1) * claim.sigma**2 for claim in claims)
+    return PooledSigma(sqrt(squares / freedom), freedom)
+
+
+def _claim_line(claim: Claim, adjusted_p: float, pooled: PooledSigma) -> list[str]:
+    """Return the cells of a claim."""
+    row, difference = claim.row, claim.difference
+    longer = final_losses(LONGER_RUNS, row.baseline, claim.text)
+    shorter = final_losses(BASELINE_FILES[row.baseline], row.baseline, claim.text)
     gain = gain_per_step(longer, shorter)
     return [
         row.title,
-        text,
+        claim.text,
         str(difference.seeds),
-        f"{sigma:.3f}",
+        f"{claim.sigma:.3f}",
         f"{difference.mean:+.3f}",
         f"{difference.mean / gain:+.0f}" if gain else "",
-        f"{difference.mean * sqrt(difference.seeds) / sigma:+.1f}",
+        f"{claim.statistic:+.1f}",
         f"{claim_level(difference.seeds):.1f}",
-        claim_verdict(difference, sigma),
+        claim_verdict(difference, claim.sigma),
+        f"{adjusted_p:.2g}",
+        f"{pooled.half_interval(difference.seeds):.3f}",
     ]

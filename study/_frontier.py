@@ -1,7 +1,7 @@
 """README's pictures: the memory that training takes, and the loss that one byte costs.
 
 ``python study/make.py --front`` draws them for light and for dark pages, each narrow
-enough for a phone. The memory is computed by ``docs/_cards.py``, and the losses are the
+enough for a phone. The memory is that of ``docs/_cards.py``, and the losses are the
 study's. Both are descriptions in Vega-Lite: layers of marks, each with its own data.
 """
 
@@ -11,7 +11,7 @@ from math import atan2, degrees
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _cards import TOKENS, activations, model_named, peaks
+from _cards import TOKENS, best_first, needed
 from _compared import result_label
 from _generated import digest
 from _study import against_baseline
@@ -47,21 +47,28 @@ class Bar(NamedTuple):
     """A bar of the picture of memory."""
 
     name: str
-    #: the way of training in `_cards.peaks`
-    way: str
     #: the rule whose colour it has
     rule: str
 
 
-BARS = (
-    Bar("bfloat16 + 8-bit AdamW", "bfloat16, 8-bit AdamW", FLOATS),
-    Bar("the same, steps in backward", "bfloat16, 8-bit AdamW, steps in backward", FLOATS),
-    Bar("one byte + AdamW", "one-byte AdamW", "stochastic"),
-    Bar("the same, steps in backward", "one-byte AdamW, steps in backward", "stochastic"),
-    Bar(
-        "one byte + Muon, steps in backward", "one-byte Muon, steps in backward", "muon-stochastic"
+#: by the way of training in `_cards`
+BARS = {
+    "bfloat16, 8-bit AdamW": Bar("bfloat16 + 8-bit AdamW", FLOATS),
+    "bfloat16, 8-bit AdamW, steps in backward": Bar(
+        "bfloat16 + 8-bit AdamW, steps in backward", FLOATS
     ),
-)
+    "bfloat16 stochastic, Adafactor, steps in backward": Bar(
+        "bfloat16 + Adafactor, steps in backward", FLOATS
+    ),
+    "one byte, AdamW, steps in backward": Bar("one byte + AdamW, steps in backward", "stochastic"),
+    "one byte, Muon, steps in backward": Bar(
+        "one byte + Muon, steps in backward", "muon-stochastic"
+    ),
+    "one byte, Lion, steps in backward": Bar("one byte + Lion, steps in backward", "stochastic"),
+    "one byte, Adafactor, steps in backward": Bar(
+        "one byte + Adafactor, steps in backward", "stochastic"
+    ),
+}
 
 
 def memory() -> Spec:
@@ -73,7 +80,7 @@ def memory() -> Spec:
     card_line = [{"peak": CARD, "low": -8, "high": MEMORY_HEIGHT, "name": f"{CARD} GB card"}]
     x = quantity("peak", None, (0, 58), grid=False, domain=False, ticks=False, labels=False)
     across = {"y": _pixels("low"), "y2": {"field": "high"}}
-    colour = _colour_of_rule({bar.rule for bar in BARS})
+    colour = _colour_of_rule({bar["rule"] for bar in bars})
     dashed = {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": named_colour("bad")}
     layers = [
         data_layer(bars, {"type": "rect"}, x=x, x2={"datum": 0}, **across, color=colour),
@@ -106,37 +113,40 @@ def memory() -> Spec:
         ),
     ]
     subtitle = [
-        "GB at the peak, every weight trained, by arithmetic.",
-        f"Pale: activations of {TOKENS:,} tokens.",
+        "GB at the peak, every weight trained, by arithmetic, best first.",
+        f"Pale: activations and logits of {TOKENS:,} tokens.",
     ]
     return _picture(f"Memory to train {MODEL}", subtitle, layers, height=MEMORY_HEIGHT)
 
 
 def _bars_of_memory() -> list[Spec]:
-    """Return the bars with sizes in GB and places in pixels from the top."""
-    model = model_named(MODEL)
-    peak_sizes = peaks(model)
+    """Return the bars with sizes in GB and places in pixels from the top, best first."""
+    ways = [way for way in best_first(MODEL) if way in BARS]
     bars = []
-    for place, bar in enumerate(BARS):
-        peak = peak_sizes[bar.way] / 1e9
-        total = (peak_sizes[bar.way] + activations(model)) / 1e9
-        top = place * MEMORY_HEIGHT / len(BARS)
+    for place, way in enumerate(ways):
+        sizes = needed(MODEL, way)
+        total = sizes.peak / 1e9
+        top = place * MEMORY_HEIGHT / len(ways)
         bars.append(
             {
-                "name": bar.name,
-                "rule": bar.rule,
-                "peak": peak,
+                "name": BARS[way].name,
+                "rule": BARS[way].rule,
+                "peak": total - (sizes.activations + sizes.logits) / 1e9,
                 "all": total,
                 "y": top,
                 "label": top + 6,
-                "low": top + 18,
-                "middle": top + 28,
-                "high": top + 37,
+                "low": top + 16,
+                "middle": top + 24,
+                "high": top + 32,
                 "text": f"{total:.1f}",
-                "end": max(total, CARD),
+                "end": max(total, CARD) if total > CARD - 6 else total,
             }
         )
     return bars
+
+
+#: the rule from whose loss, in float32, all losses are counted
+REFERENCE = "fp32"
 
 
 class LossRow(NamedTuple):
@@ -144,8 +154,8 @@ class LossRow(NamedTuple):
 
     #: its results files
     files: str
-    #: its baseline in float32
-    baseline: str
+    #: the rule in float32 from which its arrow starts
+    floats: str
     #: the rule whose colour it has
     rule: str
 
@@ -169,25 +179,27 @@ class Label(NamedTuple):
 
 
 LABELS = (
-    Label(8.7, 0.135, "AdamW in E4M3,", "nearest", "right"),
-    Label(8.7, 0.115, "rounded to nearest", "nearest", "right"),
-    Label(0.3, 0.037, "Muon in E2M5", "muon-stochastic", "left"),
-    Label(0.3, -0.043, "AdamW in E4M3", "stochastic", "left"),
-    Label(4.3, -0.026, "bfloat16", FLOATS, "left"),
-    Label(9.9, 0.022, "Muon, float32", FLOATS, "right"),
-    Label(12.9, -0.026, "AdamW, float32", FLOATS, "right"),
+    Label(8.7, 0.140, "AdamW in E4M3,", "nearest", "right"),
+    Label(8.7, 0.105, "rounded to nearest", "nearest", "right"),
+    Label(0.3, -0.240, "Muon in E2M5", "muon-stochastic", "left"),
+    Label(0.3, -0.048, "AdamW in E4M3", "stochastic", "left"),
+    Label(4.3, 0.032, "bfloat16", FLOATS, "left"),
+    Label(12.9, -0.190, "Muon, float32", FLOATS, "right"),
+    Label(12.9, -0.036, "AdamW, float32", FLOATS, "right"),
 )
 #: ends of the axes: bytes per parameter, and nats per byte
-X_ENDS, Y_ENDS = (0, 13), (-0.06, 0.18)
+X_ENDS, Y_ENDS = (0, 13), (-0.26, 0.18)
 
 
 class LossPoint(NamedTuple):
-    """A row on a text; the same optimizer in float32 is at a loss of 0."""
+    """A row on a text; AdamW in float32 is at a loss of 0."""
 
-    #: bytes per parameter, the row's and those in float32
+    #: bytes per parameter, the row's and those of its optimizer in float32
     size: float
     float_size: float
-    #: loss minus float32's, and the ends of its interval
+    #: the loss of its optimizer in float32 minus AdamW's
+    float_mean: float
+    #: its loss minus that of AdamW in float32, and the ends of its interval
     mean: float
     low: float
     high: float
@@ -197,19 +209,21 @@ def loss_points() -> dict[str, dict[str, LossPoint]]:
     """Return the points of the picture of losses, by text and row."""
     points: dict[str, dict[str, LossPoint]] = {}
     for label, row in LOSS_ROWS.items():
-        for text, results in against_baseline(row.files, row.baseline):
+        for text, results in against_baseline(row.files, REFERENCE):
             by_label = {result_label(result): result for result in results}
-            point = _loss_point(by_label[label], by_label[row.baseline])
+            point = _loss_point(by_label[label], by_label[row.floats])
             points.setdefault(text, {})[label] = point
     return points
 
 
-def _loss_point(result: Result, reference: Result) -> LossPoint:
+def _loss_point(result: Result, floats: Result) -> LossPoint:
     difference = result.difference
     assert difference is not None
     figures = (
         result.bytes_per_parameter,
-        reference.bytes_per_parameter,
+        floats.bytes_per_parameter,
+        # None for AdamW itself
+        floats.difference.mean if floats.difference else 0,
         difference.mean,
         difference.low,
         difference.high,
@@ -231,8 +245,8 @@ def loss() -> Spec:
                 marks.append(end)
             else:
                 arrows.append(end)
-    float_sizes = sorted({end["begun"] for end in arrows})
-    starts = [{"x": size, "y": 0} for size in float_sizes]
+    float_points = sorted({(end["begun"], end["from"]) for end in arrows})
+    starts = [{"x": size, "y": mean} for size, mean in float_points]
 
     x = quantity(
         "x",
@@ -241,11 +255,11 @@ def loss() -> Spec:
         values=[*range(0, 13, 2)],
         grid=False,
     )
-    y = quantity("y", None, Y_ENDS, values=[0, 0.1, 0.2], format=".1~f")
+    y = quantity("y", None, Y_ENDS, values=[-0.2, -0.1, 0, 0.1], format=".1~f")
     interval = {"y": y | {"field": "low"}, "y2": {"field": "high"}}
     whole_arrow = {
         "x": x | {"field": "begun"},
-        "y": y | {"field": "exact"},
+        "y": y | {"field": "from"},
         "x2": {"field": "x"},
         "y2": {"field": "y"},
     }
@@ -287,8 +301,8 @@ def loss() -> Spec:
             labels, align=side, bold=True, x=x, y=y, color=colour, text={"field": "words"}
         )
     subtitle = [
-        "Loss minus the same optimizer's in float32, nats per byte.",
-        "In one byte. Solid: Python docstrings. Dashed: EU law.",
+        "Loss minus that of AdamW in float32, nats per byte.",
+        "Arrows: to one byte. Solid: docstrings. Dashed: EU law.",
     ]
     title = "A quarter of the bytes, nearly the same loss"
     return _picture(title, subtitle, layers, width=LOSS_WIDTH)
@@ -296,7 +310,7 @@ def loss() -> Spec:
 
 def _arrow_end(text: str, rule: str, point: LossPoint) -> Spec:
     """Return the end of an arrow, with the angle of its head."""
-    rise = point.mean * HEIGHT / (Y_ENDS[1] - Y_ENDS[0])
+    rise = (point.mean - point.float_mean) * HEIGHT / (Y_ENDS[1] - Y_ENDS[0])
     run = (point.size - point.float_size) * LOSS_WIDTH / (X_ENDS[1] - X_ENDS[0])
     return {
         "x": point.size,
@@ -304,7 +318,7 @@ def _arrow_end(text: str, rule: str, point: LossPoint) -> Spec:
         "low": point.low,
         "high": point.high,
         "begun": point.float_size,
-        "exact": 0,
+        "from": point.float_mean,
         "rule": rule,
         "angle": 90 - degrees(atan2(rise, run)),
         "text": text,

@@ -27,7 +27,7 @@ def is_map(file: Exported) -> bool:
 
 
 def _quantised_rows(file: Exported) -> list[Row]:
-    return [row for row in file.rows if row.format != "none"]
+    return [row for row in file.rows if row.format != "none" and row.runs]
 
 
 def _pattern(row: Row) -> str:

@@ -26,6 +26,8 @@ from nanogpt_bench.report.rows import find_reference
 MEAN_ULP = "geometry/stiffness_mean"
 FEWEST_FORMATS = 3
 """Fewer formats than this make no line."""
+COARSEST = "E7M0"
+"""The format without which a correlation is told, too, since it is far from the others."""
 LOWEST = 0.002
 """Lower end of the figure's axis, in nats."""
 MARKERS_OF_TEXTS = (
@@ -67,7 +69,7 @@ def format_points(file: Exported) -> list[FormatPoint]:
 def spacing_table(points: Sequence[FormatPoint]) -> str:
     """Return a line per format, with its mean ULP and its distance on every text.
 
-    Below the table stands how the two correlate.
+    Below the table stands how the two correlate, with and without the coarsest format.
     """
     folders = list(dict.fromkeys(point.data for point in points))
     cells = {(point.format, point.data): _point_cells(point) for point in points}
@@ -80,11 +82,20 @@ def spacing_table(points: Sequence[FormatPoint]) -> str:
         for data in folders:
             line += cells.get((fmt, data), ("-", "-"))
         lines.append(line)
+    parts = [markdown(header, lines), _correlations(points, folders)]
+    others = [point for point in points if point.format != COARSEST]
+    if len({point.format for point in others}) >= FEWEST_FORMATS and len(others) < len(points):
+        parts.append(f"Without {COARSEST}: {_correlations(others, folders)}")
+    return "\n".join(parts)
+
+
+def _correlations(points: Sequence[FormatPoint], folders: Sequence[str]) -> str:
+    """Return a line with the correlations on every text."""
     correlations = []
     for data in folders:
         on_text = [point for point in points if point.data == data]
         correlations.append(f"{text_name(data)}: {_correlation_text(on_text)}")
-    return f"{markdown(header, lines)}\n{'; '.join(correlations)}.\n"
+    return f"{'; '.join(correlations)}.\n"
 
 
 def _point_cells(point: FormatPoint) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from _compared import (
     text_of_row,
 )
 from _failures import failures_table
+from _floors import cells_of, draw_floors, floors_table
 from _lengths import gap_figure, gap_table, ladder_of
 from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
@@ -79,6 +80,8 @@ AGAINST = {
     "study_q14_30m": ("muon", "muon lr=0.005657"),
     "study_q16_sdnq": ("muon", "E2M5 muon-stochastic"),
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
+    "study_q26_adafactor": ("fp32", "adafactor"),
+    "study_q26_bf16": ("bf16-adafactor",),
     "study_q18_moments": (
         "muon",
         "E7M0 muon-stochastic-float noise=ulp",
@@ -344,15 +347,26 @@ def write_study(folder: Path, results: Path = RESULTS_FOLDER) -> None:
             tables = {"": f"{limit_table(file, tuned)}\n{source_line(file)}"}
             _write_tables(folder, name, tables.items())
         elif is_map(file):
-            tables = {"": f"{warp_table(file)}\n{source_line(file)}"}
-            _write_tables(folder, name, tables.items())
-            (folder / f"{name}.svg").write_text(map_figure(file), encoding="utf-8")
+            _write_map(folder, name, file)
         else:
             _write_tables(folder, name, tables_of_rows(name, file))
             _write_figures_of_rows(folder, name, file)
     monitored = [file for name, file in files.items() if name in MONITORED and looked_early(file)]
     if len(monitored) > 1:
         _write_tables(folder, "study_monitors", [("", monitors_table(*monitored))])
+
+
+def _write_map(folder: Path, name: str, file: Exported) -> None:
+    """Write the figures and the table of a map: of its floors if it has some, or of warp."""
+    (folder / f"{name}.svg").write_text(map_figure(file), encoding="utf-8")
+    cells = cells_of(file)
+    table = floors_table(cells) if cells else warp_table(file)
+    _write_tables(folder, name, [("", f"{table}\n{source_line(file)}")])
+    if cells:
+        with plt.rc_context(STYLE):
+            figure = draw_floors(cells)
+            figure.savefig(folder / f"{name}-floors.svg", metadata={"Date": None})
+            plt.close(figure)
 
 
 def _write_tables(folder: Path, name: str, tables: Iterable[tuple[str, str]]) -> None:

@@ -121,7 +121,7 @@ def layers_of(folder: Path, run: Run) -> list[Layer]:
     weights = _state(load(choose(folder)))
     layers = []
     for name, weight in weights.items():
-        snr = _late_mean(run, GRAD_SNR.of(name.removesuffix(".weight")))
+        snr = _late_mean(run, GRAD_SNR.layer_key(name.removesuffix(".weight")))
         if isinstance(weight, fm.FP8Tensor) and snr is not None:
             units = weight.dequantize() / weight.scale
             layers.append(Layer(name.removesuffix(".weight"), units, weight.format, snr))
@@ -129,7 +129,7 @@ def layers_of(folder: Path, run: Run) -> list[Layer]:
 
 
 def _state(trained: Trained) -> dict[str, Any]:
-    state: dict[str, Any] = fm.unflatten_state_dict(trained.tensors, trained.metadata)
+    state: dict[str, Any] = fm.files.unflatten(trained.tensors, trained.metadata)
     return state
 
 

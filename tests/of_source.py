@@ -13,27 +13,31 @@ ROOT = Path(__file__).parent.parent
 #: path; of several that fit, the longest counts
 FOLDERS: dict[str, str] = {
     "fp8manifold/": "tests/library/formats tests/library/tensor",
-    "fp8manifold/_doors/": "tests/library/published/test_doors.py",
+    "fp8manifold/_doors/": "tests/library/published",
     "fp8manifold/_base/": "tests/library/formats",
+    "fp8manifold/_chunked_loss.py": "tests/library/nn/test_chunked_loss.py",
     "fp8manifold/_encoded/": "tests/library/tensor tests/library/kernels",
     "fp8manifold/_encoded/dispatch.py": "tests/library/tensor",
     "fp8manifold/_geoopt_import.py": "tests/library/manifolds",
     "fp8manifold/_interface.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/_memory/": "tests/library/formats/test_memory_needed.py",
     "fp8manifold/_native/": "tests/library/kernels",
     "fp8manifold/_numerics/": "tests/library/formats",
     "fp8manifold/_published/": "tests/library/published",
     "fp8manifold/_ranks.py": "tests/library/ranks",
+    "fp8manifold/_served/": "tests/library/served",
     "fp8manifold/_shards.py": "tests/library/ranks",
     "fp8manifold/_triton/": "tests/library/kernels tests/gpu",
     "fp8manifold/averages.py": "tests/library/tensor/test_noise.py",
-    "fp8manifold/checkpoints.py": "tests/library/published",
     "fp8manifold/distributed.py": "tests/library/ranks",
-    "fp8manifold/exchange.py": "tests/library/published",
+    "fp8manifold/files.py": "tests/library/published",
     "fp8manifold/huggingface.py": "tests/library/published",
+    "fp8manifold/lost_updates.py": "tests/library/optim/test_lost_updates.py",
     "fp8manifold/manifolds.py": "tests/library/manifolds",
     "fp8manifold/nn/": "tests/library/nn",
     "fp8manifold/optim/": "tests/library/optim",
     "fp8manifold/optim/_native_step.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/optim/_triton_factors.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_triton_step.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/reference.py": "tests/library/formats/test_chart.py "
     "tests/library/formats/test_grid_exact.py",
@@ -78,9 +82,9 @@ def where_tested(source: str) -> list[str]:
     >>> where_tested("fp8manifold/optim/_slot.py")[:-1]
     ['tests/library/optim', 'tests/test_public_signatures.py']
     >>> where_tested("fp8manifold/optim/stiffness.py")[:3]  # doctest: +NORMALIZE_WHITESPACE
-    ['tests/library/optim/test_stiffness_adamw.py',
-     'tests/library/optim/test_stiffness_muon.py',
-     'tests/library/optim/test_step_oracle.py']
+    ['tests/library/optim/test_stiffness_adafactor.py',
+     'tests/library/optim/test_stiffness_adamw.py',
+     'tests/library/optim/test_stiffness_muon.py']
     """
     places = _most_specific(FOLDERS, source).split()
     if not places or not (ROOT / source).exists():

@@ -101,7 +101,7 @@ def _warm_up() -> None:
     import torch.distributed.fsdp
     import torch.distributed.optim
 
-    layer = fm.quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 2)), "E4M3", "fp8")
+    layer = fm.quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 2)), "E4M3", "codes")
     optimizer = fm.optim.StiffnessMuon.for_model(layer, moments="8bit")
     layer(torch.ones(2, 32)).sum().backward()
     optimizer.step()

@@ -20,7 +20,7 @@ import fp8manifold as fm  # noqa: E402
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
     """Thirty steps of least squares on weights of one byte."""
     torch.manual_seed(0)
-    model = fm.quantize_model(torch.nn.Linear(16, 8), "E4M3", storage="fp8")
+    model = fm.quantize_model(torch.nn.Linear(16, 8), "E4M3", storage="codes")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=2e-2, moments="8bit")
     return model, optimizer, [step(model, optimizer) for _ in range(30)]
 

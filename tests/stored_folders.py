@@ -80,15 +80,18 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def write_attached(folder: Path) -> dict[str, str]:
-    """Save a model in codes as transformers saves it, and the state of its optimizer."""
-    model = fm.quantize_model(small_llama(), {"*": "E4M3"}, storage="fp8")
+def write_saved(folder: Path, layout: str) -> dict[str, str]:
+    """Save a model in codes in one of the library's layouts, and its optimizer's state.
+
+    Earlier versions had another form, which their folders have as ``attached``.
+    """
+    model = fm.quantize_model(small_llama(), {"*": "E4M3"}, storage="codes")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, moments="8bit")
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.full(parameter.shape, 0.5)
         optimizer.step()
-    fm.huggingface.attach(model).save_pretrained(folder)
+    fm.save(model, folder, layout)
     tensors: dict[str, Tensor] = {}
     plain: dict[str, object] = {}
     for number, entries in optimizer.state_dict()["state"].items():
@@ -97,16 +100,18 @@ def write_attached(folder: Path) -> dict[str, str]:
                 tensors[f"{number}.{entry}"] = value.contiguous()
             else:
                 plain[f"{number}.{entry}"] = value
-    save_file(tensors, folder / "optimizer.safetensors")
+    state_folder = folder / "optimizer"
+    state_folder.mkdir()
+    save_file(tensors, state_folder / "optimizer.safetensors")
     text = json.dumps(plain, indent=1) + "\n"
-    (folder / "optimizer.json").write_text(text, encoding="utf-8")
+    (state_folder / "optimizer.json").write_text(text, encoding="utf-8")
     return {"weights": digest_of(model)}
 
 
 def write_published(folder: Path) -> dict[str, str]:
     """Export squares of FP8 in the layout of DeepSeek."""
-    model = fm.quantize_model(small_llama(), {"*": "E4M3"}, storage="fp8", granularity="square")
-    fm.export_model(model, folder, "fp8")
+    model = fm.quantize_model(small_llama(), {"*": "E4M3"}, storage="codes", granularity="square")
+    fm.save(model, folder, "fp8")
     return {"weights": digest_of(model)}
 
 
@@ -150,7 +155,8 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     root.mkdir(parents=True)
     facts = {
-        "attached": write_attached(root / "attached"),
+        "floats": write_saved(root / "floats", "floats"),
+        "codes": write_saved(root / "codes", "codes"),
         "published": write_published(root / "published"),
         "run": write_run(root / "run"),
     }

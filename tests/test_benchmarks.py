@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import random
 import re
 import runpy
 import subprocess
@@ -41,7 +42,7 @@ NAMES = (
     "write_back_noise",
 )
 NAMES += ("moment_formats", "arrived_share", "draws", "train_is_serve")
-NAMES += ("checkpoint", "import_time")
+NAMES += ("checkpoint", "import_time", "sizes")
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -126,7 +127,7 @@ RUNS = {
             rf"\| 32x48 \| {mode} \| 3 \| .*{TIMES}.*": 1 for mode in ("eager", "compiled")
         }
         | {rf"decoding 32x48: {TIMES} clone": decodes}
-        for storage, decodes in (("fp8", 1), ("grid", 0), ("master", 0))
+        for storage, decodes in (("codes", 1), ("grid", 0), ("master", 0))
     },
     "round_to_grid.py --elements 4096 --repeats 1": {
         r".*round_to_grid E4M3 nearest.*": 2,
@@ -197,7 +198,7 @@ def walks():
 def test_the_way_of_a_step_is_short(optimizer, step, walks):
     """A step enters few files and functions, and none of Triton's."""
     record = walks[optimizer, step]
-    beyond = {name: record[name] for name, most in WALKS[step].items() if record[name] > most}
+    beyond = {name: record[name] for name, limit in WALKS[step].items() if record[name] > limit}
     assert not beyond
     assert not [function for function in record["entered"] if "triton" in function]
 
@@ -207,10 +208,10 @@ def test_imports_are_compared_in_a_process_and_files_without_what_they_import(mo
     traces = iter(
         (
             "import time:      9000 |       9000 | torch.fx\nafter torch\n"
-            f"import time:      {own} |       {own} |   fp8manifold.grid\n"
+            f"import time:      {microseconds} |       {microseconds} |   fp8manifold.grid\n"
             "import time:      1500 |       9999 | fp8manifold\n"
         )
-        for own in (3000, 2000)
+        for microseconds in (3000, 2000)
     )
     facts = {"torch": (2.0, 1000), "fp8manifold": (0.5, 100), "geoopt": (1.0, 400)}
 
@@ -225,6 +226,65 @@ def test_imports_are_compared_in_a_process_and_files_without_what_they_import(mo
     facts["torch"] = (1.0, 1000)
     rows = script.rows_of([first, script.imports()])
     assert rows[1] == ["import fp8manifold", 100, 500.0, (0.375, 0.25, 0.5)]
+
+
+def test_an_extra_has_the_size_of_what_it_adds(modules, monkeypatch, tmp_path):
+    """An extra may name others, and one that is not installed has no size."""
+    script = modules["sizes"]
+    needs = {
+        "library": [
+            "numpy>=2",
+            'old; python_version < "3"',
+            'yaml; extra == "bench"',
+            'library[bench]; extra == "all"',
+            'gone; extra == "lost"',
+        ],
+        "numpy": ["A.Part"],
+        "a-part": [],
+        "yaml": ["library"],
+    }
+    for name in needs:
+        (tmp_path / name).write_bytes(bytes(1000 * len(name)))
+
+    def distribution(name):
+        if name not in needs:
+            raise script.metadata.PackageNotFoundError(name)
+        file = SimpleNamespace(locate=lambda: tmp_path / name)
+        return SimpleNamespace(requires=needs[name], files=[file])
+
+    monkeypatch.setattr(script.metadata, "distribution", distribution)
+    monkeypatch.setattr(script, "LIBRARY", "library")
+    known = script.closure("library")
+    assert known == {"library", "numpy", "a-part"}
+    assert script.row_of_extra("bench", known) == ("`[bench]` adds", 4000, "")
+    assert script.row_of_extra("all", known) == ("`[all]` adds", 4000, "")
+    assert script.row_of_extra("lost", known) == (
+        "`[lost]` adds",
+        None,
+        "gone is not installed here",
+    )
+
+
+def test_a_clone_is_counted_as_git_receives_it(modules, monkeypatch, tmp_path):
+    script = modules["sizes"]
+    origin = tmp_path / "origin"
+    (origin / "docs").mkdir(parents=True)
+    git = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for content in (random.Random(1).randbytes(2_000_000), b"short"):
+        (origin / "docs" / "page").write_bytes(content)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", "a page"], check=True)
+    monkeypatch.setattr(script, "ROOT", origin)
+    shallow, whole = (
+        script.clone(tmp_path / name, *options)
+        for name, options in (("shallow", ["--depth", "1"]), ("whole", []))
+    )
+    assert shallow < 10_000 < 2_000_000 < whole
+    (origin / "docs" / "page").write_bytes(bytes(2_000_000))
+    (origin / "tests").mkdir()
+    (origin / "tests" / "test").write_bytes(bytes(1_000_000))
+    assert script.largest_folders(origin) == "docs 2.0, tests 1.0"
 
 
 def test_bytes_are_counted_whole_gradients_that_an_optimizer_holds_too(modules, monkeypatch):
@@ -431,11 +491,11 @@ def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight():
         text=True,
     )
     rows = {row["way"]: row for row in json.loads(process.stdout)}
-    assert rows["from_pretrained(quantization_config=...)"]["beyond"] < 1.3
+    assert rows["load of floats"]["beyond"] < 1.3
     assert rows["the same, dtype=torch.float32"]["beyond"] < 1.5
-    assert rows["load_quantized, transformers' model on meta"]["beyond"] < 1.3
+    assert rows["files.load_into, transformers' model on meta"]["beyond"] < 1.3
     assert rows["from_pretrained, bfloat16, then quantize_model"]["beyond"] > 2.5
-    assert rows["load_fp8 of an FP8 folder"]["bytes"] < 1.15
+    assert rows["load of an FP8 folder"]["bytes"] < 1.15
     assert rows["from_pretrained of the FP8 folder, bfloat16"]["bytes"] > 2
 
 
@@ -505,7 +565,7 @@ def rows_by_name(script, corpus, count):
     for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
         lines = printed.partition(f"{optimizer}:")[2].splitlines()[4 : 4 + count]
         rows = {name: cells for name, *cells in (line[2:].split(" | ") for line in lines)}
-        assert len(rows) == count
+        assert len(rows) == count, optimizer
         yield optimizer, rows
 
 
@@ -571,7 +631,7 @@ def test_values_of_a_fitted_grid_stay(modules):
         for rounding in ("nearest", "independent", "dither"):
             assert torch.equal(
                 script.stored(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values
-            )
+            ), rounding
     x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
     assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
 

@@ -75,9 +75,8 @@ def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothi
     (tmp_path / "fp8manifold").symlink_to(ROOT / "fp8manifold")  # pages link to its files
     shutil.copy(README, tmp_path)
     # -W turns every warning of the build into a failure, -n every reference without a
-    # target; examples are put on pages, and run by their own tests. The project is
-    # imported from where the tests are.
-    command = "-m sphinx -n -W --keep-going -q -D plot_gallery=0 -d doctrees -b html docs site"
+    # target. The project is imported from where the tests are.
+    command = "-m sphinx -n -W --keep-going -q -d doctrees -b html docs site"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, *command.split()]
     process = subprocess.run(
@@ -92,7 +91,7 @@ def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothi
     )
     parts = {
         f"fp8manifold.{name}": getattr(fm, name)
-        for name in ("distributed", "huggingface", "ops", "optim")
+        for name in ("distributed", "files", "huggingface", "ops", "optim")
     }
     parts |= {"fp8manifold": fm, "fp8manifold.reference": fm.reference}
     public = {f"{prefix}.{name}" for prefix, part in parts.items() for name in part.__all__}
@@ -111,9 +110,12 @@ def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothi
             )
             == 1
         ), name
-        assert (site / "_images" / f"{name}.svg").stat().st_size > 5000
+        assert (site / "_images" / f"{name}.svg").stat().st_size > 5000, name
     examples = {Path("examples", f"{path.stem}.html") for path in (ROOT / "examples").glob("*.py")}
     assert examples <= texts.keys()
+    for page in examples:
+        # what an example prints is not coloured as if it were code
+        assert 'class="highlight-none' in texts[page], page
     for page, text in texts.items():
         assert (
             re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text) == []

@@ -75,7 +75,9 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
     reference, *ratios = (row["loss over bfloat16's"] for row in parts["losses"].values())
     assert reference == 0
     assert all(abs(ratio) < 0.1 for ratio in ratios)
-    assert all(row["loss"] < row["first loss"] for row in parts["eight_billion"].values())
+    rows = parts["eight_billion"]
+    assert {name.split(", ")[1] for name in rows} >= {"StiffnessMuon", "StiffnessAdamW"}
+    assert all(row["loss"] < row["first loss"] for row in rows.values())
     assert recorded.read_bytes() == old_record  # a dry run records nothing
 
 
@@ -147,7 +149,23 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu, monkeypatch):
     assert wrong["largest share of the bound"] > 1
 
 
-def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_do(gpu):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Llama-3.1-8B", 8_030_261_248),
+        ("Llama-2-7B", 6_738_415_616),
+        ("Qwen2.5-14B", 14_770_033_664),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_a_llama_has_the_parameters_that_its_publisher_counts(name, count):
+    llama = sys.modules["_gpu.llama"]
+    with torch.device("meta"):
+        model = llama.Llama(llama.LLAMA_SHAPES[name])
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_flops_are_counted_as_the_bench_does(gpu):
     training = sys.modules["_gpu.training"]
     shape = GPTShape(2, 2, 32, 16, vocab_size=64, tie_weights=True)
     model = GPT(shape)
@@ -155,22 +173,25 @@ def test_flops_are_counted_as_the_bench_does_and_parameters_as_their_publishers_
         {f"model.{name}": getattr(shape, name) for name in ("n_layer", "n_embd", "block_size")}
     )
     assert training.flops_per_token(model) == flops_per_token(model, config)
-    llama = sys.modules["_gpu.llama"]
     with torch.device("meta"):
         gpt2 = GPT(GPT_SIZES["124M"])
-        for name, count in (
-            ("Llama-3.1-8B", 8_030_261_248),
-            ("Llama-2-7B", 6_738_415_616),
-        ):  # their publishers' own
-            assert (
-                sum(p.numel() for p in llama.Llama(llama.LLAMA_SHAPES[name]).parameters()) == count
-            )
     # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup
     # shares; attention of 1,024
     assert (
         training.flops_per_token(gpt2)
         == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
     )
+
+
+def test_rows_of_eight_billion_are_for_cards_and_for_speed(gpu):
+    """Eight billion weights under 12 and 16 GB, fourteen under 24, and both step lengths."""
+    rows = sys.modules["_gpu.eight_billion"].TRAININGS
+    assert {row.shape for row in rows} <= sys.modules["_gpu.llama"].LLAMA_SHAPES.keys()
+    capped = {(row.shape, row.gigabytes) for row in rows if row.optimizer == "StiffnessAdafactor"}
+    assert capped >= {("Llama-3.1-8B", 12), ("Llama-3.1-8B", 16), ("Qwen2.5-14B", 24)}
+    timed = {(row.optimizer, row.tokens) for row in rows if row.shape == "Llama-3.1-8B"}
+    for optimizer in ("StiffnessAdafactor", "StiffnessMuon", "StiffnessAdamW"):
+        assert timed >= {(optimizer, 2048), (optimizer, 16_384)}
 
 
 @pytest.mark.extra("transformers")

@@ -15,9 +15,9 @@ import fp8manifold as fm
 
 #: from the ground up; what stands on one floor may import from its own and from those
 #: below
-LIBRARY = """formats _interface | _base _ranks | _geoopt_import random_bits scaling | _numerics | _triton | _native
+LIBRARY = """formats _interface | _base _ranks | _geoopt_import _memory random_bits scaling | _numerics | _triton | _native
 | grid reference | _encoded manifolds | tensor fake_quant | parameter | _shards _published | nn
-| ops averages distributed exchange | optim | huggingface | checkpoints | _doors"""
+| ops averages distributed | optim | lost_updates | _doors | _chunked_loss _served | huggingface | files"""
 BENCH = """system | model checkpoint | config | data monitors | runs | setup failures | report | loop
 | evaluation | sweep | commands"""
 #: the floor of the library's own module, below those of the bench; 90 and 91 are above

@@ -35,22 +35,32 @@ def test_the_smoke_test_passes_here(capsys, monkeypatch):
     assert capsys.readouterr().out.endswith(": passed\n")
 
 
-def test_urls_are_those_of_the_repository_or_none_and_an_sdist_keeps_them(tmp_path, hatch_urls):
-    assert hatch_urls.urls(tmp_path) == {}
+@pytest.mark.parametrize("remote", ["origin", "upstream"])
+@pytest.mark.parametrize(
+    ("url", "source"),
+    [
+        ("https://name:word@example.org/own/fp8.git", "https://example.org/own/fp8"),
+        ("ssh://git@example.org:2222/own/fp8/", "https://example.org/own/fp8"),
+        ("git@github.com:own/fp8.git", "https://github.com/own/fp8"),
+        ("/somewhere/on/a/disk", None),
+    ],
+    ids=["https", "ssh", "GitHub", "a folder"],
+)
+def test_urls_are_those_of_the_repository(url, source, remote, tmp_path, hatch_urls):
+    """They are of the remote called origin alone."""
     config = tmp_path / ".git" / "config"
     config.parent.mkdir()
-    for origin, source in {
-        "https://name:word@example.org/own/fp8.git": "https://example.org/own/fp8",
-        "ssh://git@example.org:2222/own/fp8/": "https://example.org/own/fp8",
-        "git@github.com:own/fp8.git": "https://github.com/own/fp8",
-        "/somewhere/on/a/disk": None,
-    }.items():
-        for remote, expected in (("origin", source), ("upstream", None)):
-            config.write_text(
-                f'[core]\n\tbare = false\n[remote "{remote}"]\n\turl = {origin}\n\tfetch = +refs\n'
-            )
-            assert hatch_urls.urls(tmp_path).get("Source") == expected
-            assert ("Issues" in hatch_urls.urls(tmp_path)) == ("github.com" in (expected or ""))
+    config.write_text(
+        f'[core]\n\tbare = false\n[remote "{remote}"]\n\turl = {url}\n\tfetch = +refs\n'
+    )
+    urls = hatch_urls.urls(tmp_path)
+    expected = source if remote == "origin" else None
+    assert urls.get("Source") == expected
+    assert ("Issues" in urls) == ("github.com" in (expected or ""))
+
+
+def test_without_a_repository_there_are_no_urls_and_an_sdist_keeps_them(tmp_path, hatch_urls):
+    assert hatch_urls.urls(tmp_path) == {}
     text = "Name: fp8manifold\nProject-URL: Source, https://example.org/own/fp8\n\nProject-URL: not, metadata\n"
     (tmp_path / "PKG-INFO").write_text(text, encoding="utf-8")
     assert hatch_urls.urls(tmp_path) == {"Source": "https://example.org/own/fp8"}
@@ -87,6 +97,16 @@ def test_one_version_everywhere():
     assert released[0] == f"{fm.__version__} - {citation['date-released']}"
     assert citation["version"] == fm.__version__
     assert f"version = {{{fm.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_study_is_cited_by_the_tag_that_a_release_sets():
+    cited = re.findall(
+        r"study-\d{4}-\d\d", (ROOT / "study" / "README.md").read_text(encoding="utf-8")
+    )
+    set_tags = re.findall(
+        r"git tag -a (study-\S+)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    )
+    assert {*cited} == {*set_tags} != set()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86-64")

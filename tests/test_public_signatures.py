@@ -19,6 +19,7 @@ SNAPSHOT = Path(__file__).with_name("public_signatures.txt")
 NAMESPACES = {
     "fm": fm,
     "fm.distributed": fm.distributed,
+    "fm.files": fm.files,
     "fm.huggingface": fm.huggingface,
     "fm.ops": fm.ops,
     "fm.optim": fm.optim,

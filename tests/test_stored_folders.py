@@ -17,6 +17,13 @@ import fp8manifold as fm
 STORED = Path(__file__).parent / "stored"
 VERSIONS = sorted(path.name for path in STORED.iterdir())
 versions = pytest.mark.parametrize("version", VERSIONS)
+#: models with the states of their optimizers; earlier versions had the form ``attached``
+SAVED = [
+    (version, kind)
+    for version in VERSIONS
+    for kind in ("attached", "floats", "codes")
+    if (STORED / version / kind).is_dir()
+]
 #: what transformers announces while it reads is its own business
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -25,35 +32,41 @@ def facts_of(version):
     return json.loads((STORED / version / "facts.json").read_text(encoding="utf-8"))
 
 
-@versions
-def test_a_model_that_transformers_saved_comes_back_to_the_bit(version):
+@pytest.mark.parametrize(("version", "kind"), [pair for pair in SAVED if pair[1] == "attached"])
+def test_transformers_reads_codes_of_earlier_versions(version, kind):
     from transformers import AutoModelForCausalLM
 
-    fm.huggingface.register()
-    model = AutoModelForCausalLM.from_pretrained(STORED / version / "attached")
-    assert digest_of(model) == facts_of(version)["attached"]["weights"]
+    model = AutoModelForCausalLM.from_pretrained(STORED / version / kind)
+    assert digest_of(model) == facts_of(version)[kind]["weights"]
     in_codes = [p for p in model.parameters() if isinstance(p, fm.FP8Tensor)]
     assert len(in_codes) == 8
 
 
-@versions
-@pytest.mark.parametrize("kind", ["attached", "published"])
-def test_one_door_reads_both(version, kind, tmp_path):
+@pytest.mark.parametrize("version", [version for version, kind in SAVED if kind == "floats"])
+def test_transformers_reads_floats_with_the_same_values(version):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(STORED / version / "floats", dtype=torch.float32)
+    assert digest_of(model) == facts_of(version)["floats"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"), [*SAVED, *((version, "published") for version in VERSIONS)]
+)
+def test_load_reads_them_to_the_bit(version, kind, tmp_path):
     model = fm.load(STORED / version / kind, dtype=torch.float32)
     assert digest_of(model) == facts_of(version)[kind]["weights"]
     fm.save(model, tmp_path, "floats")
     assert digest_of(fm.load(tmp_path)) == facts_of(version)[kind]["weights"]
 
 
-@versions
-def test_the_state_of_an_optimizer_goes_on(version):
-    from transformers import AutoModelForCausalLM
-
-    fm.huggingface.register()
-    model = AutoModelForCausalLM.from_pretrained(STORED / version / "attached").train()
+@pytest.mark.parametrize(("version", "kind"), SAVED)
+def test_the_state_of_an_optimizer_goes_on(version, kind):
+    model = fm.load(STORED / version / kind).train()
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, moments="8bit")
     state = optimizer.state_dict()
-    folder = STORED / version / "attached"
+    folder = STORED / version / kind
+    folder = folder if kind == "attached" else folder / "optimizer"
     tensors = load_file(folder / "optimizer.safetensors")
     plain = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))
     state["state"] = {}
@@ -67,12 +80,6 @@ def test_the_state_of_an_optimizer_goes_on(version):
     assert digest_of(model) != old_digest
     steps = {float(entries["step"]) for entries in optimizer.state.values()}
     assert steps == {3.0}
-
-
-@versions
-def test_a_published_folder_comes_back_to_the_bit(version):
-    model = fm.load_fp8(STORED / version / "published", dtype=torch.float32)
-    assert digest_of(model) == facts_of(version)["published"]["weights"]
 
 
 @versions

@@ -64,7 +64,7 @@ def test_a_map_has_the_mean_gap_of_every_layer_in_every_format():
             assert gap == pytest.approx(
                 sum(losses_of_layer[seed] - losses["fp32"][seed] for seed in losses_of_layer)
                 / len(losses_of_layer)
-            )
+            ), fmt
 
 
 def test_a_gap_appears_where_an_interval_first_leaves_0_out():

@@ -77,13 +77,13 @@ def _called(call: Callable[[], Any], forbidden: Collection[str]) -> tuple[Any, s
     sys.addaudithook(hook)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here on
-    old_size, returned, raised = _kibibytes("VmRSS"), None, ""
+    old_size, returned, raised = kibibytes("VmRSS"), None, ""
     try:
         returned = call()
     except BaseException:  # whatever comes out of a reader is what is to be shown
         raised = traceback.format_exc()
     watching = False
-    return returned, raised, executions, 1024 * (_kibibytes("VmHWM") - old_size)
+    return returned, raised, executions, 1024 * (kibibytes("VmHWM") - old_size)
 
 
 def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
@@ -96,7 +96,8 @@ def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
     return not (name.startswith("<frozen") or is_module or is_template)
 
 
-def _kibibytes(key: str) -> int:
+def kibibytes(key: str) -> int:
+    """Return the present resident set of this process (VmRSS), or the largest (VmHWM)."""
     with open("/proc/self/status") as file:
         match = re.search(rf"^{key}:\s+(\d+) kB", file.read(), re.MULTILINE)
     assert match is not None

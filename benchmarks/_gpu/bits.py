@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from _gpu.session import PRODUCTS, Session, bits, on_card, one_byte, seeded
-from _gpu.steps import ADAMW_WAYS, AdamWWay
+from _gpu.steps import ADAFACTOR_WAYS, ADAMW_WAYS
 
 __all__ = ["exact_arrays", "exact_products", "exact_steps"]
 
@@ -64,6 +64,10 @@ PRODUCT_SHAPES: Final = (
 )
 
 
+#: parameters of Adafactor have rows of several tiles, experts, and all squares of a vector
+ADAFACTOR_SHAPES: Final = ((24, 256), (70, 1300), (3, 40, 64), (2100,))
+
+
 def exact_steps(session: Session) -> dict[str, Any]:
     """Count the bytes in which five steps on the GPU differ from native code's.
 
@@ -71,32 +75,37 @@ def exact_steps(session: Session) -> dict[str, Any]:
     """
     figures: dict[str, Any] = {}
     for fmt in STEPPED_FORMATS[: 1 if session.dry else None]:
-        for way in ADAMW_WAYS[: 2 if session.dry else None]:
+        ways: dict[str, partial[Any]] = {}
+        for writeback, moments in ADAMW_WAYS[: 2 if session.dry else None]:
+            ways[f"{writeback} {moments}"] = partial(
+                fm.optim.StiffnessAdamW, lr=1e-2, writeback=writeback, moments=moments
+            )
+        for name, options in ADAFACTOR_WAYS[: 1 if session.dry else None]:
+            ways[name] = partial(fm.optim.StiffnessAdafactor, lr=5e-2, **options)
+        for name, make in ways.items():
             if not session.has_time:
                 return figures
-            name = f"{fmt} {way.writeback} {way.moments}"
-            figures[name] = differing_bytes_of_steps(session, fmt, way)
+            shapes: Any = ((24, 256),) * 3
+            if make.func is fm.optim.StiffnessAdafactor:
+                shapes = ADAFACTOR_SHAPES[: 1 if session.dry else None]
+            figures[f"{fmt} {name}"] = differing_bytes_of_steps(session, fmt, make, shapes)
     return figures
 
 
-def differing_bytes_of_steps(session: Session, fmt: str, way: AdamWWay) -> int:
-    """Count the bytes in which one way to step differs."""
+def differing_bytes_of_steps(
+    session: Session, fmt: str, make: partial[Any], shapes: tuple[tuple[int, ...], ...]
+) -> int:
+    """Count the bytes in which one way to step parameters of some shapes differs."""
     on_cpu: list[Any] = []
-    for seed in range(3):
-        values = torch.randn(24, 256, generator=seeded(seed)) * 0.1
+    for seed, shape in enumerate(shapes):
+        values = torch.randn(*shape, generator=seeded(seed)) * 0.1
         on_cpu.append(fm.FP8Parameter(values, fmt, seed=seed))
     on_device: list[Any] = [nn.Parameter(p.detach().clone().to(session.device)) for p in on_cpu]
-    options: dict[str, Any] = {
-        "lr": 1e-2,
-        "weight_decay": 0.1,
-        "writeback": way.writeback,
-        "moments": way.moments,
-    }
-    cpu_optimizer = fm.optim.StiffnessAdamW(on_cpu, **options)
-    device_optimizer = fm.optim.StiffnessAdamW(on_device, **options)
+    cpu_optimizer = make(on_cpu, weight_decay=0.1)
+    device_optimizer = make(on_device, weight_decay=0.1)
     for step in range(5):
         for i, (p, q) in enumerate(zip(on_cpu, on_device, strict=True)):
-            p.grad = torch.randn(24, 256, generator=seeded(100 * step + i))
+            p.grad = torch.randn(*p.shape, generator=seeded(100 * step + i))
             q.grad = p.grad.to(session.device)
         cpu_optimizer.step()
         with on_card(session):

@@ -1,4 +1,4 @@
-"""Llama in PyTorch alone, for machines without transformers."""
+"""Llama and Qwen2.5 in PyTorch alone, for machines without transformers."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -22,11 +22,14 @@ class LlamaShape:
     kv_heads: int
     vocabulary: int
     base: float = 10_000.0
+    #: of queries, keys and values
+    biases: bool = False
 
 
 LLAMA_SHAPES: Final = {
     "Llama-3.1-8B": LlamaShape(4096, 14_336, 32, 32, 8, 128_256, 500_000.0),
     "Llama-2-7B": LlamaShape(4096, 11_008, 32, 32, 32, 32_000),
+    "Qwen2.5-14B": LlamaShape(5120, 13_824, 48, 40, 8, 152_064, 1_000_000.0, biases=True),
     "tiny": LlamaShape(64, 128, 2, 4, 2, 512),
 }
 
@@ -39,8 +42,11 @@ class LlamaBlock(nn.Module):
         width, head = shape.width, shape.width // shape.heads
         self.head, self.base = head, shape.base
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, shape.kv_heads * head, bias=False) for _ in range(2))
+        self.q = nn.Linear(width, width, bias=shape.biases)
+        self.o = nn.Linear(width, width, bias=False)
+        self.k, self.v = (
+            nn.Linear(width, shape.kv_heads * head, bias=shape.biases) for _ in range(2)
+        )
         self.gate, self.up = (nn.Linear(width, shape.inner, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.inner, width, bias=False)
 

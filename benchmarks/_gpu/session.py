@@ -139,7 +139,7 @@ def one_byte(
         units, _, gradients = products.partition(", ")
         spec |= {"products": units, "gradient_products": "fp8" if gradients else "bfloat16"}
     formats = {"*": spec, **dict.fromkeys(left_out, "none")}
-    return fm.quantize_model(model, formats, storage="fp8")
+    return fm.quantize_model(model, formats, storage="codes")
 
 
 def bits(x: Tensor) -> Tensor:

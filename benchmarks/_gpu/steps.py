@@ -12,6 +12,7 @@ import fp8manifold as fm
 from _gpu.session import Session, on_card
 
 __all__ = [
+    "ADAFACTOR_WAYS",
     "ADAMW_WAYS",
     "PEERS",
     "Peer",
@@ -38,6 +39,19 @@ ADAMW_WAYS: Final = (
     AdamWWay("stochastic", "bfloat16"),
     AdamWWay("residual8", "8bit"),
     AdamWWay("nearest", "8bit"),
+)
+
+
+class AdafactorWay(NamedTuple):
+    """A way of StiffnessAdafactor to step."""
+
+    name: str
+    options: dict[str, Any]
+
+
+ADAFACTOR_WAYS: Final = (
+    AdafactorWay("adafactor", {}),
+    AdafactorWay("adafactor, 8bit momentum", {"momentum": 0.9, "moments": "8bit"}),
 )
 
 
@@ -132,6 +146,11 @@ def step_times(session: Session) -> dict[str, Any]:
             name = f"{millions(count)}, {writeback}, {moments} moments"
             with on_card(session):
                 session.case(figures, name, partial(step_figures, session, count, stiffness))
+        for way in ADAFACTOR_WAYS[: 1 if session.dry else None]:
+            adafactor: Any = partial(fm.optim.StiffnessAdafactor, lr=1e-3, **way.options)
+            with on_card(session):
+                measure = partial(step_figures, session, count, adafactor)
+                session.case(figures, f"{millions(count)}, {way.name}", measure)
         name = f"{millions(count)}, torch's fused AdamW"
         figures[name] = step_figures(session, count, fused(session), one_byte=False)
     return figures
@@ -146,6 +165,9 @@ def step_calls(session: Session) -> dict[str, Any]:
             coded = parameters_with_gradients(session, shapes, True, torch.float32)
             optimizer = fm.optim.StiffnessAdamW(coded, 1e-3, moments="8bit")
             figures[f"{count} parameters, StiffnessAdamW"] = session.times(optimizer.step)
+            coded = parameters_with_gradients(session, shapes, True, torch.float32)
+            adafactor = fm.optim.StiffnessAdafactor(coded, 1e-3)
+            figures[f"{count} parameters, StiffnessAdafactor"] = session.times(adafactor.step)
         reference = fused(session)(parameters_with_gradients(session, shapes, False, torch.float32))
         figures[f"{count} parameters, torch's fused AdamW"] = session.times(reference.step)
     return figures

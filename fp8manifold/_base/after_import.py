@@ -14,7 +14,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import"]
+__all__ = ["after_import", "when_imported"]
+
+
+def when_imported(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Change a module now if it is imported, or once it is."""
+    module = sys.modules.get(name)
+    if module is not None:
+        change(module)
+    else:
+        after_import(name, change)
 
 
 def after_import(

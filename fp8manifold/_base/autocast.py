@@ -1,10 +1,13 @@
 """The dtype that autocast asks of a product, and products out of its reach."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+_NOTHING: Final = nullcontext()
+"""A context that changes nothing, and may be entered again."""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -25,5 +28,5 @@ def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """
     device = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(device):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device, enabled=False)

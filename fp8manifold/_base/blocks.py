@@ -5,7 +5,8 @@ block that fits in a core's cache, it reads memory once and writes it once. Thes
 are not those of weights that share a scale (``scaling.BLOCK_SIZE``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Final
 
 import torch
@@ -22,8 +23,10 @@ _GPU_BLOCK: Final = 2**22
 
 They keep it busy for longer than Python takes to launch the next operation.
 """
-PIECE: Final = 2**20
-"""Elements per piece of rows of a tensor that is encoded: temporaries of some megabytes."""
+PIECE: Final = BLOCK
+"""Elements per piece of rows of a tensor that is encoded: temporaries of half a megabyte."""
+Index = tuple[int | slice, ...]
+"""A part of a tensor: a number or a slice with both ends for each dimension."""
 
 
 def block_on(device: torch.device) -> int:
@@ -56,6 +59,28 @@ def pieces(x: Tensor, multiple: int = 1) -> list[slice]:
     length = max(1, PIECE * x.shape[0] // x.numel())
     length = -(-length // multiple) * multiple
     return [slice(start, start + length) for start in range(0, x.shape[0], length)]
+
+
+def indices_of_pieces(shape: Sequence[int]) -> Iterator[Index]:
+    """Yield the indices of pieces of about ``PIECE`` elements that make up a tensor.
+
+    They are in the order of its memory. A piece is some rows of a matrix, or some
+    entries of a stack.
+    """
+    if len(shape) < 2 or prod(shape) <= PIECE:
+        yield tuple(slice(0, size) for size in shape)
+        return
+    rest = shape[1:]
+    numel = prod(rest)
+    if numel > PIECE and len(rest) > 1:
+        for number in range(shape[0]):
+            for index in indices_of_pieces(rest):
+                yield (number, *index)
+        return
+    length = max(1, PIECE // numel)
+    whole = tuple(slice(0, size) for size in rest)
+    for start in range(0, shape[0], length):
+        yield (slice(start, min(start + length, shape[0])), *whole)
 
 
 def blockwise(

@@ -1,9 +1,9 @@
 """Refuse optimizers whose parameters are no longer in the model.
 
-Surgery on a model (``quantize_model``, ``dequantize_model``, a loader) puts new parameters
-in the places of old ones. An optimizer made before it would go on stepping the old ones,
-and train nothing. So a replaced parameter carries a mark with its successor, and a hook of
-every optimizer's step looks for parameters that have the mark.
+Surgery on a model (``dequantize_model``, a loader, and ``quantize_model`` where it can't keep
+the objects) puts new parameters in the places of old ones. An optimizer made before it would
+go on stepping the old ones, and train nothing. So a replaced parameter carries a mark with its
+successor, and a hook of every optimizer's step looks for parameters that have the mark.
 """
 
 import weakref
@@ -93,8 +93,8 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         listed += f" and {len(names) - _NAMES_IN_MESSAGE} more"
     raise RuntimeError(
         f"this {type(optimizer).__name__} was made before quantize_model, dequantize_model or a "
-        f"loader replaced {listed} in the model, and would "
-        "train nothing there: make the optimizer afterwards, of the model's parameters"
+        f"loader replaced {listed} in the model, so it would train nothing there: make a new "
+        "optimizer of model.parameters()"
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from fp8manifold._base.checks import import_optional
@@ -19,6 +19,8 @@ _GGUF: Final = ".gguf"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _DOWNLOADED: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", SIDE_FILE)
 """Files of a repository that are downloaded: weights, settings and a tokenizer's."""
+_DOWNLOADED_PICKLES: Final = "pytorch_model*.bin"
+"""Files that are downloaded too where a repository has no safetensors."""
 
 
 class FolderKind(StrEnum):
@@ -27,8 +29,8 @@ class FolderKind(StrEnum):
     FLOATS = "floats"
     PUBLISHED = "codes in a published layout"
     SAVED = "a model saved by fp8manifold"
-    #: Its save_pretrained after `huggingface.attach`.
-    ATTACHED = "a model attached and saved by fp8manifold"
+    #: Its `save_pretrained` in earlier versions.
+    ATTACHED = "a model saved by an earlier fp8manifold"
     GGUF = "a GGUF file"
 
 
@@ -41,12 +43,14 @@ class Folder:
         kind: what it has.
         file: the name of the file to read, for GGUF.
         size: bytes of the files of weights.
+        content: of a saved folder, what stands beside its side file.
     """
 
     path: Path
     kind: FolderKind
     file: str
     size: int
+    content: Content | None = None
 
 
 def found_folder(
@@ -67,7 +71,12 @@ def found_folder(
     path = Path(name)
     if path.is_file() and path.suffix == _GGUF:
         return _gguf_folder(path.parent, path.name)
-    folder = _folder_of(path, str(name), hub, gguf_file) / subfolder
+    if path.is_file():
+        raise ValueError(
+            f"{str(name)!r} is a file, and load reads folders and GGUF files: read its tensors "
+            "with fm.files.load_state, or into a model of your own with fm.files.load_into"
+        )
+    folder = _folder_of(path, str(name), hub, subfolder, gguf_file)
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(name)!r} has no folder {subfolder!r}")
     if gguf_file is not None:
@@ -88,16 +97,30 @@ def found_folder(
     if files:
         return _gguf_folder(folder, files[0])
     raise FileNotFoundError(
-        f"{str(name)!r} has no weights: *.safetensors, pytorch_model.bin or *.gguf"
+        f"{str(name)!r} has no weights: *.safetensors, pytorch_model.bin or *.gguf; one GGUF file "
+        "of a model on the Hub is downloaded by gguf_file="
     )
 
 
-def _folder_of(path: Path, name: str, hub: Mapping[str, Any], gguf_file: str | None) -> Path:
+def _folder_of(
+    path: Path, name: str, hub: Mapping[str, Any], subfolder: str, gguf_file: str | None
+) -> Path:
     """Return a local folder, or the one that a model of the Hub is downloaded to."""
     if path.is_dir():
-        return path.resolve()
+        return path.resolve() / subfolder
+    if gguf_file is not None:
+        file = PurePosixPath(subfolder, gguf_file)
+        return _downloaded(name, ["*.json", str(file)], hub) / subfolder
+    folder = _downloaded(name, [*_DOWNLOADED], hub) / subfolder
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        file = PurePosixPath(subfolder, _DOWNLOADED_PICKLES)
+        folder = _downloaded(name, [*_DOWNLOADED, str(file)], hub) / subfolder
+    return folder
+
+
+def _downloaded(name: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
+    """Return the folder that those files of a repository are downloaded to."""
     library = import_optional("huggingface_hub", "hf", "load")
-    patterns = [*_DOWNLOADED] if gguf_file is None else ["*.json", gguf_file]
     try:
         return Path(library.snapshot_download(name, allow_patterns=patterns, **hub))
     except (OSError, ValueError) as error:
@@ -118,7 +141,8 @@ def _gguf_folder(folder: Path, file: str) -> Folder:
 def _saved_folder(folder: Path) -> Folder:
     content = read_side_file(folder).content
     paths = [folder / CODES_FILE] if content is Content.CODES else files_of(folder)
-    return Folder(folder, FolderKind.SAVED, "", _size_of([*paths, folder / SIDE_FILE]))
+    size = _size_of([*paths, folder / SIDE_FILE])
+    return Folder(folder, FolderKind.SAVED, "", size, content)
 
 
 def _folder_of_safetensors(folder: Path) -> Folder:
@@ -143,5 +167,6 @@ def check_has_settings(folder: Folder) -> None:
     if folder.kind is not FolderKind.GGUF and not (folder.path / CONFIG).is_file():
         raise FileNotFoundError(
             f"{str(folder.path)!r} has no {CONFIG}: give the folder of a transformers model, or "
-            "read float weights into a model of your own with fm.load_quantized"
+            "read its tensors with fm.files.load_state, or into a model of your own with "
+            "fm.files.load_into"
         )

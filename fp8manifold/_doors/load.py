@@ -3,21 +3,21 @@
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from fp8manifold._base.checks import check_choice, import_optional
+from fp8manifold._base.checks import import_optional
 from fp8manifold._doors.folder_kind import Folder, FolderKind, check_has_settings, found_folder
+from fp8manifold._doors.published import class_of, completed, made_by_transformers, read_published
+from fp8manifold._doors.quantizer import quantizing, reading_parts
 from fp8manifold._doors.saved_folder import SavedReader, SavedWeights, saved_files
 from fp8manifold._doors.side_file import Content, SideFile, read_side_file
 from fp8manifold._published.options import HUB_OPTIONS, ReadOptions, sorted_options
-from fp8manifold.checkpoints import class_of, completed, made_by_transformers, read_published
-from fp8manifold.huggingface import detach, quantization_config, reading_parts, register
-from fp8manifold.nn._parts import is_in_codes
-from fp8manifold.nn._spec import STORAGES, Formats, Storage
-from fp8manifold.nn._surgery import quantize_model
+from fp8manifold.nn._spec import Formats, Storage, check_storage_name
+from fp8manifold.nn._surgery import PUBLISHED, quantize_model
 from fp8manifold.nn._tensor_files import FileTensors
 
 _LOG: Final = logging.getLogger("fp8manifold")
@@ -47,7 +47,7 @@ def load(
     embeddings: Any = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | int | None = None,
-    storage: Storage = "fp8",
+    storage: Storage = "codes",
     **transformers_options: Any,
 ) -> Any:
     r"""Read a model of transformers into codes, whatever its folder has.
@@ -68,25 +68,39 @@ def load(
         formats: of floats and GGUF, as in :func:`quantize_model`; other folders have
             their own.
         embeddings: of floats and GGUF, as there.
-        dtype: of what stays float, and the one that weights in codes appear in. The
-            default is that of ``config.json``, or bfloat16 where it has none that codes
-            can appear in.
+        dtype: of what stays float, and the one that weights in codes appear in:
+            float32 or bfloat16. For floats the default is ``"auto"`` of
+            ``from_pretrained``, so that a folder of float16 or float64 needs one. For
+            codes it is that of ``config.json``, or bfloat16 where that is neither. From a
+            folder of :func:`save` every tensor has by default the dtype that it was
+            saved in, and is rounded where a ``dtype`` asks for it.
         device: where the model goes; by default the CPU.
         storage: of floats and GGUF, as in :func:`quantize_model`.
-        **transformers_options: of ``from_pretrained``, as in :func:`load_fp8`; for
-            floats also the other options of :func:`quantize_model`, and for published
-            codes ``activations``, ``rounding``, ``draws`` and ``seed``.
+        **transformers_options: of ``from_pretrained``. ``subfolder``, ``revision``,
+            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` say
+            where the files are. For floats also the other options of
+            :func:`quantize_model`. For published codes ``rounding``, ``draws`` and
+            ``seed`` are of the weights, as there, in place of what :func:`save` has
+            noted of them; ``activations`` is ``float``, which
+            leaves inputs as they are, or ``as stored``, which rounds them at the files'
+            ``input_scale``. For what is in codes all others are settings of
+            ``config.json`` (``attention_dropout=0.1``), which :func:`save` does not
+            write, or are refused.
 
     Returns:
-        The model, of the class that ``config.json`` names, in evaluation mode. NaN and
-        -0 among codes are preserved.
+        The model, of the class that ``config.json`` names, in evaluation mode; for
+        floats with ``output_loading_info=True`` also what transformers found missing or
+        unexpected. NaN and -0 among codes are preserved.
 
     Raises:
         ImportError, FileNotFoundError: transformers is missing; no such folder or model,
             or one without weights or settings.
         TypeError, ValueError: floats without ``formats``; an option that means nothing
             for this folder; floats that were changed since :func:`save` wrote them with
-            their scales; as :func:`load_fp8` and :func:`quantize_model`.
+            their scales; an unsupported layout; a tensor that the model or the files
+            lack; scales that one parameter can't hold where the model fuses weights;
+            floats beside published codes that ``dtype`` does not hold exactly; as
+            :func:`quantize_model`.
 
     Example:
         >>> import fp8manifold as fm
@@ -102,9 +116,10 @@ def load(
         >>> model.lm_head.weight.dtype, model.model.layers[0].mlp.up_proj.weight.format.name
         (torch.float32, 'E4M3')
 
-    Source: safetensors; the layouts of :func:`load_fp8`; GGUF by transformers.
+    Source: safetensors; DeepSeek-V3 (arXiv 2412.19437); compressed-tensors
+    (vllm-project); Model-Optimizer; OCP MX Formats 1.0; GGUF by transformers.
     """
-    check_choice("storage", storage, STORAGES)
+    check_storage_name(storage)
     options = dict(transformers_options)
     hub: dict[str, Any] = {name: options[name] for name in HUB_OPTIONS if name in options}
     subfolder = options.get("subfolder") or ""
@@ -113,16 +128,20 @@ def load(
     is_local = Path(name_or_folder).exists()
     name = str(folder.path) if is_local else str(name_or_folder)
     given = {"formats": formats, "embeddings": embeddings}
-    given |= {"storage": None if storage == "fp8" else storage}
+    given |= {"storage": None if storage == "codes" else storage}
     if folder.kind in (FolderKind.FLOATS, FolderKind.GGUF):
         chosen_formats = given | {"storage": storage}
-        model = _quantized(folder, name, chosen_formats, dtype, device, options)
+        gives_info = bool(options.pop("output_loading_info", False))
+        model, loading_info = _quantized(folder, name, chosen_formats, dtype, device, options)
+        if not gives_info:
+            _refuse_missing(loading_info, folder)
     else:
+        gives_info = False
         _refuse_options(folder, given | options)
         chosen, codes_options = _options_of_codes(folder, dtype, device, options)
         model = _READERS[folder.kind](folder, name, chosen, codes_options)
     parameters = {id(parameter): parameter for parameter in model.parameters()}
-    held = sum(_bytes_of(parameter) for parameter in parameters.values())
+    held = sum(parameter.nbytes for parameter in parameters.values())
     _LOG.info(
         "read %s from %r: %s bytes of files, %s bytes of parameters",
         folder.kind,
@@ -130,18 +149,13 @@ def load(
         f"{folder.size:,}",
         f"{held:,}",
     )
-    return model
-
-
-def _bytes_of(parameter: Any) -> int:
-    if not is_in_codes(parameter):
-        return int(parameter.nbytes)
-    return int(parameter.codes.nbytes + parameter.kept_scale.nbytes)
+    return (model, loading_info) if gives_info else model
 
 
 def _refuse_options(folder: Folder, options: Mapping[str, Any]) -> None:
     """Refuse options that only mean something for another kind of folder."""
-    allowed: Collection[str] = _OF_CODES if folder.kind is FolderKind.PUBLISHED else ()
+    is_published = folder.kind is FolderKind.PUBLISHED or folder.content is Content.PUBLISHED
+    allowed: Collection[str] = _OF_CODES if is_published else ()
     for name in ("formats", "embeddings", "storage", *_OF_ENCODING, *_OF_CODES):
         value = options.get(name)
         if value is not None and name not in allowed:
@@ -157,9 +171,11 @@ def _options_of_codes(
     """Return options of transformers, and those of codes."""
     codes_options = {name: value for name, value in options.items() if name in _OF_CODES}
     rest = {name: value for name, value in options.items() if name not in _OF_CODES}
-    if dtype is None and rest.get("torch_dtype") is None:
-        dtype = _default_dtype(folder)
-    return sorted_options(rest, dtype, "cpu" if device is None else device, _CALLER), codes_options
+    chosen = sorted_options(rest, dtype, device, _CALLER)
+    # As transformers says it.
+    if chosen.dtype in (None, "auto"):
+        chosen = replace(chosen, dtype=_default_dtype(folder), keeps_dtypes=True)
+    return chosen, codes_options
 
 
 def _default_dtype(folder: Folder) -> torch.dtype:
@@ -176,8 +192,11 @@ def _quantized(
     dtype: Any,
     device: Any,
     options: Mapping[str, Any],
-) -> Any:
-    """Read floats or GGUF, and quantise them."""
+) -> tuple[Any, dict[str, Any]]:
+    """Read floats or GGUF, and quantise them.
+
+    What transformers says about the reading is returned, too.
+    """
     if chosen["formats"] is None and not options.get("parameters") and not chosen["embeddings"]:
         raise ValueError(
             f"{str(folder.path)!r} has {folder.kind}: give formats=, such as 'E4M3', or read it "
@@ -197,16 +216,26 @@ def _quantized(
     passed = {key: value for key, value in options.items() if key not in dropped}
     passed["dtype"] = _given_dtype(dtype, passed.pop("torch_dtype", None))
     if folder.kind is FolderKind.GGUF:
-        model = _floats_of_gguf(transformers, folder, passed)
+        model, loading_info = _floats_of_gguf(transformers, folder, passed)
         model = quantize_model(model, **encoding)
     else:
         settings = transformers.AutoConfig.from_pretrained(folder.path)
-        model = class_of(transformers, settings).from_pretrained(
-            folder.path, quantization_config=quantization_config(**encoding), **passed
+        settings.architectures = options.get("architectures") or settings.architectures
+        model, loading_info = class_of(transformers, settings).from_pretrained(
+            folder.path,
+            quantization_config=quantizing(**encoding),
+            output_loading_info=True,
+            **passed,
         )
-        detach(model)
     model.config.name_or_path = name
-    return model if device is None else model.to(device)
+    return (model if device is None else model.to(device)), loading_info
+
+
+def _refuse_missing(loading_info: Mapping[str, Any], folder: Folder) -> None:
+    """Refuse a model whose files lack a tensor, which transformers would draw anew."""
+    missing = sorted(loading_info.get("missing_keys") or ())
+    if missing:
+        raise ValueError(f"the model has {missing[0]!r}, which {str(folder.path)!r} lacks")
 
 
 def _given_dtype(dtype: Any, torch_dtype: Any) -> Any:
@@ -216,21 +245,25 @@ def _given_dtype(dtype: Any, torch_dtype: Any) -> Any:
     return "auto" if given is None else given
 
 
-def _floats_of_gguf(transformers: Any, folder: Folder, passed: dict[str, Any]) -> Any:
+def _floats_of_gguf(
+    transformers: Any, folder: Folder, passed: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     if hasattr(transformers, "GgufConfig"):
         passed = passed | {"quantization_config": transformers.GgufConfig(dequantize=True)}
     settings = transformers.AutoConfig.from_pretrained(folder.path, gguf_file=folder.file)
     architectures = settings.architectures
     model_class = class_of(transformers, settings) if architectures else None
     model_class = model_class or transformers.AutoModelForCausalLM
-    model = model_class.from_pretrained(folder.path, gguf_file=folder.file, **passed)
+    model, loading_info = model_class.from_pretrained(
+        folder.path, gguf_file=folder.file, output_loading_info=True, **passed
+    )
     vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
-    return model
+    return model, loading_info
 
 
 def _published(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, Any]) -> Any:
-    return detach(read_published(folder.path, chosen, name, **options))
+    return read_published(folder.path, chosen, name, **options)
 
 
 def _saved(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, Any]) -> Any:
@@ -238,19 +271,27 @@ def _saved(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, An
     side = read_side_file(folder.path)
     if side.content is Content.PUBLISHED:
         model = _published(folder, name, chosen, options)
-        _resume_counts(model, side, folder)
+        # Whoever gives draws of their own takes the codes as they were published.
+        if not options.keys() & {"rounding", "draws", "seed"}:
+            _resume_counts(model, side, folder)
         return model
     with closing(FileTensors(saved_files(folder.path, side))) as tensors:
-        reader = SavedReader(SavedWeights(side, tensors, chosen.device))
+        weights = SavedWeights(side, tensors, chosen.device)
+        reader = SavedReader(weights, keeps_dtypes=chosen.keeps_dtypes)
         quantization = reading_parts(side.layers, side.parameters, side.turned, reader)
         model = made_by_transformers(folder.path, quantization, reader, chosen)
-    vars(model.config.quantization_config).pop("published", None)
-    return completed(detach(model), folder.path, name, chosen)
+    # The settings above say how its parameters lie, and not how it was published.
+    for module in model.modules():
+        vars(module).pop(PUBLISHED, None)
+    return completed(model, folder.path, name, chosen)
 
 
 def _resume_counts(model: Any, side: SideFile, folder: Folder) -> None:
     """Give published codes the seeds and counts that they were saved with."""
-    state: dict[str, Any] = {}
+    # With a layer's other tensors: it would measure the scales of its inputs anew.
+    owners = tuple(f"{name.rpartition('.')[0]}." for name in side.names)
+    own_state = model.state_dict()
+    state: dict[str, Any] = {key: own_state[key] for key in own_state if key.startswith(owners)}
     for name in side.names:
         weight = model.get_parameter(name)
         side.tensors[f"{name}_scale"] = weight.kept_scale
@@ -264,14 +305,13 @@ def _resume_counts(model: Any, side: SideFile, folder: Folder) -> None:
 
 
 def _attached(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, Any]) -> Any:
-    """Read what `save_pretrained` wrote after `huggingface.attach`."""
-    register()
+    """Read what `save_pretrained` of an earlier version wrote."""
     transformers = import_optional("transformers", "hf", _CALLER)
     settings = transformers.AutoConfig.from_pretrained(folder.path)
     model = class_of(transformers, settings).from_pretrained(
         folder.path, dtype=chosen.dtype, **chosen.passed, **chosen.settings
     )
-    return completed(detach(model), folder.path, name, chosen)
+    return completed(model, folder.path, name, chosen)
 
 
 _READERS: Final = {

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.wrappers import plain_name
-from fp8manifold._doors.side_file import Content, SideFile, exact_dtype
+from fp8manifold._doors.grids import Decoded
+from fp8manifold._doors.quantizer import check_ties, checked_state
+from fp8manifold._doors.side_file import Content, SideFile
 from fp8manifold._ranks import share_of
-from fp8manifold.huggingface import check_ties, checked_state
 from fp8manifold.nn._carried import parameter_names, turned_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
-from fp8manifold.nn._parts import PARTS, is_in_codes, unflatten_state_dict
+from fp8manifold.nn._parts import PARTS, is_in_codes, unflatten
 from fp8manifold.nn._saved import parameters_recipe_of, recipe_of
 from fp8manifold.tensor import FP8Tensor
 
@@ -26,14 +27,26 @@ class Saved:
 
     Attributes:
         side: the side file.
-        floats: the tensors of a float model, by its names; tied ones are one tensor.
+        floats: the tensors of a float model, by its names; tied ones are one object.
             Without those of weights in codes where these are not decoded.
         weights: those of them that are in codes, by their first names.
     """
 
     side: SideFile
-    floats: dict[str, Tensor] = field(default_factory=dict)
+    floats: dict[str, Tensor | Decoded] = field(default_factory=dict)
     weights: dict[str, FP8Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The floats with all weights decoded at once."""
+        values = {}
+        for value in self.floats.values():
+            if isinstance(value, Decoded) and id(value) not in values:
+                values[id(value)] = value.to_write.whole()
+        return {
+            name: value if isinstance(value, Tensor) else values[id(value)]
+            for name, value in self.floats.items()
+        }
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -74,18 +87,16 @@ def saved_form(
         for suffix in PARTS:
             state.pop(name + suffix, None)
     transposed = {*side.turned, *_weights_of_conv1d(model)}
-    for name, value in unflatten_state_dict(state).items():
+    for name, value in unflatten(state).items():
         if not isinstance(value, FP8Tensor):
             saved.floats[name] = value
             continue
         saved.weights[name] = value
         parts = {suffix: state[name + suffix] for suffix in PARTS[1:] if name + suffix in state}
-        values = None
+        side.add_parts(name, parts)
         if with_floats:
-            values = value.dequantize()
-            values = values.to(exact_dtype(values))
-            saved.floats[name] = values.mT.contiguous() if name in transposed else values
-        side.add(name, value, parts, values)
+            dtype = side.add_exceptions(name, value)
+            saved.floats[name] = Decoded(value, dtype, name in transposed)
     if with_floats:
         saved.floats |= {name: saved.floats[first] for name, first in other_names.items()}
     return saved

@@ -1,12 +1,16 @@
 """Read a folder of floats, or of one byte per weight, with its side file."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._doors.side_file import CODES, Content, SideFile
+from fp8manifold._base.blocks import Index, indices_of_pieces
+from fp8manifold._doors.grids import part_within, turned
+from fp8manifold._doors.published import DTYPES_IN_FILES
+from fp8manifold._doors.side_file import CODES, Content, SideFile, are_equal
 from fp8manifold._published.layout import entries_of, places_of
 from fp8manifold._published.places import Place
 from fp8manifold._published.replace_files import CODES_FILE, INDEX, SIDE_FILE, WEIGHTS_FILE
@@ -101,24 +105,81 @@ class SavedWeights:
                 state |= {name: self._tensors.part(name) for name in names}
         return state
 
+    @torch.no_grad()
+    def put_dtypes_back(self, model: nn.Module) -> None:
+        """Give a model's floats the dtypes of the files, and the values in them.
+
+        Transformers reads all of them in one dtype, which may round some.
+        """
+        entries = entries_of(model)
+        in_codes = set(self.side.names)
+        for target, names in self._names_at.items():
+            entry = entries.get(target)
+            if target in in_codes or entry is None or not entry.is_floating_point():
+                continue
+            if all(self._dtype_in_file(name) is entry.dtype for name in names):
+                continue
+            values = self._values(target, entry)
+            if values.is_floating_point() and values.dtype is not entry.dtype:
+                entry.data = values.to(entry.device, copy=True)
+            self._tensors.was_read(values.nbytes)
+
+    def _dtype_in_file(self, name: str) -> torch.dtype | None:
+        return DTYPES_IN_FILES.get(self._tensors.header(name).dtype)
+
     def _own_tensors(self) -> dict[str, Any]:
         """Return what quantised layers have beside their weights."""
         in_codes = {name + suffix for name in self.side.names for suffix in self.side.suffixes}
         return {name: value for name, value in self.side.tensors.items() if name not in in_codes}
 
     def _codes(self, model: nn.Module, target: str, entry: Tensor) -> Tensor:
-        names = self._names_at[target]
+        """Return the codes of a weight: those of its floats, or of the file."""
         if self.side.content is Content.CODES:
-            codes = self._tensors.read(names[0]).to(self._device, copy=True)
-            self._tensors.was_read(codes.nbytes)
+            header = self._tensors.header(self._names_at[target][0])
+            if DTYPES_IN_FILES.get(header.dtype) is not torch.uint8:
+                raise ValueError(f"the codes of {target!r} are {header.dtype}, and not U8")
+            codes = torch.empty(header.shape, dtype=torch.uint8, device=self._device)
+            for part, values in self._pieces(target, is_turned=False):
+                codes[part] = values
             return codes
-        values = self._values(target, entry).to(self._device)
         owner = model.get_submodule(target.rpartition(".")[0])
-        if target in self.side.turned or is_conv1d(owner):
-            values = values.mT.contiguous()
-        codes = self.side.codes(target, values)
-        self._tensors.was_read(values.nbytes)
+        is_turned = target in self.side.turned or is_conv1d(owner)
+        shape = tuple(entry.mT.shape if is_turned else entry.shape)
+        grid = self.side.grid(target, shape, self._device)
+        codes = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        for part, values in self._pieces(target, is_turned):
+            codes[part] = grid.codes(values, part)
+        self.side.put_exceptions(target, codes, grid.format)
+        for part, values in self._pieces(target, is_turned):
+            if not are_equal(grid.values(codes[part], part, values.dtype), values):
+                raise ValueError(
+                    f"{target!r} was changed since it was saved with {SIDE_FILE!r}: to read its "
+                    "floats as they are now, remove that file"
+                )
         return codes
+
+    def _pieces(self, target: str, is_turned: bool) -> Iterator[tuple[Index, Tensor]]:
+        """Yield the floats of a weight, some rows at a time, and their part of its codes.
+
+        The memory of rows is given back when the next ones are asked for.
+        """
+        names = self._names_at[target]
+        if not self._places[names[0]].index:
+            # Others are of tied weights.
+            names = names[:1]
+        for name in names:
+            values = self._tensors.read(name)
+            for index in indices_of_pieces(values.shape):
+                part = part_within(self._places[name].index, index)
+                piece = values[index]
+                on_device = piece.to(self._device)
+                if is_turned:
+                    yield turned(part), on_device.mT
+                else:
+                    yield part, on_device
+                del on_device
+                self._tensors.was_read_up_to(values, piece)
+            self._tensors.was_read(values.nbytes)
 
     def _values(self, target: str, entry: Tensor) -> Tensor:
         """Return the floats of an entry, put together from the tensors of files."""
@@ -140,14 +201,16 @@ class SavedReader:
     """Gives transformers the state of a saved folder while it makes a model.
 
     Attributes:
+        keeps_dtypes: whether weights have the dtypes that they were saved in.
         floats: the state, once the model is known.
         reads_parts: whether the state has weights as parts, which transformers puts in.
     """
 
     reads_parts = True
 
-    def __init__(self, weights: SavedWeights) -> None:
+    def __init__(self, weights: SavedWeights, *, keeps_dtypes: bool = False) -> None:
         self._weights = weights
+        self.keeps_dtypes = keeps_dtypes
         self.floats: dict[str, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SavedReader":
@@ -166,3 +229,5 @@ class SavedReader:
     def finish(self, model: Any) -> None:
         """Let go of the state."""
         self.floats.clear()
+        if self.keeps_dtypes:
+            self._weights.put_dtypes_back(model)

@@ -27,11 +27,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._base.blocks import in_pieces, pieces
+from fp8manifold._base.blocks import indices_of_pieces
 from fp8manifold._base.checks import import_optional
-from fp8manifold._encoded.storage import BlockSize, divided, expand_scale
+from fp8manifold._doors.grids import Grid
+from fp8manifold._encoded.storage import checked_codes
 from fp8manifold._encoded.stored_scale import decoded_scale
-from fp8manifold._numerics.codec import encode_with_nan
 from fp8manifold._published.replace_files import SIDE_FILE
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._parts import PARTS, read_traits
@@ -85,25 +85,34 @@ class SideFile:
         """What is added to a weight's name for what the file has of it."""
         return (*PARTS[1:], _AT, _EXCEPTION_CODES)
 
-    def add(
-        self, name: str, weight: FP8Tensor, parts: Mapping[str, Tensor], values: Tensor | None
-    ) -> None:
-        """Add a weight: its parts without codes, and codes that floats don't give back.
-
-        Args:
-            name: in the model.
-            weight: in codes.
-            parts: by their suffixes.
-            values: its floats, as they are written; None if its codes are.
-        """
+    def add_parts(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Add the parts of a weight without its codes, by their suffixes."""
         self.tensors |= {name + suffix: part for suffix, part in parts.items()}
-        if values is None:
-            return
-        codes = codes_of_values(values, weight.scale, weight.format, weight.block_size)
-        differing = (codes != weight.codes).flatten().nonzero().flatten()
-        if differing.numel():
-            self.tensors[name + _AT] = differing
-            self.tensors[name + _EXCEPTION_CODES] = weight.codes.flatten()[differing]
+
+    def add_exceptions(self, name: str, weight: FP8Tensor) -> torch.dtype:
+        """Add the codes of a weight that its floats don't give back.
+
+        Returns:
+            The dtype in which its floats are exact: bfloat16 if that is, else its own.
+        """
+        grid = Grid.of(weight)
+        has_bfloat16 = True
+        positions = []
+        codes = []
+        start = 0
+        for index in indices_of_pieces(weight.shape):
+            piece = weight.codes[index]
+            values = grid.values(piece, index, weight.dtype)
+            has_bfloat16 = has_bfloat16 and _is_bfloat16(values)
+            differing = (grid.codes(values, index) != piece).flatten().nonzero().flatten()
+            if differing.numel():
+                positions.append(differing + start)
+                codes.append(piece.flatten()[differing])
+            start += piece.numel()
+        if positions:
+            self.tensors[name + _AT] = torch.cat(positions)
+            self.tensors[name + _EXCEPTION_CODES] = torch.cat(codes)
+        return torch.bfloat16 if has_bfloat16 else weight.dtype
 
     def parts_of(self, name: str, codes: Tensor) -> dict[str, Tensor]:
         """Return the parts of a weight as a state dict has them."""
@@ -113,29 +122,46 @@ class SideFile:
                 parts[name + suffix] = self.tensors[name + suffix]
         return parts
 
-    def codes(self, name: str, values: Tensor) -> Tensor:
-        """Return the codes of floats that were read.
+    def grid(self, name: str, shape: tuple[int, ...], device: Any) -> Grid:
+        """Return the grid of a weight, whose scales are checked to be of its shape.
 
         Raises:
-            ValueError: floats that the codes do not have, or no part of the weight.
+            ValueError: no scale, or one of another shape.
         """
         scale = self.tensors.get(f"{name}_scale")
         if scale is None:
             raise ValueError(f"{SIDE_FILE!r} has no scale of {name!r}: the file is not whole")
         options = read_traits(name, self.tensors[name + _TRAITS], scale)
         fmt, block_size = options["fmt"], options["block_size"]
-        scale = decoded_scale(scale.to(values.device))
-        codes = codes_of_values(values, scale, fmt, block_size)
-        if name + _AT in self.tensors:
-            positions = self.tensors[name + _AT].to(values.device)
-            codes.view(-1)[positions] = self.tensors[name + _EXCEPTION_CODES].to(values.device)
-        weight = FP8Tensor.from_codes(codes, scale, fmt, block_size=block_size, dtype=values.dtype)
-        if not _are_equal(weight.dequantize(), values):
+        scale = decoded_scale(scale)
+        # Codes without values, of which only the shape is asked.
+        codes = torch.empty(shape, dtype=torch.uint8, device="meta")
+        FP8Tensor.from_codes(codes, scale, fmt, block_size=block_size, seed=options["seed"])
+        return Grid(fmt, scale.to(device), block_size)
+
+    def put_exceptions(self, name: str, codes: Tensor, fmt: FloatFormat) -> None:
+        """Put in the codes of a weight that its floats don't give back.
+
+        Raises:
+            ValueError: positions without codes or the reverse, a position beyond the
+                weight, or a code beyond the format.
+        """
+        positions = self.tensors.get(name + _AT)
+        exceptions = self.tensors.get(name + _EXCEPTION_CODES)
+        if positions is None and exceptions is None:
+            return
+        if positions is None or exceptions is None or positions.shape != exceptions.shape:
             raise ValueError(
-                f"{name!r} was changed since it was saved with {SIDE_FILE!r}: to read its floats "
-                "as they are now, remove that file"
+                f"{SIDE_FILE!r} has codes of {name!r} without their positions, or the reverse: the "
+                "file is not whole"
             )
-        return codes
+        exceptions = checked_codes(exceptions, fmt)
+        if bool(((positions < 0) | (positions >= codes.numel())).any()):
+            raise ValueError(
+                f"{SIDE_FILE!r} has codes of {name!r} beyond its {codes.numel():,} weights: the "
+                "file is not whole"
+            )
+        codes.view(-1)[positions.to(codes.device)] = exceptions.to(codes.device)
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
@@ -182,54 +208,12 @@ def read_side_file(folder: Path) -> SideFile:
     return side
 
 
-@torch.no_grad()
-def codes_of_values(
-    values: Tensor, scale: Tensor, fmt: FloatFormat, block_size: BlockSize
-) -> Tensor:
-    """Return the codes nearest to values, at scales in float32; NaN gives its first code.
-
-    NaN in a format that has none is refused.
-    """
-    spread = expand_scale(scale, block_size, values.shape)
-    if not in_pieces(values):
-        return _encoded(values, spread, fmt)
-    codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    has_scale_per_row = spread.dim() == values.dim() and spread.shape[0] > 1
-    for rows in pieces(values):
-        codes[rows] = _encoded(values[rows], spread[rows] if has_scale_per_row else spread, fmt)
-    return codes
-
-
-def _encoded(values: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    units = divided(values.float(), scale)
-    if fmt.nan_code is None and bool(units.isnan().any()):
-        raise ValueError(f"a weight holds NaN, which {fmt.name} has not")
-    return encode_with_nan(units, fmt)
-
-
-def _are_equal(values: Tensor, others: Tensor) -> bool:
+def are_equal(values: Tensor, others: Tensor) -> bool:
     """Return whether values are equal to the bit, any NaN to any."""
-    if in_pieces(values):
-        return all(_are_equal_at_once(values[rows], others[rows]) for rows in pieces(values))
-    return _are_equal_at_once(values, others)
-
-
-def _are_equal_at_once(values: Tensor, others: Tensor) -> bool:
     # -0 equals 0, and NaN nothing.
     are_alike = (values == others) & (values.signbit() == others.signbit())
     return bool((are_alike | (values.isnan() & others.isnan())).all())
 
 
-def exact_dtype(values: Tensor) -> torch.dtype:
-    """Return bfloat16 if it holds float32 values exactly, else their own dtype."""
-    if values.dtype is not torch.float32:
-        return values.dtype
-    if in_pieces(values):
-        are_exact = all(_is_bfloat16(values[rows]) for rows in pieces(values))
-    else:
-        are_exact = _is_bfloat16(values)
-    return torch.bfloat16 if are_exact else torch.float32
-
-
 def _is_bfloat16(values: Tensor) -> bool:
-    return _are_equal_at_once(values.bfloat16().float(), values)
+    return are_equal(values.bfloat16().to(values.dtype), values)

@@ -3,42 +3,25 @@
 It reads the floats of a checkpoint alone, and gives them to ``load_state_dict``: values
 come back, but scales, seeds and counts do not, so that the steps that follow would draw
 other random bits. Its two methods that read a checkpoint therefore read a folder with a
-side file by `restore`. A trainer may be imported after a model was quantised: then the
-methods are replaced as soon as its module is there.
+side file by `restore`. They are replaced as soon as the trainer's module is there.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
 from torch import nn
 
-from fp8manifold._base.after_import import after_import
+from fp8manifold._base.after_import import when_imported
 from fp8manifold._base.wrappers import unwrapped
+from fp8manifold._doors.exchange import is_transformers_model
 from fp8manifold._doors.plain import is_quantized
 from fp8manifold._doors.restore import restore
 from fp8manifold._doors.saved_folder import has_side_file
-from fp8manifold.exchange import is_transformers_model
-from fp8manifold.nn._savers import when_guarded
 
 _MODULE: Final = "transformers.trainer"
 _IS_GUARDED: Final = "_fp8_reads_side_files"
-
-
-def _guard_trainers(model: nn.Module) -> None:
-    """Replace the methods of Trainer now, or once it is imported."""
-    if not is_transformers_model(model):
-        return
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        _guard_trainer(module)
-    else:
-        after_import(_MODULE, _guard_trainer)
-
-
-when_guarded(_guard_trainers)
 
 
 def _guard_trainer(module: ModuleType) -> None:
@@ -86,3 +69,6 @@ def _has_side_file(trainer: Any, model: Any, folder: str) -> bool:
         return False
     base = unwrapped(model) if isinstance(model, nn.Module) else model
     return is_transformers_model(base) and is_quantized(base) and has_side_file(folder)
+
+
+when_imported(_MODULE, _guard_trainer)

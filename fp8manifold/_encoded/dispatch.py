@@ -340,6 +340,20 @@ class View(EncodedTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["base"], (self.replay, self.storage_offset())
 
+    def element_size(self) -> int:
+        """Return the bytes of a weight's code."""
+        return int(self.base.element_size())
+
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]  # a field of torch's stubs
+        """The bytes of a weight's code."""
+        return self.element_size()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # the same
+        """The bytes of the codes that are viewed."""
+        return self.numel() * self.element_size()
+
     def _stable_hash_for_caching(self) -> str:
         """Return a key that compiled code on disk is found by."""
         key = self.base._stable_hash_for_caching()

@@ -80,6 +80,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _stores_codes(x):
         return NotImplemented
     twin = x.with_parts(Tensor.clone)
+    # The optimizer steps the weight, and not its copy.
+    twin.stepped_by = None
     twin.arithmetic = Arithmetic()
     twin.is_detached = True
     if hasattr(x, "writes_before"):
@@ -106,6 +108,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     twin.is_detached = True
     # A weight that moves, as by Module.to, is no copy: nobody averages it
     if not x.requires_grad:
+        twin.stepped_by = None
         twin.arithmetic = Arithmetic()
     return twin
 

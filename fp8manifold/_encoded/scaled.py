@@ -201,6 +201,25 @@ class ScaledTensor(EncodedTensor):
             return "tensor"
         return "row" if any(size != 1 for size in self.kept_scale.shape[1:]) else "channel"
 
+    def element_size(self) -> int:
+        """Return the bytes of a weight's code; scales are counted by ``nbytes`` only."""
+        return self.codes.element_size()
+
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]  # a field of torch's stubs
+        """The bytes of a weight's code."""
+        return self.codes.element_size()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # the same
+        """The bytes that are held: of codes and scales, and of a remainder if there is one.
+
+        ``untyped_storage()`` has the size of the floats, by which libraries compare
+        tensors.
+        """
+        parts = (self.codes, self.kept_scale, getattr(self, "remainder", None))
+        return sum(part.nbytes for part in parts if part is not None)
+
     def expanded_scale(self) -> Tensor:
         """Return the scale in a shape that broadcasts against the values."""
         return expand_scale(self.scale, self.block_size, self.codes.shape)

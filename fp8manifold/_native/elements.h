@@ -1,4 +1,4 @@
-/* The stages of a step for one element.  fp8manifold/optim/_step.py, _directions.py and
+/* The stages of a step for one element.  fp8manifold/optim/_eager_step.py, _directions.py and
  * fp8manifold/_numerics/stiffness.py define them for whole tensors; this is their twin.
  *
  * Weights are stepped in units of their scale:
@@ -175,9 +175,9 @@ INLINE float of_bfloat16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 
 
 /* The code of a first moment, rounded by a draw of 16 bits.  The draw stands for the
  * middle of what 24 bits would make of it, so that mirroring keeps the odds. */
-INLINE int32_t encode_moment(float x, float inverse_scale, uint32_t draw)
+INLINE int32_t encode_moment(const Format *format, float x, float inverse_scale, uint32_t draw)
 {
-    return encode_finite(&MOMENT_FORMAT, x * inverse_scale, 1, (int32_t)(draw << 8 | 0x80), 1);
+    return encode_byte(format, x * inverse_scale, (int32_t)(draw << 8 | 0x80));
 }
 
 INLINE int32_t encode_fitted_moment(float x, float inverse_scale, uint32_t word)
@@ -187,22 +187,24 @@ INLINE int32_t encode_fitted_moment(float x, float inverse_scale, uint32_t word)
 
 /* The code of a second moment's root.  For `whole + part` steps it goes on with the
  * probability part (unit + 1 - part) / unit,  unit = 4 whole + 2.  That preserves the
- * mean of v^(1/4), and so that of 1 / root, as optim/_step.py derives.  A root that is
+ * mean of v^(1/4), and so that of 1 / root, as optim/_eager_step.py derives.  A root that is
  * not 0 does not become 0. */
-INLINE int32_t encode_root(float root, float inverse_scale, uint32_t word)
+INLINE int32_t encode_root(const Format *format, float root, float inverse_scale, uint32_t word)
 {
-    const int32_t mantissa_bits = MOMENT_FORMAT.mantissa_bits;
-    const int32_t lowest_field = 127 + MOMENT_FORMAT.emin;
-    const int32_t magnitude = min_int(bits_of(root * inverse_scale), MOMENT_FORMAT.top);
+    const int32_t mantissa_bits = format->mantissa_bits;
+    const int32_t lowest_field = 127 + format->emin;
+    const int32_t magnitude = min_int(bits_of(root * inverse_scale), format->top);
     const int32_t power = max_int(magnitude & 0x7F800000, lowest_field * (1 << 23));
-    const int32_t inverse_ulp_field = 254 + mantissa_bits - (power >> 23);
-    const float steps = float_of(magnitude) * float_of(inverse_ulp_field * (1 << 23));
+    const uint32_t field = (uint32_t)(254 + mantissa_bits);
+    const float steps = float_of(magnitude) * float_of((int32_t)((field << 23) - (uint32_t)power));
     const int32_t whole = (int32_t)steps;
-    const float unit = (float)(4 * whole + 2);
-    const float part = steps - (float)whole;
-    const int32_t goes_on = (float)draw_of(word) * 0x1p-24f * unit < part * (unit + (1.0f - part));
+    const float lower = (float)whole;
+    const float unit = 4.0f * lower + 2.0f;
+    const float part = steps - lower;
+    const int goes_on = (float)draw_of(word) * 0x1p-24f * unit < part * (unit + (1.0f - part));
     const int32_t power_code = power >> (23 - mantissa_bits);
-    const int32_t code = whole + goes_on + power_code - lowest_field * (1 << mantissa_bits);
+    const int32_t lower_code = whole + power_code - lowest_field * (1 << mantissa_bits);
+    const int32_t code = goes_on ? lower_code + 1 : lower_code;
     const int32_t smallest = min_int(bits_of(root), 1);
     return max_int(code, smallest);
 }

@@ -37,15 +37,20 @@ typedef struct {
     float value, ulp;
 } Decoded;
 
+/* Read as a mantissa and an exponent one binade too high, a code is `twice` the value,
+ * but for subnormals: they lack the leading one that is read, which is subtracted.  Of
+ * the two the right one is the smaller one.  No operation rounds. */
 INLINE Decoded decode_magnitude(const Format *format, int32_t magnitude, int32_t extra_bits)
 {
     const int32_t mantissa_bits = format->mantissa_bits + extra_bits;
-    const int32_t codes_per_binade = 1 << mantissa_bits;
-    /* subnormals count in the spacing of the first binade of normal numbers */
-    const int32_t first_code = max_int(magnitude & -codes_per_binade, codes_per_binade);
-    const int32_t exponent_shift = (127 - format->bias - mantissa_bits) * (1 << 23);
-    const float ulp = float_of(first_code * (1 << (23 - mantissa_bits)) + exponent_shift);
-    return (Decoded){(float)(magnitude - first_code + codes_per_binade) * ulp, ulp};
+    const int32_t first_binade = (128 - format->bias) * (1 << 23);
+    const int32_t twice = magnitude * (1 << (23 - mantissa_bits)) + first_binade;
+    const float subnormal = float_of(twice) - float_of(first_binade);
+    /* floats that are not negative are ordered like their bits */
+    const float value = float_of(min_int(bits_of(subnormal), twice - (1 << 23)));
+    /* subnormals are spaced like the first binade */
+    const int32_t power = max_int(twice - (1 << 23), first_binade) & 0x7F800000;
+    return (Decoded){value, float_of(power - mantissa_bits * (1 << 23))};
 }
 
 /* The value of a code as if it were a number: those of NaN and Inf are read beyond the
@@ -55,6 +60,14 @@ INLINE Decoded decode_code(const Format *format, int32_t code)
     Decoded decoded = decode_magnitude(format, code & (format->sign_bit - 1), 0);
     const uint32_t sign = ((uint32_t)code << (32 - format->bits)) & 0x80000000u;
     decoded.value = float_of((int32_t)((uint32_t)bits_of(decoded.value) | sign));
+    return decoded;
+}
+
+/* The same for a code of 8 bits that was read as a signed byte. */
+INLINE Decoded decode_signed_byte(const Format *format, int32_t code)
+{
+    Decoded decoded = decode_magnitude(format, code & 0x7F, 0);
+    decoded.value = float_of(bits_of(decoded.value) | (code & INT32_MIN));
     return decoded;
 }
 
@@ -147,6 +160,25 @@ INLINE int32_t encode_finite(const Format *format, float x, int stochastic, int3
     return code + ((code + (format->sign_bit - 1)) & sign);
 }
 
+/* encode_finite, stochastic and in fixed point, for a usual format of 8 bits, in fewer
+ * operations: one word has the sign, the code below it and the fraction that the draw is
+ * added to. */
+INLINE int32_t encode_byte(const Format *format, float x, int32_t draw)
+{
+    const int32_t bits = bits_of(x);
+    const int32_t mantissa_bits = format->mantissa_bits;
+    const uint32_t lowest_field = (uint32_t)(127 + format->emin);
+    const int32_t magnitude = min_int(bits & 0x7FFFFFFF, format->top);
+    const int32_t power = max_int(magnitude & 0x7F800000, (int32_t)(lowest_field << 23));
+    const uint32_t field = (uint32_t)(254 + mantissa_bits + 24);
+    const float parts_per_unit = float_of((int32_t)((field << 23) - (uint32_t)power));
+    const int32_t parts = (int32_t)ceilf(float_of(magnitude) * parts_per_unit);
+    const uint32_t rounded = (uint32_t)(parts + (mirror_draw(draw, bits) ^ 0xFFFFFF));
+    const uint32_t codes_below =
+        ((uint32_t)power << (mantissa_bits + 1)) - (lowest_field << (mantissa_bits + 24));
+    return (int32_t)(((rounded | ((uint32_t)bits & 0x80000000u)) + codes_below) >> 24);
+}
+
 INLINE int32_t encode_signed(const Format *format, float x, int stochastic, int32_t draw,
                              int32_t extra_bits, int fixed_point)
 {
@@ -166,13 +198,22 @@ INLINE int is_usual(const Format *format)
            format->one_nan < 0 && in_fixed_point(format, format->mantissa_bits);
 }
 
-/* The same format, with constants by which a compiler sees that it is a usual one. */
-INLINE Format usual_format(const Format *format)
+/* Whether codes have 8 bits, 3 of them of the mantissa, as those of E4M3. */
+INLINE int is_m3(const Format *format) { return format->bits == 8 && format->mantissa_bits == 3; }
+
+/* The same format, with constants by which a compiler sees that it is a usual one, and
+ * with `is_m3` by how much codes are shifted. */
+INLINE Format usual_format(const Format *format, int is_m3)
 {
     Format usual = *format;
     usual.signed_zero = 1;
     usual.coarse = 0;
     usual.one_nan = -1;
+    if (is_m3) {
+        usual.bits = 8;
+        usual.sign_bit = 128;
+        usual.mantissa_bits = 3;
+    }
     return usual;
 }
 

@@ -1,20 +1,24 @@
 /* The sum of squares of gradients: the verdict on whether all of them are finite. */
 #include "portable.h"
 
-/* Sums that are added up side by side, in vectors. */
-#define SUMS 32
+/* Parts of an array that are read side by side, and sums in a vector of each. */
+#define PARTS 4
+#define SUMS 16
 
 CLONED static float sum_of_squares(const float *x, int64_t n)
 {
-    float sums[SUMS] = {0};
+    float sums[PARTS * SUMS] = {0};
     float sum = 0;
-    int64_t i = 0;
-    for (; i + SUMS <= n; i += SUMS)
-        for (int k = 0; k < SUMS; k++)
-            sums[k] += x[i + k] * x[i + k];
-    for (; i < n; i++)
+    const int64_t length = n / (PARTS * SUMS) * SUMS;
+    for (int64_t i = 0; i < length; i += SUMS)
+        for (int part = 0; part < PARTS; part++)
+            for (int k = 0; k < SUMS; k++) {
+                const float y = x[part * length + i + k];
+                sums[part * SUMS + k] += y * y;
+            }
+    for (int64_t i = PARTS * length; i < n; i++)
         sum += x[i] * x[i];
-    for (int k = 0; k < SUMS; k++)
+    for (int k = 0; k < PARTS * SUMS; k++)
         sum += sums[k];
     return sum;
 }

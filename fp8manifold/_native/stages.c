@@ -6,7 +6,7 @@
  * compiler knows, the loop could overwrite them. */
 #include <stddef.h>
 
-#include "tile.h"
+#include "factors.h"
 
 /* -------------------------------------------------------------------------- weights */
 CLONED void load_weights(const Job *job, const PerScale *per_scale, Tile *tile)
@@ -158,11 +158,34 @@ CLONED void store_weights(const Job *job, const PerScale *per_scale, Tile *tile)
 }
 
 /* ------------------------------------------------------------------------- gradient */
+/* The gradient times Adafactor's factors, a row of its matrix after the other. */
+CLONED static void load_factored_gradient(const Job *job, Tile *tile)
+{
+    const Factors *factors = job->factors;
+    const float sign = job->spec->maximize ? -1.0f : 1.0f;
+    int64_t row = tile->start / factors->columns;
+    int64_t column = tile->start % factors->columns;
+    for (int i = 0; i < tile->n;) {
+        const int64_t left = factors->columns - column;
+        const int n = left < tile->n - i ? (int)left : tile->n - i;
+        const float *columns = factors->column + row / factors->rows * factors->columns + column;
+        multiply_by_factors(job->gradient + tile->start + i, tile->gradient + i, n,
+                            factors->row[row], columns, factors->cap, sign);
+        i += n;
+        row++;
+        column = 0;
+    }
+}
+
 /* The gradient with respect to the coordinates that the direction is taken in: values,
  * or steps of the chart. */
 CLONED void load_gradient(const Job *job, const PerScale *per_scale, Tile *tile)
 {
     const Spec *spec = job->spec;
+    if (job->factors) {
+        load_factored_gradient(job, tile);
+        return;
+    }
     const int n = tile->n;
     const float *gradient = job->gradient + tile->start;
     const float sign = spec->maximize ? -1.0f : 1.0f;
@@ -256,7 +279,8 @@ CLONED static void store_first_moment(const Job *job, const BlockScales *block, 
         uint8_t *stored = (uint8_t *)job->first + tile->start;
         for (int i = 0; i < n; i++) {
             const float inverse = block->new_first_inverse;
-            stored[i] = (uint8_t)encode_moment(tile->first[i], inverse, tile->words[i] & 0xFFFF);
+            const uint32_t draw = tile->words[i] & 0xFFFF;
+            stored[i] = (uint8_t)encode_moment(&MOMENT_FORMAT, tile->first[i], inverse, draw);
         }
     }
 }
@@ -279,7 +303,8 @@ CLONED static void store_second_moment(const Job *job, const BlockScales *block,
         uint8_t *stored = (uint8_t *)job->second + tile->start;
         for (int i = 0; i < n; i++) {
             const float inverse = block->new_second_inverse;
-            stored[i] = (uint8_t)encode_root(tile->root[i], inverse, tile->words[i]);
+            const uint32_t word = tile->words[i];
+            stored[i] = (uint8_t)encode_root(&MOMENT_FORMAT, tile->root[i], inverse, word);
         }
     }
 }
@@ -292,12 +317,14 @@ void store_moments(const Job *job, const BlockScales *block, Tile *tile)
         store_second_moment(job, block, tile);
 }
 
+const Format *moment_format(void) { return &MOMENT_FORMAT; }
+
 /* ----------------------------------------------------------------------- directions */
 CLONED void adam(const Job *job, Tile *tile)
 {
     const Hyper hyper = job->hyper;
     const int n = tile->n;
-    float *largest = job->largest ? job->largest + tile->start : NULL;
+    float *second_max = job->second_max ? job->second_max + tile->start : NULL;
     for (int i = 0; i < n; i++)
         tile->first[i] = average(tile->first[i], hyper.beta1, tile->gradient[i], hyper.gain1);
     for (int i = 0; i < n; i++) {
@@ -305,10 +332,10 @@ CLONED void adam(const Job *job, Tile *tile)
         tile->second[i] = average_of_squares(tile->second[i], hyper.beta2, gradient, hyper.gain2);
         tile->root[i] = sqrtf(tile->second[i]);
     }
-    if (largest) {
+    if (second_max) {
         for (int i = 0; i < n; i++) {
-            largest[i] = largest[i] > tile->second[i] ? largest[i] : tile->second[i];
-            tile->denominator[i] = sqrtf(largest[i]) + hyper.eps;
+            second_max[i] = second_max[i] > tile->second[i] ? second_max[i] : tile->second[i];
+            tile->denominator[i] = sqrtf(second_max[i]) + hyper.eps;
         }
     } else {
         for (int i = 0; i < n; i++)
@@ -318,10 +345,10 @@ CLONED void adam(const Job *job, Tile *tile)
         tile->direction[i] = tile->first[i] / tile->denominator[i];
 }
 
-/* The gradient, or its momentum; with Nesterov the momentum of the next step, as far as
- * this gradient gives it.  Muon's momentum is an average, which takes the share gain1
- * of a gradient. */
-CLONED void sgd(const Job *job, Tile *tile)
+/* SGD, and the first half of Muon: the gradient, or its momentum; with Nesterov the
+ * momentum of the next step, as far as this gradient gives it.  Muon's momentum is an
+ * average, which takes the share gain1 of a gradient. */
+CLONED void sgd_or_muon(const Job *job, Tile *tile)
 {
     const Hyper hyper = job->hyper;
     const int n = tile->n;

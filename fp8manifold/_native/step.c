@@ -9,6 +9,7 @@
  * scales of moments belong to whole rows. */
 #include <stddef.h>
 
+#include "factors.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -34,8 +35,7 @@ static void take_tile(const Job *job, const PerScale *per_scale, const BlockScal
     else if (spec->direction == LION)
         lion(job, tile);
     else
-        /* of Muon the momentum; its orthogonal factor is torch's */
-        sgd(job, tile);
+        sgd_or_muon(job, tile);
     move(job, per_scale, tile);
     if (is_rounded(spec) && spec->writeback != WRITE_NEAREST)
         draw_words(&job->weight_keys, tile);
@@ -77,7 +77,7 @@ CLONED static float largest_magnitude(const float *x, int n)
 /* The largest gradient of a tile, in the coordinates that the direction is taken in. */
 static float largest_gradient(const Job *job, const PerScale *per_scale, Tile *tile)
 {
-    if (job->spec->geometry == LINEAR)
+    if (job->spec->geometry == LINEAR && !job->factors)
         return largest_magnitude(job->gradient + tile->start, tile->n);
     load_weights(job, per_scale, tile);
     load_gradient(job, per_scale, tile);
@@ -91,7 +91,7 @@ static float largest_momentum(const Job *job, const PerScale *per_scale, const B
 {
     load_gradient(job, per_scale, tile);
     load_moments(job, block, tile);
-    sgd(job, tile);
+    sgd_or_muon(job, tile);
     return largest_magnitude(tile->first, tile->n);
 }
 
@@ -277,8 +277,36 @@ static void take_share(const void *context, int part, int parts)
     }
 }
 
-EXPORT void fp8manifold_step(const Job *jobs, int64_t count, int threads)
+/* How many jobs to take together: all, or as many as a cache has the gradients of, which
+ * Adafactor's steps read three times.  Where threads are started for each of the passes,
+ * they are more. */
+static int64_t count_together(const Job *jobs, int64_t count, int threads)
 {
-    const Work work = {jobs, count};
-    run_in_threads(take_share, &work, threads);
+    const int64_t most = threads > 1 ? 1 << 20 : 1 << 18;
+    int64_t elements = 0;
+    int64_t together = 0;
+    int has_factors = 0;
+    for (int64_t k = 0; k < count; k++)
+        has_factors |= jobs[k].factors != NULL;
+    if (!has_factors)
+        return count;
+    while (together < count) {
+        elements += jobs[together].rows * jobs[together].length;
+        if (together && elements > most)
+            break;
+        together++;
+    }
+    return together;
+}
+
+EXPORT void fp8manifold_step(Job *jobs, int64_t count, int threads)
+{
+    while (count) {
+        const int64_t together = count_together(jobs, count, threads);
+        const Work work = {jobs, together};
+        take_factors(jobs, together, threads);
+        run_in_threads(take_share, &work, threads);
+        jobs += together;
+        count -= together;
+    }
 }

@@ -2,7 +2,7 @@
  * next.
  *
  *     load_weights, load_gradient, load_moments
- *         -> adam, sgd or lion             a direction, and new moments
+ *         -> adam, sgd_or_muon or lion     a direction, and new moments
  *         -> move                          a target in units of the scale
  *         -> store_weights                 the target rounded
  *         -> inject                        the rounding error, into the first moment
@@ -36,12 +36,16 @@ void load_weights(const Job *job, const PerScale *per_scale, Tile *tile);
 void load_gradient(const Job *job, const PerScale *per_scale, Tile *tile);
 void load_moments(const Job *job, const BlockScales *block, Tile *tile);
 void adam(const Job *job, Tile *tile);
-void sgd(const Job *job, Tile *tile);
+void sgd_or_muon(const Job *job, Tile *tile);
 void lion(const Job *job, Tile *tile);
 void move(const Job *job, const PerScale *per_scale, Tile *tile);
 void store_weights(const Job *job, const PerScale *per_scale, Tile *tile);
 void inject(const Job *job, const PerScale *per_scale, Tile *tile);
 void store_moments(const Job *job, const BlockScales *block, Tile *tile);
+
+/* MOMENT_FORMAT, whose numbers a compiler does not know here.  Those that it knows it builds
+ * anew for each vector; others are read from memory. */
+const Format *moment_format(void);
 
 /* Takes a whole step of a tile, all stages. */
 typedef void (*TakeTile)(const Job *, const PerScale *, const BlockScales *, Tile *);

@@ -15,7 +15,9 @@ import numpy as np
 
 from fp8manifold._interface import (
     ARRAY,
+    FACTORS,
     FORMAT,
+    GPU_FACTORS,
     JOB,
     KEYS,
     SPEC,
@@ -66,6 +68,8 @@ def struct_of(record: Record) -> Struct:
 
 
 FORMAT_DTYPE: Final = dtype_of(FORMAT)
+FACTORS_DTYPE: Final = dtype_of(FACTORS)
+GPU_FACTORS_DTYPE: Final = dtype_of(GPU_FACTORS)
 JOB_DTYPE: Final = dtype_of(JOB)
 SPEC_DTYPE: Final = dtype_of(SPEC)
 WIDENING_DTYPE: Final = dtype_of(WIDENING)

@@ -6,6 +6,7 @@ Libraries write one weight under several names::
     compressed-tensors        layer.weight          F8_E4M3     layer.weight_scale
     the same, packed          layer.weight_packed   U8          layer.weight_scale
     gpt-oss                   experts_blocks        U8          experts_scales
+    ComfyUI                   layer.weight          F8_E4M3     layer.scale_weight
 
 A tensor is taken for codes by its dtype or the end of its name. Its scale has the same
 name with another end. The shape of the scale says which weights share one: all, a row,
@@ -58,14 +59,18 @@ _PACKED_SUFFIXES: Final = ("_blocks", "_packed", "_qdata")
 """Ends of names of codes that are not the weight's name."""
 _SCALE_SUFFIXES: Final = ("_scale_inv", "_scale", "_scales", ".absmax")
 """Ends of names of scales, after the weight's name."""
-_BARE_SCALES: Final = ("scale", "scales", "qscale_weight", "SCB")
+_BARE_SCALES: Final = ("scale", "scales", "scale_weight", "qscale_weight", "SCB")
 """Names of scales that do not contain the weight's."""
 _SECOND_SUFFIXES: Final = ("_scale_2", "_global_scale", "_outer_scale_denominator", "_zero_point")
 """Ends of names of other tensors that a weight's values depend on."""
 _ACTIVATION_SCALE: Final = re.compile(
-    r"(?P<owner>\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?"
+    r"(?P<owner>\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?|scale_input"
 )
 """Names of scales of activations and caches."""
+SCALED_FP8: Final = "scaled_fp8"
+"""The name of an empty tensor by which ComfyUI knows that a file's weights have scales."""
+COMFY_QUANT: Final = "comfy_quant"
+"""The end of the names of tensors in which ComfyUI's files say how a layer is stored."""
 
 
 def quantization_of(
@@ -134,7 +139,7 @@ def refuse_codes(
         return
     scale = scale_of(name, others)
     if scale:
-        scales = f"with the scales {scale!r}, which fm.load_fp8 can read"
+        scales = f"with the scales {scale!r}, which fm.load can read"
     else:
         scales = f"and {name}_scale is missing"
     of_file = f" of {file!r}" if file else ""
@@ -156,6 +161,11 @@ def may_be_weight(name: str, dtype: torch.dtype | str, others: Collection[str]) 
     if _is_short_float(dtype) or entry.endswith(("weight", *_PACKED_SUFFIXES)):
         return True
     return scale_of(name, others) is not None
+
+
+def is_marker(name: str) -> bool:
+    """Return whether a tensor only says how others are stored."""
+    return name.rpartition(".")[2] in (SCALED_FP8, COMFY_QUANT)
 
 
 def _is_short_float(dtype: torch.dtype | str) -> bool:
@@ -224,6 +234,10 @@ def _stored_weight(
     if name.endswith("_qdata") and scale_header.dtype in EXPONENTS:
         # Only the file's metadata would say in which order, and no header.
         reason = f"{at_scale}, which torchao may have written in the order of a kernel"
+        raise _refusal(name, header, reason)
+    is_of_comfy = f"{name.rpartition('.')[0]}.{COMFY_QUANT}".lstrip(".") in headers
+    if is_of_comfy and scale_header.dtype in EXPONENTS:
+        reason = f"{at_scale}, which ComfyUI writes in the order of a kernel"
         raise _refusal(name, header, reason)
     packed = unpacked(header, scale_header)
     if packed:
@@ -296,7 +310,7 @@ def _check_other_tensors(
         if weight.name.endswith("weight")
     }
     for name, header in headers.items():
-        if name in parts:
+        if name in parts or is_marker(name):
             continue
         owner, _, entry = name.rpartition(".")
         if _is_short_float(header.dtype) or name.endswith(("weight_scale", "_scale_inv")):

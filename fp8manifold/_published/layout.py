@@ -2,9 +2,9 @@
 
 ::
 
-    folder       --described-->    description: files, tensors, documents, other files
-    description  --Layout-->       weights in codes, floats, extras
-    model        --Layout.find-->  the place of each tensor: a parameter, or a part
+    folder       --described-->          description: files, tensors, documents, other files
+    description  --FolderLayout-->       weights in codes, floats, extras
+    model        --FolderLayout.find-->  the place of each tensor: a parameter, or a part
 
 The description is kept in the model's settings, so that the folder can be written again
 from the model alone: it is a dict in JSON's types, whose keys are a file format.
@@ -22,10 +22,11 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from fp8manifold._base.blocks import Index
 from fp8manifold._base.checks import import_optional
 from fp8manifold._base.wrappers import plain_name
 from fp8manifold._published.find_weights import quantization_of, stored_weights
-from fp8manifold._published.places import Index, Place
+from fp8manifold._published.places import Place
 from fp8manifold._published.replace_files import ADAPTER, INDEX, SIDE_FILE
 from fp8manifold._published.stored_weight import Header
 
@@ -75,7 +76,7 @@ def described(folder: Path, tensors: Any) -> dict[str, Any]:
     return description
 
 
-class Layout:
+class FolderLayout:
     """The tensors of a folder, by its description, and their places in a model.
 
     Attributes:
@@ -189,8 +190,8 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         ValueError: a parameter that transformers makes of several tensors in another
             way than by stacking and joining them, or that they do not cover.
     """
-    loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
-    mapping = import_optional("transformers.conversion_mapping", "hf", "load_fp8")
+    loading = import_optional("transformers.core_model_loading", "hf", "load")
+    mapping = import_optional("transformers.conversion_mapping", "hf", "load")
     conversions = mapping.get_model_conversion_mapping(model)
     converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
     entries = entries_of(model)
@@ -226,7 +227,7 @@ def _tensors_by_entry(
     For each entry they are by the pattern of the converter that takes them; None for a
     tensor that goes there as it is.
     """
-    loading = import_optional("transformers.core_model_loading", "hf", "load_fp8")
+    loading = import_optional("transformers.core_model_loading", "hf", "load")
     renamings = [x for x in conversions if isinstance(x, loading.WeightRenaming)]
     converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
     for conversion in conversions:

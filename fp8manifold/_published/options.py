@@ -1,4 +1,4 @@
-"""What becomes of options of transformers' ``from_pretrained`` in ``load`` and ``load_fp8``.
+"""What becomes of options of transformers' ``from_pretrained`` in ``load``.
 
 ::
 
@@ -72,7 +72,7 @@ _HOLDS_ANYWAY: Final = {
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of ``load_fp8`` or ``load``, sorted by what they are for."""
+    """Options of ``load``, sorted by what they are for."""
 
     #: The function that was called, for messages.
     caller: str
@@ -85,20 +85,23 @@ class ReadOptions:
     dtype: Any
     device: torch.device
     subfolder: str
+    #: Whether no dtype was asked for, so that tensors keep those of the files.
+    keeps_dtypes: bool = False
 
 
 def sorted_options(
     options: Mapping[str, Any],
     dtype: Any,
-    device: torch.device | str | int,
-    caller: str = "load_fp8",
+    device: torch.device | str | int | None,
+    caller: str = "load",
 ) -> ReadOptions:
     """Sort options by what they are for.
 
     An option of none of the kinds is a setting, which ``config.json`` may have or not.
 
     Raises:
-        ValueError: an option that would be taken and ignored, with what holds instead.
+        ValueError: an option that would be taken and ignored, with what holds instead;
+            one that is given by two names.
     """
     hub: dict[str, Any] = {}
     passed: dict[str, Any] = {}
@@ -122,22 +125,23 @@ def sorted_options(
 
 def _one_dtype(dtype: Any, torch_dtype: Any) -> Any:
     """Return the dtype, given by itself, by name, or as transformers' older option."""
-    dtype = _dtype_of_name(dtype)
-    torch_dtype = _dtype_of_name(torch_dtype)
-    if torch_dtype is None:
-        return dtype
-    if dtype not in (torch_dtype, torch.bfloat16):
-        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} differ: give dtype alone")
-    return torch_dtype
+    if dtype is not None and torch_dtype is not None:
+        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are given: give dtype alone")
+    return _dtype_of_name(torch_dtype if dtype is None else dtype)
 
 
 def _dtype_of_name(dtype: Any) -> Any:
     return getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
 
 
-def _one_device(device: torch.device | str | int, device_map: Any, caller: str) -> torch.device:
-    """Return the device, which may be given as transformers' map of the whole model."""
-    chosen = torch.device(device)
+def _one_device(
+    device: torch.device | str | int | None, device_map: Any, caller: str
+) -> torch.device:
+    """Return the device, which may be given as transformers' map of the whole model.
+
+    By default it is the CPU.
+    """
+    chosen = torch.device("cpu" if device is None else device)
     if device_map is not None:
         is_of_whole_model = isinstance(device_map, Mapping) and len(device_map) == 1
         entry: Any = device_map.get("") if is_of_whole_model else device_map
@@ -147,7 +151,7 @@ def _one_device(device: torch.device | str | int, device_map: Any, caller: str) 
             raise ValueError(
                 f"{caller} takes no device_map={device_map!r:.60}: {_ONE_DEVICE}"
             ) from None
-        if chosen not in (mapped, torch.device("cpu")):
+        if device is not None and chosen != mapped:
             raise ValueError(
                 f"device={chosen} and device_map={device_map!r:.60} differ: give device alone"
             )

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import Index
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._published.stored_weight import StoredWeight, read_parts
+from fp8manifold.formats import FloatFormat
+from fp8manifold.grid import decode, encode
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
-
-Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True)
@@ -187,27 +188,69 @@ def _sharing_counts(stored: StoredWeight) -> list[int]:
 
 
 def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
-    """Return the part of a parameter that a file has.
+    """Return the part of a parameter that a file has; the parameter does not change.
 
-    Rows of the parameter that share a scale in the file are rescaled to one first.
+    Rows that share a scale in the file have their largest, if it holds all values.
+
+    Raises:
+        ValueError: it does not; :func:`share_scale_` rounds them.
     """
     if not place.index:
         return weight
     scale_index, shape = scales_at(place.index, stored, weight.shape)
-    by_row = tuple(weight.kept_scale.shape) != shape
-    if by_row:
-        scale_index, _ = scales_at(place.index, stored, weight.shape, by_row)
-        scale = weight.scale.clone()
-        scale[scale_index] = scale[scale_index].max()
-        if not torch.equal(scale, weight.scale):
-            weight.rescale_(scale)
-    part_scale = weight.kept_scale[scale_index]
+    codes = weight.codes[place.index].contiguous()
+    if tuple(weight.kept_scale.shape) == shape:
+        scale = weight.kept_scale[scale_index]
+    else:
+        scale_index, _ = scales_at(place.index, stored, weight.shape, by_row=True)
+        row_scales = weight.scale[scale_index]
+        scale = row_scales.max()
+        codes = _codes_at(codes, row_scales, scale, place, stored, weight.format)
     if stored.granularity == "tensor":
-        part_scale = part_scale.flatten()[:1].reshape(())
+        scale = scale.flatten()[:1].reshape(())
+    # a seed by default would advance torch's generator
     return FP8Tensor.from_codes(
-        weight.codes[place.index].contiguous(),
-        part_scale,
+        codes,
+        scale,
         weight.format,
         block_size=weight.block_size,
         dtype=weight.dtype,
+        seed=weight.seed,
     )
+
+
+def share_scale_(weight: FP8Tensor, place: Place, stored: StoredWeight) -> None:
+    """Give rows of a parameter that share a scale in the file their largest, in place."""
+    if not place.index:
+        return
+    _, shape = scales_at(place.index, stored, weight.shape)
+    if tuple(weight.kept_scale.shape) == shape:
+        return
+    scale_index, _ = scales_at(place.index, stored, weight.shape, by_row=True)
+    scale = weight.scale.clone()
+    scale[scale_index] = scale[scale_index].max()
+    if not torch.equal(scale, weight.scale):
+        weight.rescale_(scale)
+
+
+def _codes_at(
+    codes: Tensor,
+    row_scales: Tensor,
+    scale: Tensor,
+    place: Place,
+    stored: StoredWeight,
+    fmt: FloatFormat,
+) -> Tensor:
+    """Return the codes of rows at one scale for all of them, if it holds their values."""
+    if bool((row_scales == scale).all()):
+        return codes
+    values = decode(codes, fmt) * row_scales
+    is_nan = values.isnan()
+    codes_at_scale = torch.where(is_nan, codes, encode(values / scale, fmt))
+    if not torch.equal((decode(codes_at_scale, fmt) * scale)[~is_nan], values[~is_nan]):
+        raise ValueError(
+            f"{stored.codes!r} has one scale in {stored.file!r}, and {place.target!r} has "
+            f"{row_scales.unique().numel()} for its rows, of which none holds all values: call "
+            "share_scales_() of fm.served_weights(model), which rounds them"
+        )
+    return codes_at_scale

@@ -56,6 +56,14 @@ _DTYPES_OF_CODES_AND_SCALES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+_OTHER_DTYPES: Final = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "BOOL": torch.bool,
+}
+"""Dtypes of tensors that are neither codes nor scales."""
 _SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny
 _STAND_IN_FOR_0: Final = {True: 2.0, False: 1 + 2.0**-7}
 """The scale of codes whose scale in the file is 0, by whether it is an exponent there.
@@ -164,6 +172,14 @@ def dtype_name(dtype: torch.dtype) -> str:
         if known_dtype is dtype:
             return name
     return str(dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of codes, scales or floats, by the name in files."""
+    known = _DTYPES_OF_CODES_AND_SCALES | _OTHER_DTYPES
+    if name not in known:
+        raise ValueError(f"dtype {name!r} of a file is unknown: one of {', '.join(known)}")
+    return known[name]
 
 
 def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:

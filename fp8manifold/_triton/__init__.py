@@ -5,10 +5,10 @@ They have the bits of native code. One launch serves many tensors::
     kinds    facts that a kernel is compiled for
     launch   launches of steps, from a table      whole    launches over one array
     step     kernels of the step                  arrays   kernels over one array
-    stages   the stages of a step
+    stages   the stages of a step                  factors  kernels before Adafactor's steps
     format   codes, values, rounding, random words
 
-Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton. They are imported
+Only ``format``, ``stages``, ``step``, ``factors`` and ``arrays`` import Triton. They are imported
 when there is something to launch: an installed Triton without a driver fails late.
 """
 

@@ -6,6 +6,7 @@ A kernel is compiled once for each combination of them::
     KernelSpec  what a step does, and its dtypes        SPEC of a step
     Widening    the same for scales that double         SPEC of widen_kernel
     Tile        how a program walks over a parameter    TILE
+    Statistics  of Adafactor: how squares are added up  SPEC of kernels of ``factors.py``
 
 They are frozen and hashable: the key by which a kernel is looked up. Nothing here needs
 Triton.
@@ -94,6 +95,10 @@ class KernelSpec:
     fitted: bool
     #: Whether scales are stored as exponents, one byte each.
     exponents: bool = False
+    #: Whether the gradient is multiplied by Adafactor's factors, and whether each row of
+    #: a tile is a part of a row that has one.
+    factored: bool = False
+    in_rows: bool = False
 
     __hash__ = _cached_hash
 
@@ -185,6 +190,33 @@ class Tile:
     #: Whether a program takes a row tile by tile, after a pass that finds its largest
     #: gradient.
     long: bool = False
+
+    __hash__ = _cached_hash
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The facts of Adafactor's statistics of a parameter that their kernels are compiled for."""
+
+    #: Whether weights are codes, or else the dtype that they have in memory.
+    coded: bool
+    weight: str
+    #: The gradient's dtype.
+    gradient: str
+    format: Format
+    #: Whether scales are stored as exponents, one byte each.
+    exponents: bool
+    #: The elements of a matrix that share a scale. A whole number of runs is a row.
+    scales: TileScales
+    #: The elements of a run, or 0.
+    neighbours: int
+    #: Neighbours in a row that are added up by halves, a power of two.
+    tile: int
+    #: Rows that are added up one after the other.
+    run: int
+    #: Whether arrays begin at multiples of 16 bytes, and rows have a multiple of 16
+    #: elements.
+    aligned: bool
 
     __hash__ = _cached_hash
 

@@ -3,9 +3,12 @@
 What kernels read is a table of records (the structs of native code, a row per
 parameter), uploaded without a wait, and chunks that say which program takes what::
 
+    factor_calls   what Adafactor computes before its steps
     launches_of    records and kinds -> [Launch(records, [Call(kernel, chunks, facts)])]
                    first steps, then the doubling of scales
-    launch         upload each table, compile all kernels, run the calls
+    compile_all    their kernels, before any of them changes anything
+    upload         each table
+    run_calls      the launches
 
 Kernels write words into the ``report``: a row for all parameters, then one for each.
 Its first word, if set, makes all later kernels return.
@@ -23,7 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import KernelSpec, Tile, TileScales, Widening, as_constants
+from fp8manifold._triton.kinds import (
+    KernelSpec,
+    Statistics,
+    Tile,
+    TileScales,
+    Widening,
+    as_constants,
+)
 
 Kind = tuple[KernelSpec, Tile]
 """The facts that a step's kernel is compiled for."""
@@ -32,6 +42,12 @@ _CHECKED: Final = 2048
 """Elements that a program reads for the verdict on finiteness."""
 _ROW_TILE: Final = 128
 _BLOCK_TILE: Final = 32
+_COLUMN_RUNS: Final = (32, 32)
+"""Runs that a program adds up at a time, and columns that it takes."""
+_ROW_RUNS: Final = (4, 32)
+"""Runs of a row's tiles that a program adds up at a time, and rows that it takes."""
+_TOTAL_RUNS: Final = 128
+"""Runs of rows that a program adds up at a time, of one parameter."""
 
 
 class ParameterSize(NamedTuple):
@@ -40,6 +56,17 @@ class ParameterSize(NamedTuple):
     record: int
     rows: int
     length: int
+
+
+class FactoredSize(NamedTuple):
+    """The matrices of a parameter with Adafactor's factors, and the number of its record."""
+
+    record: int
+    matrices: int
+    rows: int
+    columns: int
+    #: whether there are averages of rows; a vector has none
+    has_row_means: bool
 
 
 class Widenings(NamedTuple):
@@ -57,6 +84,7 @@ class Call(NamedTuple):
     kernel: Any
     chunks: Tensor
     facts: tuple[Any, ...]
+    warps: int = 4
 
 
 class Launch(NamedTuple):
@@ -78,9 +106,10 @@ def launches_of(
     kinds: Sequence[Kind],
     device: torch.device,
     *,
+    members: Sequence[int],
     check: bool = False,
+    before: Sequence[Call] = (),
     widenings: Widenings | None = None,
-    members: Sequence[int] | None = None,
 ) -> Launches:
     """Return the launches of steps, one per kind.
 
@@ -88,15 +117,15 @@ def launches_of(
         records: a record for each parameter.
         kinds: its kind.
         device: where the parameters are.
+        members: the positions of the records that are stepped.
         check: whether a verdict on all gradients goes before the steps.
+        before: calls between the verdict and the steps.
         widenings: what doubles scales after the steps.
-        members: the positions of the records that are stepped; None for all.
     """
-    if members is None:
-        members = range(len(records))
     step_kernel, _, widen_kernel = _kernels()
     sizes = _sizes_of(records)
     calls = _finite_calls(kinds, sizes, device) if check else []
+    calls += before
     calls += _calls(step_kernel, kinds, sizes, members, device)
     launches = [Launch(records, calls)]
     if widenings is None:
@@ -110,34 +139,27 @@ def launches_of(
     return launches
 
 
-def launch(launches: Launches, report: Tensor) -> None:
-    """Take the steps, unless the first word of ``report`` is set.
-
-    All kernels are compiled before the first one is launched.
-    """
-    with on_device(report.device):
-        tables = upload(launches, report)
-        compile_all(tables, launches, report)
-        run_calls(tables, launches, report)
-
-
-def upload(launches: Launches, report: Tensor) -> list[Tensor]:
-    """Return the table of each launch, on the device of the report."""
-    return [_uploaded(records.view(np.int32), report.device) for records, _ in launches]
-
-
-def compile_all(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
+def compile_all(launches: Launches, device: torch.device) -> None:
     """Compile the kernels of launches that are not compiled yet.
 
     Raises:
         KernelsUnavailableError: a compiler is missing or fails.
     """
-    for table, (_, calls) in zip(tables, launches, strict=True):
-        _compile(table, calls, report)
+    with on_device(device):
+        for _, calls in launches:
+            for call in calls:
+                _compile(call, device)
+
+
+def upload(launches: Launches, device: torch.device) -> list[Tensor]:
+    """Return the table of each launch, on the device."""
+    return [_uploaded(records.view(np.int32), device) for records, _ in launches]
 
 
 def run_calls(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> None:
     """Run the calls of launches whose kernels are compiled.
+
+    None of them does anything if the first word of ``report`` is set.
 
     Args:
         tables: the uploaded records of each launch.
@@ -145,8 +167,9 @@ def run_calls(tables: Sequence[Tensor], launches: Launches, report: Tensor) -> N
         report: of all steps.
     """
     for table, (_, calls) in zip(tables, launches, strict=True):
-        for kernel, chunks, facts in calls:
-            kernel[(len(chunks),)](table, chunks, report, *map(as_constants, facts), **options())
+        for kernel, chunks, facts, warps in calls:
+            constants = map(as_constants, facts)
+            kernel[(len(chunks),)](table, chunks, report, *constants, **_launch_options(warps))
 
 
 class Tables:
@@ -206,6 +229,64 @@ def _finite_calls(
         flat_sizes = tuple(ParameterSize(i, 1, sizes[i].rows * sizes[i].length) for i in indices)
         calls.append(Call(finite_kernel, chunks_of(tile, flat_sizes, device), (dtype, _CHECKED)))
     return calls
+
+
+def factor_calls(
+    sizes: Sequence[FactoredSize],
+    facts: Sequence[Statistics],
+    device: torch.device,
+    *,
+    tile: int,
+    run: int,
+) -> list[Call]:
+    """Return the calls that compute Adafactor's factors, in their order.
+
+    Passes over the elements are one call for each kind, everything between them is one.
+
+    Args:
+        sizes: of the parameters.
+        facts: what the passes are compiled for, of each parameter.
+        device: where they are.
+        tile: neighbours in a row that are added up by halves; a shorter row is one tile.
+        run: numbers that are added up one after the other.
+    """
+    if not sizes:
+        return []
+    kernels = _factor_kernels()
+    passes: list[tuple[Statistics, Tensor]] = []
+    for kind, indices in _indices_by_kind(facts, range(len(facts))).items():
+        counts = []
+        for i in indices:
+            size = sizes[i]
+            runs = size.matrices * -(-size.rows // run)
+            counts.append((size.record, runs * -(-size.columns // kind.tile)))
+        passes.append((kind, _counted(counts, device)))
+    columns, rows, means, ones = [], [], [], []
+    _, lanes = _COLUMN_RUNS
+    _, rows_at_once = _ROW_RUNS
+    for size in sizes:
+        columns.append((size.record, size.matrices * -(-size.columns // lanes)))
+        rows.append((size.record, -(-size.matrices * size.rows // rows_at_once)))
+        means.append((size.record, 1 + size.has_row_means * size.matrices))
+        ones.append((size.record, 1))
+    row_chunks = _counted(rows, device)
+    totals = (tile, run, _TOTAL_RUNS)
+    of_rows = (tile, run, *_ROW_RUNS)
+    return [
+        *(Call(kernels.square, chunks, (kind,), 1) for kind, chunks in passes),
+        Call(kernels.column, _counted(columns, device), (run, *_COLUMN_RUNS)),
+        Call(kernels.row, row_chunks, (True, *of_rows)),
+        Call(kernels.mean, _counted(means, device), totals),
+        *(Call(kernels.direction, chunks, (kind,), 1) for kind, chunks in passes),
+        Call(kernels.row, row_chunks, (False, *of_rows)),
+        Call(kernels.clip, _counted(ones, device), totals),
+    ]
+
+
+def _counted(counts: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return chunks of so many programs for each of some records."""
+    one = Tile(1, 1, 0, TileScales.ONE, aligned=False)
+    return chunks_of(one, tuple(ParameterSize(i, 1, count) for i, count in counts), device)
 
 
 def _indices_by_kind(kinds: Sequence[Any], members: Sequence[int]) -> dict[Any, list[int]]:
@@ -276,25 +357,51 @@ def _kernels() -> tuple[Any, Any, Any]:
     return step_kernel, finite_kernel, widen_kernel
 
 
+class FactorKernels(NamedTuple):
+    """The kernels of Adafactor's statistics."""
+
+    square: Any
+    column: Any
+    row: Any
+    mean: Any
+    direction: Any
+    clip: Any
+
+
+def _factor_kernels() -> FactorKernels:
+    try:
+        from fp8manifold._triton import factors
+    except Exception as error:
+        # Of any kind: another release of Triton may lack anything.
+        raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
+    return FactorKernels(*[getattr(factors, f"{name}_kernel") for name in FactorKernels._fields])
+
+
+def _launch_options(warps: int) -> dict[str, bool | int]:
+    return options() | {"num_warps": warps}
+
+
 _compiled: Final[set[tuple[Any, ...]]] = set()
 """Kernels that have been compiled before; Triton caches the code."""
 
 
-def _compile(table: Tensor, calls: Sequence[Call], report: Tensor) -> None:
-    """Compile the kernels of calls that are not compiled yet.
+def _compile(call: Call, device: torch.device) -> None:
+    """Compile the kernel of a call, unless it is compiled.
 
     Raises:
         KernelsUnavailableError: a compiler is missing or fails.
     """
-    for kernel, chunks, facts in calls:
-        key = (table.device, kernel, *facts)
-        if key in _compiled or table.device.type != "cuda":
-            continue
-        try:
-            constants = map(as_constants, facts)
-            kernel.warmup(table, chunks, report, *constants, grid=(len(chunks),), **options())
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
-        _compiled.add(key)
+    kernel, chunks, facts, warps = call
+    key = (device, kernel, *facts)
+    if key in _compiled or device.type != "cuda":
+        return
+    try:
+        constants = map(as_constants, facts)
+        # the chunks stand for the table and the report too, which are of the same kind
+        grid = (len(chunks),)
+        kernel.warmup(chunks, chunks, chunks, *constants, grid=grid, **_launch_options(warps))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
+    _compiled.add(key)

@@ -20,7 +20,7 @@ capitals are constants that a kernel is compiled for.
 import triton
 import triton.language as tl
 
-from fp8manifold._interface import JOB, POSITIONS
+from fp8manifold._interface import GPU_FACTORS, JOB, POSITIONS
 from fp8manifold._triton import format as floats
 
 # Offsets in words.
@@ -41,10 +41,20 @@ SCALE: tl.constexpr = tl.constexpr(JOB.column("scale"))
 RESIDUAL: tl.constexpr = tl.constexpr(JOB.column("residual"))
 FIRST: tl.constexpr = tl.constexpr(JOB.column("first"))
 SECOND: tl.constexpr = tl.constexpr(JOB.column("second"))
-LARGEST_SECOND: tl.constexpr = tl.constexpr(JOB.column("largest"))
+SECOND_MAX: tl.constexpr = tl.constexpr(JOB.column("second_max"))
 FIRST_BOUND: tl.constexpr = tl.constexpr(JOB.column("first_bound"))
 SECOND_BOUND: tl.constexpr = tl.constexpr(JOB.column("second_bound"))
 REPORT: tl.constexpr = tl.constexpr(JOB.column("report"))
+FACTORS_OF_JOB: tl.constexpr = tl.constexpr(JOB.column("factors"))
+
+# Of a record of Adafactor's factors: pointers by their index, and offsets in words.
+ROW_FACTORS: tl.constexpr = tl.constexpr(GPU_FACTORS.column("row"))
+COLUMN_FACTORS: tl.constexpr = tl.constexpr(GPU_FACTORS.column("column"))
+MATRIX_ROWS: tl.constexpr = tl.constexpr(GPU_FACTORS.word("rows"))
+MATRIX_COLUMNS: tl.constexpr = tl.constexpr(GPU_FACTORS.word("columns"))
+CAP: tl.constexpr = tl.constexpr(GPU_FACTORS.word("cap"))
+SIZE_OF_WEIGHTS: tl.constexpr = tl.constexpr(GPU_FACTORS.word("size"))
+SHRINK: tl.constexpr = tl.constexpr(GPU_FACTORS.word("shrink"))
 
 # The numbers of a record, by their index.
 BETA1: tl.constexpr = tl.constexpr(POSITIONS["beta1"])
@@ -232,14 +242,75 @@ def load_weights(record, offsets, mask, scale, SPEC: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
+def _float_of_factors(record, WORD: tl.constexpr):
+    factors = pointer(record, FACTORS_OF_JOB, tl.int32, False)
+    return tl.load((factors + WORD).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def _factors_at(record, begin, offsets, mask, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """Return what Adafactor multiplies the gradient by, at the elements of a tile.
+
+    ``begin`` are the offsets at which the tile's rows begin. Each of them is a part of a
+    matrix's row if ``SPEC.in_rows``, so that no element needs a division.
+    """
+    factors = pointer(record, FACTORS_OF_JOB, tl.int32, False)
+    columns = load_size(factors, MATRIX_COLUMNS)
+    shrink = _float_of_factors(record, SHRINK)
+    if SPEC.in_rows:
+        row = begin // columns
+        is_row = begin < load_size(record, ROWS) * load_size(record, LENGTH)
+        row_factor = load(factors, ROW_FACTORS, tl.float32, row, is_row, False) * shrink
+        first = row // load_size(factors, MATRIX_ROWS) * columns + begin % columns
+        column = first + tl.arange(0, TILE.width)[None, :]
+    else:
+        places = offsets.to(tl.int64)
+        row = places // columns
+        row_factor = load(factors, ROW_FACTORS, tl.float32, row, mask, False) * shrink
+        column = row // load_size(factors, MATRIX_ROWS) * columns + places % columns
+    factor = row_factor * load(factors, COLUMN_FACTORS, tl.float32, column, mask, False)
+    cap = _float_of_factors(record, CAP) * shrink
+    return tl.where(factor < cap, factor, cap)
+
+
+@triton.jit
+def load_rate(record, SPEC: tl.constexpr):
+    """Return the rate of a step, of Adafactor times the size of the weights."""
+    rate = load_number(record, RATE)
+    if SPEC.factored:
+        rate = rate * _float_of_factors(record, SIZE_OF_WEIGHTS)
+    return rate
+
+
+@triton.jit
+def _load_inject(record, SPEC: tl.constexpr):
+    inject = load_number(record, INJECT)
+    if SPEC.factored:
+        inject = inject / _float_of_factors(record, SIZE_OF_WEIGHTS)
+    return inject
+
+
+@triton.jit
 def load_gradient(
-    record, offsets, mask, value, scale, lowest, highest, SPEC: tl.constexpr, TILE: tl.constexpr
+    record,
+    begin,
+    offsets,
+    mask,
+    value,
+    scale,
+    lowest,
+    highest,
+    SPEC: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Return the gradient in the coordinates that the direction is taken in.
 
-    ``value``, ``scale`` and the ends of the chart are unused if these are values.
+    ``begin`` are the offsets of the first elements of the tile's rows. ``value``,
+    ``scale`` and the ends of the chart are unused if these are values.
     """
     gradient = load_float(record, GRADIENT, SPEC.gradient, offsets, mask, TILE.aligned)
+    if SPEC.factored:
+        gradient = gradient * _factors_at(record, begin, offsets, mask, SPEC, TILE)
     if SPEC.maximize:
         gradient = -gradient
     if SPEC.covector:
@@ -348,7 +419,7 @@ def _root_code(root, inverse, draw, SPEC: tl.constexpr):
     """Return the code of a second moment's root.
 
     It is rounded with the odds that preserve the mean of ``1 / root``, as
-    ``optim/_step.py`` derives. A root that is not 0 does not become 0.
+    ``optim/_eager_step.py`` derives. A root that is not 0 does not become 0.
     """
     bits = floats.bits_of(root * inverse)
     steps, below = floats.encoding_steps(bits, SPEC.moment_format, 0, 0)
@@ -418,10 +489,10 @@ def descend(record, offsets, mask, gradient, first, second, SPEC: tl.constexpr, 
         root = tl.math.sqrt_rn(second)
         denominator = root + load_number(record, EPS)
     if SPEC.amsgrad:
-        largest = load(record, LARGEST_SECOND, tl.float32, offsets, mask, TILE.aligned)
-        largest = tl.where(largest > second, largest, second)
-        store(record, LARGEST_SECOND, tl.float32, offsets, largest, mask, TILE.aligned)
-        denominator = tl.math.sqrt_rn(largest) + load_number(record, EPS)
+        second_max = load(record, SECOND_MAX, tl.float32, offsets, mask, TILE.aligned)
+        second_max = tl.where(second_max > second, second_max, second)
+        store(record, SECOND_MAX, tl.float32, offsets, second_max, mask, TILE.aligned)
+        denominator = tl.math.sqrt_rn(second_max) + load_number(record, EPS)
     if SPEC.direction == "adam":
         direction = tl.math.div_rn(first, denominator)
     elif SPEC.direction == "lion":
@@ -457,7 +528,7 @@ def move(record, value, ulp, direction, scale, inverse, lowest, highest, SPEC: t
     """Return where the weights go, in units of the scale, before rounding."""
     if SPEC.decays:
         value = value * load_number(record, KEEP)
-    rate = load_number(record, RATE)
+    rate = load_rate(record, SPEC)
     if SPEC.storage == "plain":
         target = value - direction * rate
     elif SPEC.geometry == "linear":
@@ -510,4 +581,4 @@ def with_error(
         error = target - rounded
     if SPEC.direction == "adam":
         error = error * denominator
-    return first - error * load_number(record, INJECT)
+    return first - error * _load_inject(record, SPEC)

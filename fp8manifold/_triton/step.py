@@ -153,7 +153,10 @@ def _store_weights(
 
 @triton.jit
 def _offsets_in_rows(record, row, start, TILE: tl.constexpr):
-    """Return the offsets of a tile's elements, their mask, and the mask of its rows."""
+    """Return the offsets of a tile's elements, their mask, and the mask of its rows.
+
+    The offsets at which its rows begin come first.
+    """
     row_mask = row < stages.load_size(record, stages.ROWS)
     length = TILE.length
     if TILE.length == 0:
@@ -163,7 +166,8 @@ def _offsets_in_rows(record, row, start, TILE: tl.constexpr):
         if TILE.aligned:
             length = tl.multiple_of(length, 16)
     offsets, mask = stages.offsets_of(row, row_mask, start, length, TILE)
-    return offsets, mask, row_mask
+    begin = (row.to(tl.int64) * length)[:, None] + start
+    return begin, offsets, mask, row_mask
 
 
 @triton.jit
@@ -175,14 +179,14 @@ def _largest_bits_of_rows(x):
 @triton.jit
 def _largest_gradient(record, row, start, SPEC: tl.constexpr, TILE: tl.constexpr):
     """Return the float32 bits of each row's largest gradient."""
-    offsets, mask, row_mask = _offsets_in_rows(record, row, start, TILE)
+    begin, offsets, mask, row_mask = _offsets_in_rows(record, row, start, TILE)
     value, scale, lowest, highest = 0, 0, 0, 0
     if SPEC.covector:
         scale = stages.scale_at(record, row, offsets, mask, row_mask, SPEC, TILE)
         lowest, highest = stages.chart_ends(record, scale, SPEC)
         _, value, _ = stages.load_weights(record, offsets, mask, scale, SPEC, TILE)
     gradient = stages.load_gradient(
-        record, offsets, mask, value, scale, lowest, highest, SPEC, TILE
+        record, begin, offsets, mask, value, scale, lowest, highest, SPEC, TILE
     )
     return _largest_bits_of_rows(gradient)
 
@@ -193,8 +197,8 @@ def _largest_momentum(record, row, start, scales, SPEC: tl.constexpr, TILE: tl.c
 
     It does not depend on the weights.
     """
-    offsets, mask, _ = _offsets_in_rows(record, row, start, TILE)
-    gradient = stages.load_gradient(record, offsets, mask, 0, 0, 0, 0, SPEC, TILE)
+    begin, offsets, mask, _ = _offsets_in_rows(record, row, start, TILE)
+    gradient = stages.load_gradient(record, begin, offsets, mask, 0, 0, 0, 0, SPEC, TILE)
     first = stages.load_moment(record, stages.FIRST, offsets, mask, scales, SPEC, TILE)
     _, first, _, _, _ = stages.descend(record, offsets, mask, gradient, first, gradient, SPEC, TILE)
     return _largest_bits_of_rows(first)
@@ -250,12 +254,12 @@ def _step_tile(record, row, start, blocks, SPEC: tl.constexpr, TILE: tl.constexp
     ``blocks`` are the scales of its rows' moments, as of ``advance_bounds``. They are
     unused unless ``TILE.long``: a tile of whole rows finds them itself.
     """
-    offsets, mask, row_mask = _offsets_in_rows(record, row, start, TILE)
+    begin, offsets, mask, row_mask = _offsets_in_rows(record, row, start, TILE)
     scale = stages.scale_at(record, row, offsets, mask, row_mask, SPEC, TILE)
     lowest, highest = stages.chart_ends(record, scale, SPEC)
     stored, value, ulp = stages.load_weights(record, offsets, mask, scale, SPEC, TILE)
     gradient = stages.load_gradient(
-        record, offsets, mask, value, scale, lowest, highest, SPEC, TILE
+        record, begin, offsets, mask, value, scale, lowest, highest, SPEC, TILE
     )
     if SPEC.fitted and not TILE.long:
         blocks = (stages.fitted_scales(record, row, row_mask, SPEC), 0, 0, 0)

@@ -97,7 +97,7 @@ def _constants_of(fmt: FloatFormat) -> Any:
 
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> Tensor:
-    return torch.ones(1, device=device)
+    return torch.ones(1, dtype=torch.float32, device=device)
 
 
 def _words(keys: tuple[int, ...] | None, device: torch.device) -> Tensor:
@@ -138,7 +138,7 @@ def columns_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tenso
     x = _with_contiguous_rows(x)
     amax = torch.zeros(width, dtype=torch.int32, device=x.device)
     codes = torch.empty((width, height), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((width, 1), device=x.device)
+    scales = torch.empty((width, 1), dtype=torch.float32, device=x.device)
     factors, folds = _fold_arguments(fold, scales)
     grid = _tile_grid(height, width)
     sizes = (height, width, x.stride(0))
@@ -167,7 +167,7 @@ def _rows_and_scales(x: Tensor, fold: Tensor | None, largest: int) -> tuple[Tens
     height, width = x.shape
     x = _with_contiguous_rows(x)
     codes = torch.empty((height, width), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((height, 1), device=x.device)
+    scales = torch.empty((height, 1), dtype=torch.float32, device=x.device)
     rows, columns, warps = _program(width)
     factors, folds = _fold_arguments(fold, scales)
     sizes = (height, width, x.stride(0))

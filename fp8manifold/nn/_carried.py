@@ -5,6 +5,9 @@ parameters, buffers and modules. `check_layers` refuses what has no place on the
 before anything changes. `Turned` modules, of which transformers has some, hold their
 parameters transposed until they compute. In the functions that carry weights,
 *transposed* is said of the weight of a ``Conv1D`` only.
+
+``quantize_model`` keeps the objects of parameters (`_becomes`), as ``Module.to`` does, so
+that an optimizer that was made before goes on with them.
 """
 
 import inspect
@@ -12,10 +15,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.replaced import MARK, note_replaced
 from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._meters import count_scales
 from fp8manifold.nn._parts import AT_OWN_SCALE, PARTS
 from fp8manifold.nn._products import forbid_fused_operators, is_called
 from fp8manifold.nn._savers import guard_savers
@@ -150,19 +155,40 @@ def in_place_parameters(model: nn.Module) -> dict[str, FP8Parameter]:
     return parameters
 
 
-def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> None:
+def put_parameter(
+    model: nn.Module, names: Sequence[str], parameter: Tensor, *, keep_object: bool = False
+) -> None:
     """Put a parameter in the place of another, under all its names.
 
-    It gets the hooks, attributes and gradient of the old one.
+    It gets the hooks, attributes and gradient of the old one, and with ``keep_object``
+    its object, if torch allows that.
     """
     old = model.get_parameter(names[0])
     _carry_weight(old, parameter, is_transposed=False)
+    if keep_object and _becomes(old, parameter):
+        parameter = old
     for name in names:
         owner, _, entry = name.rpartition(".")
         module = model.get_submodule(owner)
         setattr(module, entry, parameter)
         setattr(module, AT_OWN_SCALE, True)
     note_replaced(old, parameter, names[0])
+
+
+def _becomes(old: Tensor, new: Tensor) -> bool:
+    """Let the object of a parameter become its successor, if that can be done.
+
+    Optimizers that hold the object go on with the successor, in the state that they have.
+    So shape and dtype have to be the same. Torch refuses objects that a graph, a weak
+    reference or C++ code such as DistributedDataParallel's holds.
+    """
+    if type(old) is not nn.Parameter or (old.shape, old.dtype) != (new.shape, new.dtype):
+        return False
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _added_to_weight(weight: Tensor) -> list[str]:
@@ -187,10 +213,14 @@ def _carry_weight(old: Tensor, new: Tensor, is_transposed: bool) -> None:
         new.grad = old.grad.t().contiguous() if is_transposed else old.grad
 
 
-def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
+def replace_layers(
+    model: nn.Module, layers: dict[str, nn.Module], *, keep_objects: bool = False
+) -> nn.Module:
     """Put layers in the place of others, with their hooks, attributes and gradients.
 
-    Nothing changes if one of them can't be.
+    Nothing changes if one of them can't be. With ``keep_objects`` the objects of weights
+    become those of the new layers, if torch allows that; but where the model is a layer
+    itself, the old layer stays as it is.
     """
     check_layers(model, layers)
     old_layers = {name: model.get_submodule(name) for name in layers}
@@ -204,9 +234,24 @@ def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
             return layer
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
+    if keep_objects:
+        _keep_weights(model, old_layers, layers)
     _note_weights(model, old_layers, layers)
     guard_savers(model)
+    count_scales(model)
     return model
+
+
+def _keep_weights(model: nn.Module, old_layers: dict[str, Any], new_layers: dict[str, Any]) -> None:
+    """Let the objects of old weights be those of the new layers."""
+    remaining = {id(parameter) for parameter in model.parameters()}
+    for name, layer in new_layers.items():
+        old = old_layers[name]
+        # a weight that modules share stays as it is, and the layer has a copy
+        if id(old.weight) in remaining or _is_weight_transposed(old, layer):
+            continue
+        if _becomes(old.weight, layer.weight):
+            layer._parameters["weight"] = old.weight
 
 
 def _note_weights(model: nn.Module, old_layers: dict[str, Any], new_layers: dict[str, Any]) -> None:

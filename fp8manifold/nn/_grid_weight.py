@@ -97,7 +97,7 @@ def grid_weight(
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
             "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no "
-            "fake tensors: take storage='fp8', or quantise a model that has values"
+            "fake tensors: take storage='codes', or quantise a model that has values"
         )
     values = weight.detach()
     manifold = FP8Manifold(
@@ -140,7 +140,7 @@ def _missing_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str 
 #: What a parameter without the layer's storage means, by storage.
 _LOST: Final = {
     "grid": "has lost its manifold: steps would take it off the grid",
-    "fp8": "is no longer in codes: steps would be those of floats",
+    "codes": "is no longer in codes: steps would be those of floats",
 }
 
 
@@ -168,7 +168,7 @@ def check_kept(layer: Any) -> None:
         raise RuntimeError(
             f"the weight of a layer with storage={layer.storage!r} {_LOST[layer.storage]}; "
             "sharding (FSDP, tensor parallelism) takes it away: use DistributedDataParallel, or "
-            "storage='fp8' or 'master' with fully_shard"
+            "storage='codes' or 'master' with fully_shard"
         )
 
 

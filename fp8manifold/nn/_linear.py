@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold._base.checks import check_number
 from fp8manifold._base.reading import (
     advance,
     eager_only,
@@ -73,7 +73,7 @@ class QuantizedLinear(nn.Linear):
     .. math:: y = Q_x(x) \, Q_W(W)^T + b, \qquad
               g_x = Q_g(g_y) \, Q_W(W), \qquad g_W = Q_{gW}\left( Q_g(g_y)^T Q_x(x) \right)
 
-    With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte per weight;
+    With storage ``codes`` the weight is an :class:`FP8Parameter`, one byte per weight;
     with ``grid`` a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same
     values in floats; with ``master`` (quantisation-aware training) a float parameter,
     fake-quantised in the forward pass. A gradient that contains Inf or NaN becomes NaN
@@ -85,12 +85,12 @@ class QuantizedLinear(nn.Linear):
         linear: the layer to replace; its bias parameter is reused, and with storage
             ``master`` its weight too.
         spec: formats and options.
-        storage: ``fp8``, ``grid`` or ``master``.
+        storage: ``codes``, ``grid`` or ``master``.
         headroom: of stored weights, as in :func:`quantize_model`.
         rounding: of stored weights, as in :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every
             layer needs another.
-        keep_remainder: with ``fp8``, store the rounding's remainder, with which
+        keep_remainder: with ``codes``, store the rounding's remainder, with which
             residuals begin; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float for
             :meth:`quantize_weight_gradient`.
@@ -98,7 +98,7 @@ class QuantizedLinear(nn.Linear):
             magnitude with this one's.
         draws: of stored weights, as in :func:`quantize_model`.
         retraction: of stored weights, as in :func:`quantize_model`.
-        codes: with ``fp8``, the weight in codes of the specification's format and
+        codes: with storage ``codes``, the weight in codes of the specification's format and
             granularity, used without a copy, and given ``seed``; of ``linear.weight``
             only the shape is used then.
 
@@ -143,7 +143,7 @@ class QuantizedLinear(nn.Linear):
         self,
         linear: nn.Linear,
         spec: _spec.LayerSpec,
-        storage: _spec.Storage = "fp8",
+        storage: _spec.Storage = "codes",
         *,
         headroom: float | None = None,
         rounding: WriteRounding = "stochastic",
@@ -157,7 +157,7 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
-        check_choice("storage", storage, _spec.STORAGES)
+        _spec.check_storage_name(storage)
         _spec.check_storage(storage, spec, keep_remainder)
         _spec.check_stored_weight_options(draws, retraction, headroom, storage)
         if codes is not None:
@@ -386,7 +386,7 @@ class QuantizedLinear(nn.Linear):
             self.weight, self.manifold = _grid_weight.grid_weight(
                 weight, operand.format, self._weight_granularity, self._headroom, **options
             )
-        elif self.storage == "fp8":
+        elif self.storage == "codes":
             self.weight = self._in_codes(weight, operand.format, **options)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
@@ -579,7 +579,7 @@ class QuantizedLinear(nn.Linear):
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(
-                f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16"
+                f"a layer with storage='codes' can't be {dtype}: take float32 or bfloat16"
             )
         if self.manifold is not None:
             _grid_weight.check_dtype_holds(self.manifold, dtype)
@@ -590,8 +590,8 @@ class QuantizedLinear(nn.Linear):
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
             raise RuntimeError(
-                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}) while a graph or "
-                "a weak reference holds its weight: finish the backward pass, or delete outputs "
+                f"a layer with storage='codes' can't be moved ({self.extra_repr()}) while a graph "
+                "or a weak reference holds its weight: finish the backward pass, or delete outputs "
                 "and losses, and then move the layer"
             ) from error
         _grid_weight.keep_on_manifold(self)
@@ -651,7 +651,11 @@ class QuantizedConv1D(QuantizedLinear):
     """
 
     def __init__(
-        self, conv: nn.Module, spec: _spec.LayerSpec, storage: _spec.Storage = "fp8", **options: Any
+        self,
+        conv: nn.Module,
+        spec: _spec.LayerSpec,
+        storage: _spec.Storage = "codes",
+        **options: Any,
     ) -> None:
         old: Any = conv
         if options.get("codes") is None:

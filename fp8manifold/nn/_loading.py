@@ -1,6 +1,6 @@
 """Reading a model into one byte per weight.
 
-The floats of a weight are freed before the next weight is read. `load_quantized` reads
+The floats of a weight are freed before the next weight is read. `load_into` reads
 float weights, or the codes of files in a published layout, into a model without values.
 `Reader` does this inside transformers' ``from_pretrained``.
 """
@@ -22,7 +22,7 @@ from fp8manifold.nn import _tensor_files
 from fp8manifold.nn._buffers import computed_buffers
 from fp8manifold.nn._carried import check_layers, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedLinear
-from fp8manifold.nn._plan import Plan, plan
+from fp8manifold.nn._plan import SurgeryPlan, plan
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._selection import obstacle
 from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec, Storage
@@ -36,7 +36,7 @@ _NAMES_LISTED: Final = 3
 AS_STORED: Final = "as stored"
 
 
-def load_quantized(
+def load_into(
     model: nn.Module,
     source: Mapping[str, Any] | _tensor_files.Source,
     formats: Formats = "E4M3",
@@ -46,10 +46,9 @@ def load_quantized(
 ) -> nn.Module:
     """Fill a model without values from float weights, rounded to codes one by one.
 
-    The result is bit-identical to ``quantize_model(model, formats, "fp8", **options)``;
+    The result is bit-identical to ``quantize_model(model, formats, "codes", **options)``;
     at its peak loading takes the bytes of the result and one float tensor.
-    ``from_pretrained`` does the same for models of transformers, with
-    :func:`fp8manifold.huggingface.quantization_config`.
+    For models of transformers :func:`fp8manifold.load` does the same.
 
     Args:
         model: all its parameters on ``torch.device("meta")``; changed in place once
@@ -82,7 +81,7 @@ def load_quantized(
         >>> floats = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).state_dict()
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
-        >>> weight = load_quantized(model, floats, "E4M3")[0].weight
+        >>> weight = load_into(model, floats, "E4M3")[0].weight
         >>> weight.dtype, weight.codes.dtype
         (torch.float32, torch.uint8)
     """
@@ -90,9 +89,9 @@ def load_quantized(
         return _load_as_stored(model, source, device, **options)
     if "storage" in options:
         raise TypeError(
-            "load_quantized has no option storage: weights are read into 'fp8', one byte each"
+            "load_into has no option storage: weights are read into 'codes', one byte each"
         )
-    planned = plan(model, formats, "fp8", **options)
+    planned = plan(model, formats, "codes", **options)
     _check_without_values(model)
     buffers = computed_buffers(model)
     # tried without values, so that no file is opened for a model that can't be made
@@ -332,7 +331,7 @@ def put_codes(
         scale = inputs.get(name)
         rounded = None if scale is None else OperandSpec(codes.format, policy="static")
         spec = LayerSpec(OperandSpec(codes.format, codes.granularity), rounded)  # type: ignore[arg-type]
-        layer = QuantizedLinear(module, spec, "fp8", codes=codes, seed=codes.seed)
+        layer = QuantizedLinear(module, spec, "codes", codes=codes, seed=codes.seed)
         if scale is not None:
             assert isinstance(layer.activation_scaler, Scale)
             layer.activation_scaler.freeze(scale)
@@ -368,7 +367,7 @@ class Reader:
             if name not in tied and model.get_parameter(name).dtype == dtype
         }
 
-    def _planned(self, model: Any) -> Plan:
+    def _planned(self, model: Any) -> SurgeryPlan:
         return plan(model, self._formats, self._storage, **self._options)
 
     def wants(self, name: str) -> bool:

@@ -33,6 +33,7 @@ from fp8manifold._published import Header, dtype_name, read_parts, stored_weight
 from fp8manifold._published.find_weights import names_beside, refuse_codes
 from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
+from fp8manifold.nn._described import show_formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
@@ -80,9 +81,10 @@ def name_parts(module: nn.Module, name: str) -> None:
 def _register(module: nn.Module, name: str, parameter: Any) -> None:
     """Let a module that is given a parameter in codes save and load it as parts.
 
-    Quantised layers do it themselves.
+    Its line in ``str(model)`` shows the format. Quantised layers do both themselves.
     """
     if isinstance(parameter, FP8Parameter) and not hasattr(type(module), TAKES_PARTS):
+        show_formats(type(module))
         name_parts(module, name)
         if not hasattr(module, _HAS_STATE_HOOKS):
             setattr(module, _HAS_STATE_HOOKS, True)
@@ -267,8 +269,9 @@ def _numbers_of(traits: Traits, *, floats: bool) -> _Numbers:
 def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     """Put one weight together in the place of its parts in a state.
 
-    Whoever loads it takes over its count and seed. Codes and scales alone are taken
-    too, with a count of 0. Rows of several processes and whole tensors are both taken.
+    Whoever loads it takes over its count, seed and options of rounding. Codes and scales
+    alone, without traits, are taken too, with a count of 0. Rows of several processes
+    and whole tensors are both taken.
 
     Args:
         state: changed in place.
@@ -303,6 +306,11 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     if not has_codes or not has_scale:
         refuse_codes(name, saved.dtype, state)
         return
+    if has_traits and name + "_counter" not in state:
+        raise ValueError(
+            f"{name} has {name}_traits and no {name}_counter: without the count of its draws, "
+            "training would go on otherwise than it was; take the whole state"
+        )
     options = {} if has_traits else _take_published(state, name, saved, local_of(weight))
     scale = state.pop(name + "_scale", None)
     counter = state.pop(name + "_counter", None)
@@ -375,7 +383,7 @@ def _resuming(codes: FP8Tensor, weight: Tensor) -> FP8Tensor:
     return spread_codes  # type: ignore[no-any-return]
 
 
-def unflatten_state_dict(
+def unflatten(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
     r"""Put the one-byte weights of a state dict together from their parts.
@@ -404,8 +412,8 @@ def unflatten_state_dict(
             has now.
 
     Returns:
-        The state with an :class:`FP8Parameter` for every weight in codes; it shares the
-        memory of the tensors.
+        The state with an :class:`fp8manifold.FP8Parameter` for every weight in codes;
+        it shares the memory of the tensors.
 
     NaN and -0 are preserved, and empty tensors allowed.
 
@@ -420,7 +428,7 @@ def unflatten_state_dict(
         >>> state = layer.state_dict()
         >>> {name: str(x.dtype) for name, x in state.items() if not name.endswith("s")}
         {'weight': 'torch.uint8', 'weight_scale': 'torch.float32', 'weight_counter': 'torch.int64'}
-        >>> layer.load_state_dict(state), unflatten_state_dict(state)["weight"].tolist()[0]
+        >>> layer.load_state_dict(state), unflatten(state)["weight"].tolist()[0]
         (<All keys matched successfully>, [1.0, 1.0, 1.0, 1.0])
 
     Source: the names of compressed-tensors (vllm-project); OCP Microscaling Formats 1.0
@@ -520,7 +528,7 @@ def _take_published(
     if name + "_counter" in state:
         raise ValueError(
             f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions: "
-            "pass the tensors and their header's metadata through fm.unflatten_state_dict"
+            "pass the tensors and their header's metadata through fm.files.unflatten"
         )
     if float8_format(saved.dtype) is None:
         raise ValueError(

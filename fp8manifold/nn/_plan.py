@@ -53,7 +53,7 @@ _ADAPTERS_LISTED: Final = 3
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """The decision on one weight.
 
     Attributes:
@@ -83,29 +83,29 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SurgeryPlan:
     """The decisions on a model: the entries and the options of what becomes codes.
 
     There is an entry for every layer to replace, then for every parameter to encode in
     place, then for every module that stays, each in the model's order.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
     storage: _spec.Storage
     options: Mapping[str, Any]
 
     @property
-    def layers(self) -> list[Entry]:
+    def layers(self) -> list[PlanEntry]:
         """Layers to replace."""
         return [entry for entry in self.entries if entry.spec is not None]
 
     @property
-    def in_place(self) -> list[Entry]:
+    def in_place(self) -> list[PlanEntry]:
         """Parameters that become codes where they are."""
         return [entry for entry in self.entries if entry.spec is None and not entry.reason_kept]
 
     @property
-    def code_entries(self) -> dict[str, Entry]:
+    def code_entries(self) -> dict[str, PlanEntry]:
         """Weights that need not stay as floats, by their first names.
 
         They are those of layers, and those that become codes in place.
@@ -122,7 +122,7 @@ class Plan:
 def plan(
     model: nn.Module,
     formats: _spec.Formats | None,
-    storage: _spec.Storage = "fp8",
+    storage: _spec.Storage = "codes",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
@@ -136,14 +136,14 @@ def plan(
     products: _spec.Products = "decoded",
     parameters: ParameterFormats | None = None,
     embeddings: Embeddings | None = None,
-) -> Plan:
+) -> SurgeryPlan:
     """Decide what :func:`fp8manifold.quantize_model` does.
 
     Without formats every layer stays as it is.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("storage", storage, _spec.STORAGES)
+    _spec.check_storage_name(storage)
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
@@ -156,11 +156,11 @@ def plan(
     specs = _chosen_specs(facts, pattern_specs)
     _check_in_one_place(model, specs, facts)
 
-    in_place: list[Entry] = []
+    in_place: list[PlanEntry] = []
     if parameters is not None or not _spec.is_none(embeddings):
-        if storage != "fp8":
+        if storage != "codes":
             raise ValueError(
-                f"parameters and embeddings become codes with storage='fp8', not with "
+                f"parameters and embeddings become codes with storage='codes', not with "
                 f"storage={storage!r}"
             )
         weights_of_layers = {facts[name].names for name in specs if not facts[name].is_shared}
@@ -188,13 +188,13 @@ def plan(
         "keep_remainder": keep_remainder,
         "defer_weight_gradient": defer_weight_gradients,
     }
-    return Plan(tuple(entries), storage, options)
+    return SurgeryPlan(tuple(entries), storage, options)
 
 
 def check_formats(
     formats: _spec.Formats,
     layers: Mapping[str, tuple[int, int]],
-    storage: _spec.Storage = "fp8",
+    storage: _spec.Storage = "codes",
     *,
     granularity: WeightGranularity = "channel",
     keep_remainder: bool = False,
@@ -202,21 +202,21 @@ def check_formats(
     tied: Tied = "refuse",
     products: _spec.Products = "decoded",
 ) -> dict[str, _spec.LayerSpec]:
-    """Read formats as :func:`quantize_model` does, without a model.
+    """Read formats as :func:`fp8manifold.quantize_model` does, without a model.
 
-    Whatever :func:`quantize_model` would refuse is refused.
+    Whatever :func:`fp8manifold.quantize_model` would refuse is refused.
 
     Args:
-        formats: as in :func:`quantize_model`.
+        formats: as in :func:`fp8manifold.quantize_model`.
         layers: ``(in_features, out_features)`` of every linear layer by its dotted
             name, in the model's order.
-        storage: as in :func:`quantize_model`.
-        granularity: as in :func:`quantize_model`.
-        keep_remainder: as in :func:`quantize_model`.
+        storage: as in :func:`fp8manifold.quantize_model`.
+        granularity: as in :func:`fp8manifold.quantize_model`.
+        keep_remainder: as in :func:`fp8manifold.quantize_model`.
         shared: for layers that share their weight with another module, all names of the
             weight; None: there are none.
-        tied: as in :func:`quantize_model`.
-        products: as in :func:`quantize_model`.
+        tied: as in :func:`fp8manifold.quantize_model`.
+        products: as in :func:`fp8manifold.quantize_model`.
 
     Returns:
         The specification of every layer that is quantised, by its name.
@@ -235,7 +235,7 @@ def check_formats(
         Traceback (most recent call last):
         ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
     """
-    check_choice("storage", storage, _spec.STORAGES)
+    _spec.check_storage_name(storage)
     check_choice("tied", tied, TIED)
     routers = routers_of(layers)
     names_of_shared = shared or {}
@@ -294,11 +294,11 @@ def _layer_facts(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict
 
 def _layer_entry(
     name: str, module: nn.Module, spec: _spec.LayerSpec, facts: _LayerFacts, storage: _spec.Storage
-) -> Entry:
-    """Return the entry of a layer to replace; its weight becomes codes with ``fp8``."""
-    entry = Entry(name, module, facts.names, spec, is_copied=facts.is_shared)
+) -> PlanEntry:
+    """Return the entry of a layer to replace; its weight becomes codes with ``codes``."""
+    entry = PlanEntry(name, module, facts.names, spec, is_copied=facts.is_shared)
     weight = spec.operands.get("weight")
-    if storage != "fp8" or weight is None:
+    if storage != "codes" or weight is None:
         return entry
     granularity: Any = weight.granularity
     return replace(entry, format=weight.format, granularity=granularity)
@@ -442,7 +442,7 @@ def _resolve_shared(
     storage: _spec.Storage,
     keep_remainder: bool,
     tied: Tied,
-    in_place: Sequence[Entry],
+    in_place: Sequence[PlanEntry],
 ) -> dict[str, _spec.LayerSpec]:
     """Return the layers to replace, once it is decided on shared weights.
 
@@ -455,7 +455,7 @@ def _resolve_shared(
         if tied == "refuse" and not is_encoded:
             raise ValueError(
                 f"the weight of {name!r} is shared ({', '.join(names)}): give embeddings= the "
-                f"layer's format for codes that an embedding and its head share (storage='fp8'), "
+                f"layer's format for codes that an embedding and its head share (storage='codes'), "
                 f"tied='untie' for a copy of the weight, or leave the layer as it is with "
                 f"tied='leave' or {{{name!r}: 'none'}}"
             )
@@ -468,7 +468,7 @@ def _resolve_shared(
     return resolved
 
 
-def _is_weight_of(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
+def _is_weight_of(entry: PlanEntry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
     """Return True if a parameter becomes exactly the codes that a layer needs."""
     if entry.name not in names or spec.products != "decoded":
         return False
@@ -512,7 +512,7 @@ def _in_place_entries(
     candidates: Mapping[str, _Candidate],
     formats: Mapping[str, FloatFormat | None],
     granularity: WeightGranularity,
-) -> list[Entry]:
+) -> list[PlanEntry]:
     """Return entries of the candidates that have a format, in the candidates' order."""
     entries = []
     for name, candidate in candidates.items():
@@ -525,7 +525,7 @@ def _in_place_entries(
                 f"parameter {name!r} is in {parameter.format.name} already: call dequantize_model "
                 f"first"
             )
-        entry = Entry(
+        entry = PlanEntry(
             name,
             candidate.module,
             candidate.names,
@@ -644,8 +644,8 @@ def _in_place_granularity(
 
 
 def _kept_entries(
-    model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[Entry]
-) -> list[Entry]:
+    model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[PlanEntry]
+) -> list[PlanEntry]:
     """Return entries of the modules with a weight that no other entry changes."""
     replaced = {entry.name for entry in entries if entry.spec is not None}
     encoded: set[str] = set()
@@ -668,7 +668,7 @@ def _kept_entries(
             stays = is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
         if stays:
             reason = _reason_kept(name, module, names, routers.get(name))
-            kept_entries.append(Entry(name, module, tuple(own_names), reason_kept=reason))
+            kept_entries.append(PlanEntry(name, module, tuple(own_names), reason_kept=reason))
     return kept_entries
 
 

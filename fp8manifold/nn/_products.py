@@ -59,8 +59,8 @@ def byte_weight(weight: Tensor, fmt: FloatFormat, **options: Any) -> FP8Paramete
     """Return the codes of a float weight, with options of :class:`FP8Parameter`."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(
-            f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers, "
-            "and storage='master' others too"
+            f"a weight has dtype {weight.dtype}: storage='codes' takes float32 or bfloat16 layers "
+            "(fm.load reads them so with dtype=), and storage='master' others too"
         )
     return FP8Parameter(weight.detach(), fmt, requires_grad=weight.requires_grad, **options)
 
@@ -161,17 +161,18 @@ class _CodesLinear(torch.autograd.Function):
         for_x = None
         for_weight = None
         for_bias = None
-        if needs_x:
-            # a second derivative needs the weight itself
-            values = weight.to(x.dtype) if torch.is_grad_enabled() else _values(weight, x.dtype)
-            with outside_autocast(x):
+        with outside_autocast(x):
+            if needs_x:
+                # a second derivative needs the weight itself
+                is_differentiated = torch.is_grad_enabled()
+                values = weight.to(x.dtype) if is_differentiated else _values(weight, x.dtype)
                 for_x = torch.mm(gradient, values)
-            if is_batch:
-                for_x = for_x.view(shape)
-        if needs_weight:
-            with outside_autocast(x):
-                for_weight = torch.mm(gradient.t(), rows)
-            for_weight = _CAST[weight.dtype](for_weight)
+                # freed before the weight's gradient, which is as large
+                del values
+                if is_batch:
+                    for_x = for_x.view(shape)
+            if needs_weight:
+                for_weight = _CAST[weight.dtype](torch.mm(gradient.t(), rows))
         if needs_bias:
             for_bias = _CAST[ctx.bias_dtype](gradient.sum(0))
         return for_x, for_weight, for_bias
@@ -243,6 +244,8 @@ class _RoundedGradientsLinear(torch.autograd.Function):
             values = _values(weight, rows.dtype) if is_decoded else weight.to(rows.dtype)
             with outside_autocast(rows):
                 for_x = rows @ values
+            # freed before the weight's gradient, which is as large
+            del values
             for_x = for_x.view(x.shape).to(ctx.x_dtype)
         if needs_weight:
             with outside_autocast(rows):
@@ -292,7 +295,7 @@ def forbid_fused_operators(layer: Any) -> None:
     decoded need no hook, which costs a small layer a tenth of its time.
     """
     has_scalers = any(getattr(layer, f"{name}_scaler") is not None for name in OPERANDS)
-    if layer.storage != "fp8" or layer._units is not None or has_scalers:
+    if layer.storage != "codes" or layer._units is not None or has_scalers:
         layer.register_forward_pre_hook(is_called)
 
 

@@ -28,6 +28,8 @@ from fp8manifold.tensor import FP8Tensor
 _DEFAULTS: Final = {"products": "decoded", "gradient_products": "bfloat16"}
 #: Options of stored weights with their defaults, likewise written only if they differ.
 _WEIGHT_OPTIONS: Final = {"draws": DRAWS[0], "retraction": RETRACTIONS[0]}
+#: Storages of today by the names that older versions wrote.
+_RENAMED_STORAGES: Final = {"fp8": "codes"}
 _OPTIONS: Final = (
     "storage",
     "rounding",
@@ -142,6 +144,8 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
         check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
         options = {key: group[key] for key in _OPTIONS if key in group}
         options["seed"] = seed
+        storage = options.get("storage")
+        options["storage"] = _RENAMED_STORAGES.get(str(storage), storage)
         requests.append(LayerRequest(name, modules[name], LayerSpec(**group["spec"]), options))
     replace_layers(model, made_layers(requests))
 

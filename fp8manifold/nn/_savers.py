@@ -56,10 +56,15 @@ def guard_savers(model: nn.Module) -> None:
     for module in model.modules():
         kinds.update(type(module).__mro__)
     for kind in kinds:
-        save = vars(kind).get("save_pretrained")
-        if callable(save) and not hasattr(save, _SAVER_IS_GUARDED):
-            # of the class: an attribute of the model would be a cycle
-            kind.save_pretrained = _guarded(save)
+        guard_saver(kind)
+
+
+def guard_saver(kind: Any) -> None:
+    """Put ``save_pretrained`` of a class behind the guard, once."""
+    save = vars(kind).get("save_pretrained")
+    if callable(save) and not hasattr(save, _SAVER_IS_GUARDED):
+        # of the class: an attribute of the model would be a cycle
+        kind.save_pretrained = _guarded(save)
 
 
 def _guarded(save: Callable[..., Any]) -> Callable[..., Any]:

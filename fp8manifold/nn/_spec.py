@@ -179,7 +179,7 @@ LayerRounding = Literal["nearest", "stochastic", "split"]
 Products = Literal["decoded", "fp8", "int8", "auto"]
 PRODUCTS: Final = get_args(Products)
 GradientProducts = Literal["bfloat16", "fp8"]
-Storage = Literal["fp8", "grid", "master"]
+Storage = Literal["codes", "grid", "master"]
 STORAGES: Final[tuple[Storage, ...]] = get_args(Storage)
 Units = Literal["fp8", "int8"]
 #: The units that multiply the codes of a format as they are.
@@ -211,7 +211,7 @@ class LayerSpec:
         rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the
             backward pass only.
         history: of the policy ``delayed``; None takes 16.
-        products: how the matmul runs, with storage ``fp8``: ``decoded``; on units of
+        products: how the matmul runs, with storage ``codes``: ``decoded``; on units of
             ``fp8`` (E4M3, E5M2) or ``int8`` (E1M6), where input and gradient are
             rounded to E4M3 or INT8 and results differ; or ``auto``.
         gradient_products: with products on ``fp8`` units, what the weight's gradient is
@@ -523,6 +523,13 @@ def _read_spec(
     return spec
 
 
+def check_storage_name(storage: object) -> None:
+    """Raise ValueError for an unknown storage, and for the former name of one."""
+    if storage == "fp8":
+        raise ValueError("storage='fp8' is called storage='codes' now: one byte of any format")
+    check_choice("storage", storage, STORAGES)
+
+
 def check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> None:
     """Refuse options that a storage would ignore.
 
@@ -532,7 +539,7 @@ def check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> No
     granularity = None if weight is None else weight.granularity
     if granularity == "block" and storage == "grid":
         raise ValueError(
-            f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}"
+            f"granularity='block' needs storage='codes' or 'master', not storage={storage!r}"
         )
     options_of_codes = []
     if granularity == "square":
@@ -541,8 +548,8 @@ def check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> No
         options_of_codes.append(f"products={spec.products!r}")
     if keep_remainder:
         options_of_codes.append("keep_remainder=True")
-    if options_of_codes and storage != "fp8":
-        raise ValueError(f"{options_of_codes[0]} needs storage='fp8', not storage={storage!r}")
+    if options_of_codes and storage != "codes":
+        raise ValueError(f"{options_of_codes[0]} needs storage='codes', not storage={storage!r}")
     operands = _operands_as_given(spec)
     stored_weight = None
     if storage != "master":
@@ -626,7 +633,8 @@ def check_stored_weight_options(
         options.append(f"{headroom=}")
     if options:
         raise ValueError(
-            f"{options[0]} needs storage='fp8' or 'grid', not {storage!r}: it is for stored weights"
+            f"{options[0]} needs storage='codes' or 'grid', not {storage!r}: it is for stored "
+            "weights"
         )
 
 
@@ -646,9 +654,9 @@ def check_blocks(
 def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: Storage) -> None:
     """Refuse codes that are not those of a layer's weight."""
     operand = spec.operands.get("weight")
-    if storage != "fp8" or operand is None:
+    if storage != "codes" or operand is None:
         raise ValueError(
-            f"codes need storage='fp8' and a weight format, not {storage!r} with "
+            f"codes need storage='codes' and a weight format, not {storage!r} with "
             f"weight={_operand_format_name(operand)}"
         )
     properties = (tuple(codes.shape), codes.format.name, codes.granularity)

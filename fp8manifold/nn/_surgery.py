@@ -23,7 +23,7 @@ from fp8manifold.nn._carried import (
     replace_layers,
 )
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
-from fp8manifold.nn._plan import Embeddings, Entry, ParameterFormats, Plan, Tied, plan
+from fp8manifold.nn._plan import Embeddings, ParameterFormats, PlanEntry, SurgeryPlan, Tied, plan
 from fp8manifold.nn._products import byte_weight, chosen_products
 from fp8manifold.nn._selection import (
     NEVER_CALLED,
@@ -39,7 +39,7 @@ from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-#: The method by which transformers knows a model that ``huggingface.attach`` took.
+#: The method by which transformers knows a model of its own quantiser.
 _ATTACHED_AS: Final = "fp8manifold"
 #: An attribute of a model of transformers: the layout in which it was published.
 PUBLISHED: Final = "_fp8_published"
@@ -64,7 +64,7 @@ class LayerRequest(NamedTuple):
 def quantize_model(
     model: nn.Module,
     formats: Formats | None = "E4M3",
-    storage: Storage = "fp8",
+    storage: Storage = "codes",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
@@ -81,9 +81,15 @@ def quantize_model(
 ) -> nn.Module:
     """Put a model's linear weights into one byte each.
 
+    Call it once weights are loaded and on their device, before ``torch.compile``,
+    ``DistributedDataParallel`` and ``fully_shard``, and before the optimizer is made. An
+    optimizer that was made before goes on, since parameters stay the same objects, as
+    under ``Module.to``. Where they can't, its next step raises RuntimeError and names
+    them: a copied or transposed weight, one that a graph, a weak reference or C++ code
+    holds, or a model that is a layer itself.
+
     Its linear layers become :class:`QuantizedLinear`; the model's own code does not
-    change. Quantisation-aware training is ``storage="master"``. Make optimizers
-    afterwards: the next step of one that was made before raises RuntimeError.
+    change. Quantisation-aware training is ``storage="master"``.
 
     A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches
     ``blocks.0.mlp.fc``, ``*`` matches everything. The one with the most literal
@@ -103,7 +109,7 @@ def quantize_model(
         formats: one format or :class:`LayerSpec` for every linear layer, or a mapping
             from pattern to format, spec, dict of :class:`LayerSpec`'s arguments, or
             ``"none"`` (not quantised); None leaves all layers.
-        storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in
+        storage: ``codes`` (one byte per weight, no copy), ``grid`` (the same values in
             float32) or ``master`` (quantisation-aware training: float weights, rounded
             in the forward pass).
         granularity: of the weight scales, if only a format is given, as in
@@ -126,12 +132,12 @@ def quantize_model(
             optimizer's own option takes precedence.
         products: how the matmul runs, if only a format is given, as in
             :class:`LayerSpec`.
-        parameters: with ``fp8``, other parameters of two or more dimensions, by
+        parameters: with ``codes``, other parameters of two or more dimensions, by
             patterns over their names such as ``"*.experts.*"``, or a mapping from
             pattern to format. Each becomes an :class:`FP8Parameter` of its module, a
             scale per row of the last dimension or filter of a convolution unless
             ``granularity`` differs.
-        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from
+        embeddings: with ``codes``, a format for every ``nn.Embedding``, or a mapping from
             pattern to format; only the rows that are looked up are decoded, and a head
             that shares the weight shares its codes.
 
@@ -168,11 +174,15 @@ def quantize_model(
         parameters=parameters,
         embeddings=embeddings,
     )
-    return carry_out(model, planned)
+    return carry_out(model, planned, keep_objects=True)
 
 
 def carry_out(
-    model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+    model: nn.Module,
+    planned: SurgeryPlan,
+    codes: Mapping[str, FP8Parameter] = MappingProxyType({}),
+    *,
+    keep_objects: bool = False,
 ) -> nn.Module:
     """Put the planned layers and parameters into a model.
 
@@ -180,17 +190,19 @@ def carry_out(
         model: changed in place.
         planned: the plan of this model.
         codes: that are ready, by the first names of their parameters.
+        keep_objects: let the model's parameters be the same objects as before, where
+            torch allows that.
     """
     layers = layers_of(planned, codes)
     parameters = parameters_of(model, planned, codes)
     check_layers(model, layers)
     for entry, parameter in zip(planned.in_place, parameters, strict=True):
-        put_parameter(model, entry.parameters, parameter)
-    return replace_layers(model, layers)
+        put_parameter(model, entry.parameters, parameter, keep_object=keep_objects)
+    return replace_layers(model, layers, keep_objects=keep_objects)
 
 
 def layers_of(
-    planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+    planned: SurgeryPlan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
 ) -> dict[str, nn.Module]:
     """Return the new layers by name.
 
@@ -199,7 +211,9 @@ def layers_of(
     return made_layers(_layer_requests(planned, codes))
 
 
-def _layer_requests(planned: Plan, codes: Mapping[str, FP8Parameter]) -> Iterator[LayerRequest]:
+def _layer_requests(
+    planned: SurgeryPlan, codes: Mapping[str, FP8Parameter]
+) -> Iterator[LayerRequest]:
     """Yield the layers to make; copies of weights are made one after the other."""
     for entry in planned.layers:
         replaced = entry.module
@@ -234,7 +248,7 @@ def made_layers(requests: Iterable[LayerRequest]) -> dict[str, nn.Module]:
 
 
 def parameters_of(
-    model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+    model: nn.Module, planned: SurgeryPlan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
 ) -> list[FP8Parameter]:
     """Return the new parameters.
 
@@ -256,7 +270,7 @@ def parameters_of(
 
 @torch.no_grad()
 def encode_parameter(
-    planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool
+    planned: SurgeryPlan, entry: PlanEntry, weight: Tensor, *, requires_grad: bool
 ) -> FP8Parameter:
     """Return the codes of a float weight, which has its module's layout."""
     assert entry.format is not None
@@ -384,6 +398,8 @@ class ReportedLayer:
     kind: str
     #: Count of numbers in its parameters, shared ones among them.
     parameters: int
+    #: Bytes of its parameters, codes with their scales, shared ones among them.
+    bytes: int
     #: True for a quantised layer, and for a module with a parameter in codes.
     quantized: bool
     #: Formats and storage, or why it was left.
@@ -400,6 +416,8 @@ class QuantizationReport:
     parameters: int
     #: Count of those that have a format.
     quantized_parameters: int
+    #: Bytes of the model's parameters, shared ones once.
+    bytes: int
 
     @property
     def quantized(self) -> tuple[ReportedLayer, ...]:
@@ -413,21 +431,21 @@ class QuantizationReport:
 
     def __str__(self) -> str:
         """Return a table with a line for each layer, and a line for all of them."""
-        rows = [("layer", "class", "parameters", "")]
+        rows = [("layer", "class", "parameters", "bytes", "")]
         for layer in self.layers:
             detail = layer.detail if layer.quantized else f"left: {layer.detail}"
-            rows.append((layer.name or "(the model)", layer.kind, f"{layer.parameters:,}", detail))
-        name_width = max(len(name) for name, _, _, _ in rows)
-        kind_width = max(len(kind) for _, kind, _, _ in rows)
-        count_width = max(len(count) for _, _, count, _ in rows)
+            counts = (f"{layer.parameters:,}", f"{layer.bytes:,}")
+            rows.append((layer.name or "(the model)", layer.kind, *counts, detail))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
-        for name, kind, count, detail in rows:
-            line = f"{name:<{name_width}}  {kind:<{kind_width}}  {count:>{count_width}}  {detail}"
-            lines.append(line.rstrip())
+        for name, kind, count, size, detail in rows:
+            cells = [name.ljust(widths[0]), kind.ljust(widths[1])]
+            cells += [count.rjust(widths[2]), size.rjust(widths[3]), detail]
+            lines.append("  ".join(cells).rstrip())
         share = self.quantized_parameters / self.parameters if self.parameters else 0.0
         total = f"quantised: {len(self.quantized)} of {len(self.layers)} layers"
         weights = f"{self.quantized_parameters:,} of {self.parameters:,} parameters ({share:.1%})"
-        return "\n".join([*lines, f"{total}, {weights}"])
+        return "\n".join([*lines, f"{total}, {weights}, {self.bytes:,} bytes"])
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
@@ -441,14 +459,12 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
 
     Example:
         >>> from fp8manifold import quantize_model
-        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-        >>> model = quantize_model(model, {"1": "E4M3"}, storage="fp8")
-        >>> print(quantization_report(model))
-        layer  class            parameters
-        0      Embedding                32  left: not a linear layer
-        1      QuantizedLinear          20  weight=E4M3, activation=none, storage=fp8
-        2      Linear                   10  left: no pattern names it, or one that says 'none'
-        quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        >>> print(quantization_report(quantize_model(model, "E4M3")))
+        layer  class            parameters  bytes
+        0      Embedding                32    128  left: not a linear layer
+        1      QuantizedLinear          20     48  weight=E4M3, activation=none, storage=codes
+        quantised: 1 of 2 layers, 16 of 52 parameters (30.8%), 176 bytes
     """
     layers = [_reported(model, entry) for entry in plan(model, None).entries]
     # by identity, so that a shared weight counts once
@@ -465,10 +481,11 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         layers=tuple(layers),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         quantized_parameters=sum(quantized_sizes.values()),
+        bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
 
 
-def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
+def _reported(model: nn.Module, entry: PlanEntry) -> ReportedLayer:
     module = entry.module
     if isinstance(module, QuantizedLinear):
         detail, reason_kept = _quantized_layer_detail(model, entry.name, module)
@@ -478,6 +495,7 @@ def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
         name=entry.name,
         kind=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
+        bytes=sum(parameter.nbytes for parameter in module.parameters(recurse=False)),
         quantized=bool(detail),
         detail=detail or reason_kept,
     )
@@ -503,4 +521,4 @@ def _in_place_detail(module: nn.Module) -> str:
         for name, parameter in module._parameters.items()
         if isinstance(parameter, FP8Parameter)
     ]
-    return f"{', '.join(formats)}, storage=fp8" if formats else ""
+    return f"{', '.join(formats)}, storage=codes" if formats else ""

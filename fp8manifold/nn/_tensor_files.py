@@ -6,6 +6,7 @@ memory of the process from its first reading until it is given back.
 
 import ctypes
 import json
+import mmap
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,21 +15,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import import_optional
 from fp8manifold._published import Header, quantization_of, stored_weights
-from fp8manifold._published.find_weights import may_be_weight, refuse_codes
+from fp8manifold._published.find_weights import is_marker, may_be_weight, refuse_codes
 from fp8manifold._published.replace_files import INDEX, WEIGHTS_FILE, indexed_names
 
-_MAPPINGS: Final = Path("/proc/self/smaps")
+_MAPPINGS: Final = Path("/proc/self/maps")
+#: For each page of the process's memory 64 bits, which say where it is.
+_PAGES: Final = Path("/proc/self/pagemap")
+_BYTES_PER_PAGE_ENTRY: Final = 8
+_ENTRIES_AT_ONCE: Final = 2**16
+_IS_PRESENT: Final = np.uint64(2**63)
+_IS_SWAPPED: Final = np.uint64(2**62)
+_IS_OF_FILE: Final = np.uint64(2**61)
 #: The advice of ``madvise`` that gives pages back.
 _DONTNEED: Final = 4
 #: Memory is given back whenever so many bytes, or such a part of the files, were read:
 #: it takes milliseconds.
-_FEWEST_BYTES: Final = 2**24
-_RELEASES_PER_READ: Final = 64
+_FEWEST_BYTES: Final = 2**22
+_RELEASES_PER_READ: Final = 128
 Source = str | Path | Iterable[str | Path]
 
 
@@ -37,7 +46,7 @@ class MappedFiles:
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
         self._paths = {os.path.realpath(path) for path in paths}
-        self._earlier_mappings = {address for address, _, _ in self._mapped()}
+        self._earlier_mappings = {address for address, _ in self._mapped()}
         self._bytes_read = 0
         self._bytes_at_once = max(
             _FEWEST_BYTES, sum(os.path.getsize(path) for path in self._paths) // _RELEASES_PER_READ
@@ -60,21 +69,20 @@ class MappedFiles:
         self._bytes_read = 0
         if sys.platform != "linux":
             return
-        library = ctypes.CDLL(None)
-        for address, length, is_changed in self._mapped():
-            if address not in self._earlier_mappings and not is_changed:
-                library.madvise(
-                    ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED)
-                )
+        for address, length in self.later_mappings():
+            if not _is_changed(address, length):
+                _give_back_pages(address, length)
         # of glibc, which would keep what was freed between tensors that live on
+        library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):
             library.malloc_trim(ctypes.c_size_t(0))
 
-    def _mapped(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield address and length of the files' mappings, and if they were written to.
+    def later_mappings(self) -> list[tuple[int, int]]:
+        """Return address and length of the mappings that are later than this was made."""
+        return [place for place in self._mapped() if place[0] not in self._earlier_mappings]
 
-        Only Linux says so.
-        """
+    def _mapped(self) -> Iterator[tuple[int, int]]:
+        """Yield address and length of the files' mappings, where the system says so."""
         if sys.platform != "linux" or not self._paths:
             return
         try:
@@ -82,15 +90,39 @@ class MappedFiles:
         except OSError:
             return
         # 7f00-7f80 r--p 00000000 08:01 42   /folder/model.safetensors
-        # Anonymous:             0 kB
-        place = None
         for line in lines:
             words = line.split(maxsplit=5)
-            if not words[0].endswith(":"):
-                place = words[0] if len(words) > 5 and words[5] in self._paths else None
-            elif place is not None and words[0] == "Anonymous:":
-                start, end = (int(part, 16) for part in place.split("-"))
-                yield start, end - start, words[1] != "0"
+            if len(words) > 5 and words[5] in self._paths:
+                start, end = (int(part, 16) for part in words[0].split("-"))
+                yield start, end - start
+
+
+def _is_changed(address: int, length: int) -> bool:
+    """Return whether a private mapping was written to, or nobody can say.
+
+    The page that is written to is a copy of the file's, which the process owns.
+    """
+    page_size = mmap.PAGESIZE
+    first, end = address // page_size, -(-(address + length) // page_size)
+    try:
+        with _PAGES.open("rb", buffering=0) as pages:
+            pages.seek(_BYTES_PER_PAGE_ENTRY * first)
+            for start in range(first, end, _ENTRIES_AT_ONCE):
+                count = min(_ENTRIES_AT_ONCE, end - start)
+                entries = np.frombuffer(pages.read(_BYTES_PER_PAGE_ENTRY * count), np.uint64)
+                is_there = entries & (_IS_PRESENT | _IS_SWAPPED) != 0
+                if (is_there & (entries & _IS_OF_FILE == 0)).any():
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def _give_back_pages(address: int, length: int) -> None:
+    """Give back pages of a file, which is read again where they are needed."""
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED)
+    )
 
 
 class GivenTensors:
@@ -128,6 +160,8 @@ class FileTensors:
     def __init__(self, paths: Iterable[Path]) -> None:
         self._opened = ExitStack()
         self._places: dict[str, tuple[Path, Any]] = {}
+        # Address and length of the files' mappings, which stay while the files are open.
+        self._mappings: list[tuple[int, int]] = []
         paths = list(paths)
         self._pages = MappedFiles(path for path in paths if path.is_file())
         try:
@@ -158,6 +192,10 @@ class FileTensors:
                 )
             self._places[name] = path, file
 
+    def has(self, name: str) -> bool:
+        """Return whether the files have a tensor, whatever it is."""
+        return name in self._places
+
     def names(self) -> list[str]:
         return list(self._places)
 
@@ -184,7 +222,33 @@ class FileTensors:
     def was_read(self, size: int) -> None:
         self._pages.was_read(size)
 
+    def was_read_up_to(self, tensor: Tensor, part: Tensor) -> None:
+        """Give back the pages of a tensor of :meth:`read` up to the end of a part of it.
+
+        Those before the part were given back already.
+        """
+        address = tensor.data_ptr()
+        if not self._is_mapped(address, tensor.nbytes):
+            return
+        page_size = mmap.PAGESIZE
+        # Pages that are wholly in the tensor: others may have been written to.
+        first = -(-address // page_size) * page_size
+        first = max(first, part.data_ptr() // page_size * page_size)
+        end = (part.data_ptr() + part.nbytes) // page_size * page_size
+        if first < end:
+            _give_back_pages(first, end - first)
+
+    def _is_mapped(self, address: int, length: int) -> bool:
+        """Return whether memory is pages of the files."""
+        if not self._mappings:
+            self._mappings = self._pages.later_mappings()
+        return any(
+            start <= address and address + length <= start + mapped_length
+            for start, mapped_length in self._mappings
+        )
+
     def close(self) -> None:
+        self._mappings = []
         self._opened.close()
 
 
@@ -206,6 +270,7 @@ class StoredTensors(FileTensors):
         self._hidden: set[str] = set()
         for weight in self.stored.values():
             self._hidden.update((weight.codes, weight.scale, *weight.extras))
+        self._hidden.update(name for name in headers if is_marker(name))
 
     def names(self) -> list[str]:
         return [*self.stored, *(name for name in super().names() if name not in self._hidden)]
@@ -223,7 +288,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _safe_open(path: Path) -> Any:
-    return import_optional("safetensors", "hf", "load_quantized").safe_open(path, framework="pt")
+    return import_optional("safetensors", "hf", "fp8manifold").safe_open(path, framework="pt")
 
 
 def files_of(source: Source) -> list[Path]:
@@ -269,13 +334,13 @@ def _named_in_settings(folder: Path) -> Path | None:
 def check_floats(model: nn.Module, source: Source) -> None:
     """Refuse files with codes where a model has float weights.
 
-    Transformers by itself reads codes as numbers. ``from_pretrained`` with
-    :func:`quantization_config` does this itself.
+    Transformers by itself reads codes as numbers. :func:`fp8manifold.load` does this
+    itself.
 
     Args:
         model: with or without values.
         source: a file, several, or the folder they are in, as in
-            :func:`fp8manifold.load_quantized`.
+            :func:`load_into`.
 
     Raises:
         ValueError: names the tensor, its file, its dtype and its scales.
@@ -283,12 +348,12 @@ def check_floats(model: nn.Module, source: Source) -> None:
         ImportError: safetensors is missing.
 
     Example:
-        >>> from fp8manifold.huggingface import check_floats
+        >>> from fp8manifold.files import check_floats
         >>> check_floats(model, "DeepSeek-V3")  # doctest: +SKIP
         Traceback (most recent call last):
         ValueError: model.layers.0.mlp.down_proj.weight of
         'model-00001-of-000163.safetensors' holds codes (F8_E4M3), at the scales of
-        'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load_fp8 reads, and
+        'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load reads, and
         not this: ...
     """
     start = f"{getattr(model, 'base_model_prefix', '')}."

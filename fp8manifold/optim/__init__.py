@@ -1,10 +1,11 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back.
 
-optimizers   stiffness.py, stiffness_muon.py, riemannian.py, _fisher/, wrapper.py:
-             options, and the fixed parts and numbers of a parameter's step
+optimizers   stiffness.py, stiffness_muon.py, stiffness_adafactor.py, riemannian.py,
+             _fisher/, wrapper.py: options, and the fixed parts and numbers of a parameter's step
 a step       _optimizer.py runs it; a parameter in it is a `Slot` (_slot.py), its
-             fixed parts a `Spec` (_spec.py). _muon.py: steps of whole matrices
-arithmetic   _step.py, with _directions.py and _writeback.py, in PyTorch. It defines
+             fixed parts a `Spec` (_spec.py). _muon.py: steps of whole matrices.
+             _factors.py, _factored.py: the second moment of Adafactor
+arithmetic   _eager_step.py, with _directions.py and _writeback.py, in PyTorch. It defines
              the bits that _native_step.py (C) and _triton_step.py (GPU) equal, with
              which it shares the tables of fp8manifold/_interface.py. _backends.py
              chooses
@@ -15,16 +16,22 @@ in backward  _in_backward/: each parameter steps once its gradient is computed.
              _passes.py: the backward pass that it is in
 """
 
-from fp8manifold.optim._adopted import adamw_state, adopted_state, rows_of_state
+from fp8manifold.optim._adopted import (
+    adafactor_state,
+    adamw_state,
+    adopted_state,
+    rows_of_state,
+)
 from fp8manifold.optim._checks import anneal
+from fp8manifold.optim._eager_step import StepView
 from fp8manifold.optim._fisher import FisherNaturalGradient
 from fp8manifold.optim._graphed import graphed
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
-from fp8manifold.optim._step import StepView
 from fp8manifold.optim._triton_step import CompileUnavailableWarning
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness import StiffnessAdamW, StiffnessLion, StiffnessSGD
+from fp8manifold.optim.stiffness_adafactor import StiffnessAdafactor
 from fp8manifold.optim.stiffness_muon import (
     MuonReport,
     ReportedParameter,
@@ -43,12 +50,14 @@ __all__ = [
     "RiemannianAdam",
     "RiemannianSGD",
     "StepView",
+    "StiffnessAdafactor",
     "StiffnessAdamW",
     "StiffnessLion",
     "StiffnessMuon",
     "StiffnessSGD",
     "StiffnessWrapper",
     "WriteBack",
+    "adafactor_state",
     "adamw_state",
     "adopted_state",
     "anneal",

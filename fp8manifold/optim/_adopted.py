@@ -1,9 +1,11 @@
-"""States of optimizers, converted: from and to torch's AdamW, to other moments, to shards.
+"""States of optimizers, converted: from and to torch's, to other moments, to shards.
 
-    adopted_state   torch's AdamW            -> StiffnessAdamW, in any ``moments``
-                    this library's optimizer -> the same one with other ``moments``
-    adamw_state     StiffnessAdamW           -> torch's AdamW
-    rows_of_state   a whole state            -> the rows of this process
+    adopted_state    torch's AdamW            -> StiffnessAdamW, in any ``moments``
+                     torch's Adafactor        -> StiffnessAdafactor
+                     this library's optimizer -> the same one with other ``moments``
+    adamw_state      StiffnessAdamW           -> torch's AdamW
+    adafactor_state  StiffnessAdafactor       -> torch's Adafactor
+    rows_of_state    a whole state            -> the rows of this process
 
 Each takes and returns what ``state_dict()`` gives, and leaves its argument as it is.
 Parameters are matched by their order.
@@ -13,6 +15,8 @@ Moments change how they are stored by way of floats (`_moments_in_floats`,
 to nearest: by the step's own stochastic rounding, with a draw in the middle.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,24 +27,23 @@ from fp8manifold._numerics.stiffness import sqrt_exact
 from fp8manifold._ranks import share_of
 from fp8manifold.distributed import rows_of
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._eager_step import fit_moment, load_moments, moment_scales, store_moments
+from fp8manifold.optim._factors import (
+    STATISTIC_NAMES,
+    FactoredShape,
+    statistic_shapes,
+)
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.optim._state import check_sizes, check_state
-from fp8manifold.optim._step import fit_moment, load_moments, moment_scales, store_moments
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim.stiffness import StiffnessAdamW
+from fp8manifold.optim.stiffness_adafactor import StiffnessAdafactor
 
-_ADAMW_ENTRIES: Final = {"step", "exp_avg", "exp_avg_sq"}
-_ADAMW_OPTIONS: Final = (
-    "params",
-    "lr",
-    "initial_lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "maximize",
-)
-"""Options that torch's AdamW and StiffnessAdamW both have."""
+_SHARED_OPTIONS: Final = ("params", "lr", "initial_lr", "eps", "weight_decay", "maximize")
+"""Options that these optimizers of torch and ours all have."""
+_ADAMW_OPTIONS: Final = (*_SHARED_OPTIONS, "betas")
+_ADAFACTOR_OPTIONS: Final = (*_SHARED_OPTIONS, "beta2_decay", "d")
 # decays are 1, all else is 0
 _NO_CHANGE: Final = {name: torch.tensor(float(name.startswith("beta"))) for name in NUMBERS}
 """Numbers of a step that leaves bounds as they are."""
@@ -52,13 +55,13 @@ _HALF: Final = 0x8000_8000 - 2**32
 def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """Convert a state to one that ``optimizer.load_state_dict`` takes.
 
-    It is a state of torch's ``AdamW``, or one of this library's saved with other
-    ``moments``. Parameters are matched by their order. Averages that need fewer bits are
-    rounded to nearest.
+    It is a state of torch's ``AdamW`` or ``Adafactor``, or one of this library's saved
+    with other ``moments``. Parameters are matched by their order. Averages that need
+    fewer bits are rounded to nearest.
 
-    From torch's state :class:`StiffnessAdamW` takes averages, step counts and the
-    options that both have. From a state of this library everything is taken but
-    ``moments``.
+    :class:`StiffnessAdamW` and :class:`StiffnessAdafactor` take averages, step counts and
+    the options that both have from a state of torch. A state of this library is taken
+    whole, except ``moments``.
 
     Args:
         state_dict: as ``torch.load(path, weights_only=True)`` gives it; unchanged.
@@ -80,10 +83,11 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         >>> optimizer.state[weight]["exp_avg"].dtype
         torch.uint8
     """
-    is_ours = _check_kind(state_dict, optimizer)
+    peer = _check_kind(state_dict, optimizer)
+    is_ours = peer is None
     saved_groups = state_dict["param_groups"]
     check_sizes(saved_groups, optimizer.param_groups)
-    groups = _adopted_groups(saved_groups, optimizer, is_ours=is_ours)
+    groups = _adopted_groups(saved_groups, optimizer, peer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in groups for index in group["params"]]
     twin_numbers = twins(parameters)
@@ -98,12 +102,12 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         entry = dict(state_dict["state"].get(index, {}))
         if not entry or not parameter.numel():
             continue
-        if not is_ours:
-            _check_adamw_entry(entry, index)
+        if peer is not None:
+            _check_entry_of_torch(entry, index, parameter, peer)
             is_alone = len(parameters) == 1
             twin = twin_numbers[parameter]
             stream = new_stream(parameter, twin, entries, len(entries), draws=True, alone=is_alone)
-            _complete_adamw_entry(entry, parameter, stream)
+            _complete_entry(entry, parameter, stream)
         state[index] = entries[parameter] = entry
     adopted = state_dict | {"param_groups": groups, "state": state}
     # the shapes, before blocks are cut
@@ -120,25 +124,49 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     return adopted
 
 
-def _check_kind(state_dict: Any, optimizer: Any) -> bool:
-    """Return True for a state of this library's, False for one of torch's AdamW.
+@dataclass(frozen=True)
+class _Peer:
+    """An optimizer of torch's whose state one of this library's takes."""
+
+    name: str
+    ours: type[Any]
+    #: that both have
+    options: tuple[str, ...]
+    #: the entries of a state that are no averages of squares
+    first_moments: tuple[str, ...] = ()
+
+    def averages(self, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a parameter's averages of squares, by their names."""
+        if self.ours is StiffnessAdafactor:
+            return statistic_shapes(parameter.shape, FactoredShape.AUTO)
+        return {"exp_avg_sq": tuple(parameter.shape)}
+
+
+_ADAMW: Final = _Peer("AdamW", StiffnessAdamW, _ADAMW_OPTIONS, ("exp_avg",))
+_ADAFACTOR: Final = _Peer("Adafactor", StiffnessAdafactor, _ADAFACTOR_OPTIONS)
+
+
+def _check_kind(state_dict: Any, optimizer: Any) -> _Peer | None:
+    """Return torch's optimizer that a state is of, or None for one of this library's.
 
     Any other is refused.
     """
     keys = {*state_dict} if isinstance(state_dict, dict) else set()
-    is_ours = "optimizer" in keys
-    if is_ours or not {"state", "param_groups"} <= keys:
+    if "optimizer" in keys or not {"state", "param_groups"} <= keys:
         check_state(optimizer, state_dict)
-    elif not isinstance(optimizer, StiffnessAdamW):
+        return None
+    is_adafactor = any("beta2_decay" in group for group in state_dict["param_groups"])
+    peer = _ADAFACTOR if is_adafactor else _ADAMW
+    if not isinstance(optimizer, peer.ours):
         raise ValueError(
-            f"a state of torch's AdamW goes into StiffnessAdamW only, not into "
+            f"a state of torch's {peer.name} goes into {peer.ours.__name__} only, not into "
             f"{type(optimizer).__name__}"
         )
-    return is_ours
+    return peer
 
 
 def _adopted_groups(
-    saved_groups: list[dict[str, Any]], optimizer: Any, *, is_ours: bool
+    saved_groups: list[dict[str, Any]], optimizer: Any, peer: _Peer | None
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups with the options of a saved state, but ``moments``."""
     for saved in saved_groups:
@@ -151,7 +179,7 @@ def _adopted_groups(
     for saved, group in zip(saved_groups, optimizer.state_dict()["param_groups"], strict=True):
         adopted = dict(group)
         for name, value in saved.items():
-            if is_ours or name in _ADAMW_OPTIONS:
+            if peer is None or name in peer.options:
                 adopted[name] = value
         adopted["moments"] = group["moments"]
         groups.append(adopted)
@@ -195,47 +223,108 @@ def adamw_state(state_dict: dict[str, Any]) -> dict[str, Any]:
         >>> adamw.state[weight]["exp_avg"]
         tensor([0.1000, 0.1000])
     """
+    _check_saved_by(state_dict, "StiffnessAdamW")
+    return _state_for_torch(state_dict, _ADAMW_OPTIONS, _moments_in_floats)
+
+
+@torch.no_grad()
+def adafactor_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state of :class:`StiffnessAdafactor` to one that torch's ``Adafactor`` loads.
+
+    It has averages of squares, the same to the bit, step counts and options. A momentum,
+    which torch's has not, is left out, and so are residuals, streams and entries about
+    grids.
+
+    Args:
+        state_dict: as ``optimizer.state_dict()`` gives it; unchanged.
+
+    Raises:
+        ValueError: the state of another optimizer, or ``matrix_shape="flatten"``.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> weight.grad, optimizer = torch.ones(2, 2), fm.optim.StiffnessAdafactor([weight])
+        >>> optimizer.step()
+        >>> adafactor = torch.optim.Adafactor([weight])
+        >>> adafactor.load_state_dict(adafactor_state(optimizer.state_dict()))
+        >>> adafactor.state[weight]["col_var"]
+        tensor([[1., 1.]])
+    """
+    _check_saved_by(state_dict, "StiffnessAdafactor")
+    for group in state_dict["param_groups"]:
+        if group["matrix_shape"] != FactoredShape.AUTO:
+            raise ValueError(
+                f"torch's Adafactor has no matrix_shape={group['matrix_shape']!r}: it reads the "
+                "last two dimensions as matrices"
+            )
+    return _state_for_torch(state_dict, _ADAFACTOR_OPTIONS, _statistics_of)
+
+
+def _statistics_of(entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: entry[name] for name in STATISTIC_NAMES if name in entry}
+
+
+def _check_saved_by(state_dict: dict[str, Any], name: str) -> None:
+    """Raise ValueError unless an optimizer of this name has saved a state."""
     kind = state_dict.get("optimizer")
-    if kind != "StiffnessAdamW":
+    if kind != name:
         raise ValueError(
-            f"this state is one of {kind or 'no optimizer of this library'}, not of StiffnessAdamW"
+            f"this state is one of {kind or 'no optimizer of this library'}, not of {name}"
         )
+
+
+def _state_for_torch(
+    state_dict: dict[str, Any],
+    options: tuple[str, ...],
+    averages_of: Callable[[dict[str, Any], dict[str, Any]], dict[str, Tensor]],
+) -> dict[str, Any]:
+    """Return a state with some options, and averages of each entry in floats."""
     state: dict[Any, Any] = {}
     groups = []
     for group in state_dict["param_groups"]:
-        groups.append({name: group[name] for name in _ADAMW_OPTIONS if name in group})
+        groups.append({name: group[name] for name in options if name in group})
         for index in group["params"]:
             entry = state_dict["state"].get(index)
             if entry:
                 # bias corrections count from where averages were cleared
                 step = entry["step"] - entry.get("since", 0)
-                state[index] = {"step": step, **_moments_in_floats(entry, group)}
+                state[index] = {"step": step, **averages_of(entry, group)}
     return {"state": state, "param_groups": groups}
 
 
-def _check_adamw_entry(entry: dict[str, Any], index: int) -> None:
-    """Raise ValueError unless an entry is one of torch's AdamW, with possible averages."""
+def _check_entry_of_torch(
+    entry: dict[str, Any], index: int, parameter: Tensor, peer: _Peer
+) -> None:
+    """Raise ValueError unless an entry is one of torch's optimizer, with possible averages."""
     subject = f"the state of parameter {index}"
-    unknown = entry.keys() - _ADAMW_ENTRIES
+    squares = peer.averages(parameter)
+    names = {"step", *peer.first_moments, *squares}
+    unknown = entry.keys() - names
     if unknown:
-        raise ValueError(f"{subject} has {', '.join(sorted(unknown))}, unlike AdamW's")
-    missing = _ADAMW_ENTRIES - entry.keys()
+        raise ValueError(f"{subject} has {', '.join(sorted(unknown))}, unlike {peer.name}'s")
+    missing = names - entry.keys()
     if missing:
-        raise ValueError(f"{subject} lacks {', '.join(sorted(missing))}, unlike AdamW's")
+        raise ValueError(f"{subject} lacks {', '.join(sorted(missing))}, unlike {peer.name}'s")
     if not 0 <= float(entry["step"]) <= 2**62:
         raise ValueError(f"{subject} has step={entry['step']!r}: 0 or more is needed")
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in (*peer.first_moments, *squares):
         value = entry[name]
         if type(value) is not Tensor or not value.is_floating_point():
             raise ValueError(f"{subject} has {name}={value!r}: a plain tensor of floats is needed")
-        if not value.isfinite().all() or (name == "exp_avg_sq" and (value < 0).any()):
-            raise ValueError(f"{subject} has {name} with values that no average of AdamW's has")
+        if not value.isfinite().all() or (name in squares and (value < 0).any()):
+            raise ValueError(
+                f"{subject} has {name} with values that no average of {peer.name}'s has"
+            )
 
 
-def _complete_adamw_entry(entry: dict[str, Any], parameter: Tensor, stream: int) -> None:
-    """Add what an entry of torch's AdamW lacks."""
+def _complete_entry(entry: dict[str, Any], parameter: Tensor, stream: int) -> None:
+    """Add what an entry of torch's lacks, and store averages as a step of ours does."""
     entry["step"] = torch.tensor(float(entry["step"]))
     entry["stream"] = stream
+    dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+    for name in set(STATISTIC_NAMES) & entry.keys():
+        entry[name] = entry[name].to(dtype)
     fields = slot_of({}, parameter, {}).grid_fields
     if fields is not None:
         entry["grid"] = torch.tensor(fields)
@@ -341,7 +430,12 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
             continue
         entry = dict(state[index])
         for name, value in entry.items():
-            if name in BOUND_NAMES:
+            if name in STATISTIC_NAMES:
+                # every process has all means of the columns of a matrix; those of experts
+                # have one more dimension
+                if name != "col_var" or value.dim() > 2:
+                    entry[name] = rows_of(value, parameter)
+            elif name in BOUND_NAMES:
                 # a vector's blocks are not cut by rows: every process has all bounds
                 if len(share.shape) > 1:
                     entry[name] = rows_of(value.reshape(share.shape[0], -1), parameter)

@@ -2,7 +2,7 @@
 
     native code    on the CPU, in float32             _native_step.py, all in one call
     Triton         on an NVIDIA GPU, in float32       _triton_step.py, one launch a kind
-    PyTorch        anything else                      _step.py, slot by slot
+    PyTorch        anything else                      _eager_step.py, slot by slot
 
 A step that fits scales is PyTorch's, since it needs the targets of a step twice. A
 sharded parameter that is stepped whole is gathered before, and its rows are put back
@@ -19,10 +19,12 @@ from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._directions import row_from_numbers
+from fp8manifold.optim._eager_step import run_eager
+from fp8manifold.optim._factored import factors_of
+from fp8manifold.optim._factors import Preconditioner
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUND_NAMES
-from fp8manifold.optim._step import run_eager
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.tensor import FP8Tensor
 
@@ -41,6 +43,7 @@ def run_all(slots: Sequence[Slot]) -> None:
         on_gpu, rest = _split(others, is_triton)
         if not on_gpu or run_triton(on_gpu) is None:
             rest = others
+        _compute_factors(rest, device)
         if rest:
             _upload_numbers(rest, device)
         for slot in rest:
@@ -51,6 +54,19 @@ def run_all(slots: Sequence[Slot]) -> None:
             if slot.kept_scale is not None and any(slot.doubled):
                 rescaled.append(slot.kept_scale)
         note_changes(rescaled)
+
+
+def _compute_factors(slots: Sequence[Slot], device: torch.device) -> None:
+    """Advance Adafactor's statistics of slots that PyTorch steps."""
+    factored = [
+        slot
+        for slot in slots
+        if slot.factors is None and slot.spec.preconditioner != Preconditioner.NONE
+    ]
+    if factored:
+        _upload_numbers(factored, device)
+    for slot in factored:
+        slot.factors = factors_of(slot)
 
 
 @contextmanager
@@ -96,9 +112,8 @@ def _upload_numbers(slots: Sequence[Slot], device: torch.device) -> None:
     for slot in slots:
         slots_by_dtype.setdefault(slot.dtype, []).append(slot)
     for dtype, slots_of_dtype in slots_by_dtype.items():
-        rows = torch.tensor(
-            [row_from_numbers(slot.numbers, dtype) for slot in slots_of_dtype], dtype=dtype
-        )
+        values = [row_from_numbers(slot.numbers, dtype) for slot in slots_of_dtype]
+        rows = torch.tensor(values, dtype=dtype, device="cpu")
         for slot, row in zip(slots_of_dtype, upload_rows(rows, device), strict=True):
             slot.number_row = row
 

@@ -203,7 +203,11 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
         damping: the name of the option that is the lower bound of S / S_ref.
     """
     check_lr(group)
+    # Adafactor's eps is a pair, which it checks itself
+    has_pair = "beta2_decay" in group
     for name in ("eps", "adam_eps", "weight_decay", "float_lr", "previous_norm"):
+        if name == "eps" and has_pair:
+            continue
         if name in group and not (group[name] is None and name in _OPTIONAL):
             check_finite(name, group[name])
     if "betas" in group:
@@ -283,7 +287,7 @@ def check_parameters(parameters: list[Tensor]) -> None:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded by "
                 f"FullyShardedDataParallel, without the "
-                "scales of its pieces: use DistributedDataParallel, or storage='fp8' or 'master' "
+                "scales of its pieces: use DistributedDataParallel, or storage='codes' or 'master' "
                 "with fully_shard"
             )
         if parameter.dtype not in _DTYPES:

@@ -9,7 +9,7 @@ computes them in Python (``_numbers``), so that no direction knows of options or
 schedules. They travel to C and to a GPU's kernels as one row in the order of `NUMBERS`
 (``_interface.py``).
 
-These functions are the definition of the directions, and ``_step.py``, which calls them
+These functions are the definition of the directions, and ``_eager_step.py``, which calls them
 through `DIRECTIONS`, is that of the rest of a step. Whoever wants to know what a step
 computes reads these two files. All else is a twin, tested to the bit against them:
 

@@ -91,13 +91,16 @@ class _StepGraph:
     def __call__(self, step: TritonStep, slots: list[Slot]) -> PendingValues:
         """Take and count a step. Record it first if its launches differ from the last."""
         if self._signature != step.signature:
+            # A recording that fails leaves no graph that a later step could replay.
+            self._signature = None
             self._tables = Tables(step.launches, step.words())
+            self._memory = step.memory()
             self._graphs = _Graphs()
             with self._graphs.recording():
                 self._tables.launch()
                 count_on_gpu([slot.state["step"] for slot in slots], self._tables.report)
             self._signature = step.signature
-        step.fill(slots, self._tables.report)
+        step.fill(slots, self._tables.report, memory=self._memory)
         self._tables.fill(step.launches)
         self._graphs.replay(0)
         return PendingValues(self._tables.report)

@@ -11,14 +11,14 @@ one in place of the gradient. In between matrices are whole. Of a sharded one ev
 process has some rows: they are sent to its owner, which computes the factor and sends
 its rows back (`_sharded_factors`).
 
-In C the first half is taken by ``sgd`` of ``stages.c``, which has Muon's mix too, and the
-second by the same function without a moment.
+In C and Triton the first half is of the direction ``muon``, the second one of ``sgd``
+without a moment, whose direction is the gradient: here the factor.
 
 Under the write-back ``momentum`` the rounding error goes into the momentum after the
 second half (`_write_alone`), as if the step were linear in it, with the ratio of the
 norms of ``F u`` and its factor as the slope. Such a momentum is a float copy between
 the halves. `StiffnessMuon._run` calls `take_muon_steps` for steps without a plan. Planned
-ones are `MuonBatch`, at the end of this file, and `TritonMuonStep`.
+ones are `NativeMuonBatch` on a CPU, `TritonMuonStep` on a GPU.
 """
 
 import math
@@ -27,22 +27,13 @@ from enum import StrEnum
 from functools import partial
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._interface import MomentStorage, StiffnessPower, WeightStorage
-from fp8manifold.optim import _step
+from fp8manifold.optim import _eager_step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import numbers_by_name
-from fp8manifold.optim._native_step import (
-    GRADIENT_COLUMN,
-    TENSOR_COLUMNS,
-    WEIGHT_COLUMN,
-    NativeStep,
-    for_directions,
-)
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST, Spec
@@ -81,7 +72,7 @@ _LARGEST_PRODUCT: Final = 2**24  # weights
 such a batch are all that a step holds at once."""
 
 
-def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.StepView]:
+def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_eager_step.StepView]:
     r"""Take steps of matrices in place, and return views of those that are observed.
 
     .. math:: m \leftarrow \mu m + (1 - \mu) g, \quad u = (1 - \mu) g + \mu m, \quad
@@ -132,16 +123,33 @@ def _portions(slots: Sequence[Slot], most: int) -> Iterator[list[Slot]]:
         yield portion
 
 
+class Iterations(NamedTuple):
+    """The options of `orthogonal_factor`, in its order."""
+
+    coefficients: tuple[float, float, float]
+    steps: int
+    eps: float
+    dtype: torch.dtype
+
+
+def iterations_of(slot: Slot) -> Iterations:
+    """Return the options by which the factor of a slot's matrices is computed."""
+    group = slot.group
+    return Iterations(
+        coefficients=tuple(group["ns_coefficients"]),
+        steps=group["ns_steps"],
+        eps=group["eps"],
+        dtype=_product_dtype(slot),
+    )
+
+
 class _Product(NamedTuple):
     """What matrices have in common that a GPU multiplies together."""
 
     device: torch.device
     shape: torch.Size
     matrix_shape: str
-    coefficients: tuple[float, float, float]
-    steps: int
-    eps: float
-    dtype: torch.dtype
+    iterations: Iterations
 
 
 def _product_of(slot: Slot) -> _Product | None:
@@ -152,15 +160,11 @@ def _product_of(slot: Slot) -> _Product | None:
     """
     if not multiplies_together(slot.device):
         return None
-    group = slot.group
     return _Product(
         device=slot.device,
         shape=slot.parameter.shape,
-        matrix_shape=group["matrix_shape"],
-        coefficients=tuple(group["ns_coefficients"]),
-        steps=group["ns_steps"],
-        eps=group["eps"],
-        dtype=_product_dtype(slot),
+        matrix_shape=slot.group["matrix_shape"],
+        iterations=iterations_of(slot),
     )
 
 
@@ -292,7 +296,7 @@ def factors_of_batch(slot: Slot, mixes: Tensor) -> Tensor:
     shape = slot.parameter.shape
     rows, columns = as_matrices(mixes[0].view(shape), group["matrix_shape"]).shape[-2:]
     matrices = mixes.reshape(-1, rows, columns)
-    return _orthogonal(slot, matrices).reshape(mixes.shape)
+    return orthogonal_factor(matrices, *iterations_of(slot)).reshape(mixes.shape)
 
 
 def _sharded_factors(
@@ -344,16 +348,7 @@ def _owners(slots: Sequence[Slot]) -> list[int]:
 def _factor_of(slot: Slot, mix: Tensor) -> Tensor:
     """Return the orthogonal factor of each matrix of a whole parameter, like ``mix``."""
     matrices = as_matrices(mix.view(slot.parameter.shape), slot.group["matrix_shape"])
-    return _orthogonal(slot, matrices).reshape(mix.shape)
-
-
-def _orthogonal(slot: Slot, matrices: Tensor) -> Tensor:
-    """Return the orthogonal factor of each matrix, by the options of a slot."""
-    group = slot.group
-    coefficients = tuple(group["ns_coefficients"])
-    return orthogonal_factor(
-        matrices, coefficients, group["ns_steps"], group["eps"], _product_dtype(slot)
-    )
+    return orthogonal_factor(matrices, *iterations_of(slot)).reshape(mix.shape)
 
 
 def _product_dtype(slot: Slot) -> torch.dtype:
@@ -388,7 +383,7 @@ def _write(
     momenta: Sequence[Tensor],
     factors: Sequence[tuple[Tensor, float]],
     observed: Set[Slot],
-) -> list[_step.StepView]:
+) -> list[_eager_step.StepView]:
     """Write weights along their factors, and return views of those that are observed.
 
     These, and slots whose errors are injected, are stepped eagerly and one by one.
@@ -401,19 +396,23 @@ def _write(
     # shards without rows too: processes that share a scale fit it together
     fit_scales([halves.get(slot, slot) for slot in slots])
     run_all([half for slot, half in halves.items() if not (slot.spec.injects or slot in observed)])
-    views: list[_step.StepView] = []
+    views: list[_eager_step.StepView] = []
     for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
         if slot in observed:
             half = halves[slot]
-            views.append(_step.observe(half, partial(_write_alone, slot, half, momentum, ratio)))
+            views.append(
+                _eager_step.observe(half, partial(_write_alone, slot, half, momentum, ratio))
+            )
         elif slot.spec.injects and slot in halves:
             _write_alone(slot, halves[slot], momentum, ratio)
     return views
 
 
-def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.StepOutcome]:
+def _write_alone(
+    slot: Slot, half: Slot, momentum: Tensor, ratio: float
+) -> list[_eager_step.StepOutcome]:
     """Write weights eagerly, and inject the rounding error into the momentum."""
-    outcomes = _step.run_eager(half, observed=True)
+    outcomes = _eager_step.run_eager(half, observed=True)
     if not slot.spec.injects:
         return outcomes
     if slot.next_scale:
@@ -424,26 +423,28 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         _with_arrays(slot, momentum), _with_arrays(slot, target), strict=True
     ):
         # weights may have been written at a new scale
-        shift, new_arrays = _step.with_next_scale(arrays)
+        shift, new_arrays = _eager_step.with_next_scale(arrays)
         if shift is not None:
             target_rows = target_rows * shift
-        after = _step.load_weights(slot.spec, new_arrays, slot.dtype).x
-        # by the reciprocal, as in `_step.py` and native code
+        after = _eager_step.load_weights(slot.spec, new_arrays, slot.dtype).x
+        # by the reciprocal, as in `_eager_step.py` and native code
         error = (target_rows - after) / (1 / new_arrays["scale"])
         if slot.spec.stiffness != StiffnessPower.NONE:
             # F stands before the factor and in it
             error = error / _stiffness(slot, new_arrays).square()
-        noise = _step.block_noise(slot, new_arrays["gradient"], start).get("moments")
+        noise = _eager_step.block_noise(slot, new_arrays["gradient"], start).get("moments")
         moments = {_BUFFER: momentum_rows - error * inject}
-        stored = _step.store_moments(slot.spec, moments, new_arrays, noise, None)
+        stored = _eager_step.store_moments(slot.spec, moments, new_arrays, noise, None)
         new_arrays[_BUFFER].copy_(stored[_BUFFER])
     return outcomes
 
 
 def _stiffness(slot: Slot, arrays: dict[str, Tensor]) -> Tensor:
     """Return ``F`` of some rows of a slot."""
-    weights = _step.load_weights(slot.spec, arrays, slot.dtype)
-    return _step.stiffness_factor(slot.spec, weights, arrays, numbers_by_name(slot.number_row))
+    weights = _eager_step.load_weights(slot.spec, arrays, slot.dtype)
+    return _eager_step.stiffness_factor(
+        slot.spec, weights, arrays, numbers_by_name(slot.number_row)
+    )
 
 
 def _with_arrays(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
@@ -452,157 +453,10 @@ def _with_arrays(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor],
     The third entry is the position of their first element in the slot.
     """
     row = 0
-    for arrays, start in _step.blocks_of(slot):
+    for arrays, start in _eager_step.blocks_of(slot):
         count = arrays["gradient"].shape[0]
         yield arrays, whole[row : row + count], start
         row += count
-
-
-# The same steps in native code, with records that are made once
-
-
-_ALIGNMENT: Final = 16
-"""Floats in 64 bytes, at a multiple of which torch begins a tensor of its own.
-
-Parts of scratch memory begin at such places, too.
-"""
-
-
-class _Place(NamedTuple):
-    """Where a parameter's matrices lie in scratch memory, and how they are multiplied."""
-
-    #: in floats
-    begin: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    #: options of `orthogonal_factor`
-    options: tuple[tuple[float, float, float], int, float, torch.dtype]
-
-
-class MuonBatch:
-    """The steps of some matrices in native code, whose records serve again.
-
-        momentum  C writes u into scratch memory    records: of momenta and gradients
-        factor    torch, matrix by matrix; each takes the place of its u
-        weights   C steps along the factors         records: of weights, codes and scales
-
-    No slot has a stiffness exponent or injects an error, and none is sharded or observed.
-    The scratch memory is freed at the end of each step.
-
-    Args:
-        slots: the steps, with all their tensors.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._by_torch = [i for i, slot in enumerate(slots) if averages_as_torch(slot)]
-        self._by_native = [i for i, slot in enumerate(slots) if not averages_as_torch(slot)]
-        self._places: list[_Place] = []
-        end = 0
-        for slot in slots:
-            self._places.append(_place_of(slot, end))
-            end += -(-slot.view.numel // _ALIGNMENT) * _ALIGNMENT
-        self._scratch_size = end
-        begins = [place.begin for place in self._places]
-        self._byte_offsets = np.array(begins, dtype=np.uint64) * np.uint64(torch.float32.itemsize)
-        #: the two halves, made in the first step, from the slots' tensors
-        self._momentum_half: NativeStep | None = None
-        self._weight_half: NativeStep | None = None
-
-    def run(
-        self,
-        slots: Sequence[Slot],
-        keys: NDArray[np.int32],
-        numbers: NDArray[np.float32],
-        gradients: NDArray[np.uint64],
-    ) -> NDArray[np.int32]:
-        """Take the steps, and return reports as `NativeStep.run` does.
-
-        Args:
-            slots: the same as before; only in the first step they have tensors.
-            keys: of the draws. The first half draws for momenta, the second for
-                weights.
-            numbers: of the step, for both halves.
-            gradients: the addresses of the gradients.
-        """
-        scratch = torch.zeros(self._scratch_size)
-        if self._weight_half is None:
-            self._make_halves(slots, scratch)
-        assert self._weight_half is not None
-        addresses = np.uint64(scratch.data_ptr()) + self._byte_offsets
-        self._mix_with_native(keys, numbers, gradients, addresses)
-        matrices = []
-        for begin, shape, strides, _ in self._places:
-            matrices.append(scratch.as_strided(shape, strides, begin))
-        for i in self._by_torch:
-            matrices[i].copy_(_mix_with_torch(slots[i], numbers[i]).view(matrices[i].shape))
-        for matrix, place in zip(matrices, self._places, strict=True):
-            matrix.copy_(orthogonal_factor(matrix, *place.options))
-        self._weight_half.records["pointers"][:, GRADIENT_COLUMN] = addresses
-        return self._weight_half.run(keys, numbers)
-
-    def _make_halves(self, slots: Sequence[Slot], scratch: Tensor) -> None:
-        """Make the records of both halves, from the tensors of the slots."""
-        directions = []
-        for slot, place in zip(slots, self._places, strict=True):
-            part = scratch[place.begin : place.begin + slot.view.numel]
-            directions.append(part.view(slot.view.dims))
-        if self._by_native:
-            halves = [first_half(slots[i], directions[i]) for i in self._by_native]
-            self._momentum_half = NativeStep(halves)
-        self._weight_half = NativeStep(list(map(second_half, slots, directions)))
-
-    def _mix_with_native(
-        self,
-        keys: NDArray[np.int32],
-        numbers: NDArray[np.float32],
-        gradients: NDArray[np.uint64],
-        addresses: NDArray[np.uint64],
-    ) -> None:
-        """Update momenta in native code, which writes ``u`` to the addresses."""
-        if self._momentum_half is None:
-            return
-        positions = self._by_native
-        pointers = self._momentum_half.records["pointers"]
-        pointers[:, WEIGHT_COLUMN] = addresses[positions]
-        pointers[:, GRADIENT_COLUMN] = gradients[positions]
-        self._momentum_half.run(keys[positions], for_directions(numbers[positions]))
-
-    def addresses(self) -> list[int]:
-        """Return the addresses in records that stay as they are."""
-        addresses: list[int] = []
-        for step, column in (
-            (self._momentum_half, WEIGHT_COLUMN),
-            (self._weight_half, GRADIENT_COLUMN),
-        ):
-            if step is not None:
-                pointers = step.records["pointers"].copy()
-                pointers[:, column] = 0
-                addresses += pointers[:, TENSOR_COLUMNS].flatten().tolist()
-        return addresses
-
-
-def _place_of(slot: Slot, begin: int) -> _Place:
-    group = slot.group
-    # of no memory: only its form is asked for
-    parameter = torch.empty(slot.parameter.shape, device="meta")
-    matrices = as_matrices(parameter, group["matrix_shape"])
-    options = (
-        tuple(group["ns_coefficients"]),
-        group["ns_steps"],
-        group["eps"],
-        _product_dtype(slot),
-    )
-    return _Place(begin, tuple(matrices.shape), matrices.stride(), options)
-
-
-def _mix_with_torch(slot: Slot, numbers: NDArray[np.float32]) -> Tensor:
-    """Update a float momentum as torch does, and return ``u``."""
-    dims = slot.view.dims
-    momentum = slot.state[_BUFFER].view(dims) if slot.spec.has_moments else None
-    assert slot.parameter.grad is not None
-    gradient = slot.parameter.grad.contiguous().view(dims)
-    _, mix = averaged_as_torch(slot.spec, momentum, gradient, torch.from_numpy(numbers))
-    return mix
 
 
 # Matrices alone: the factor, the rate that follows from their size, and how a parameter

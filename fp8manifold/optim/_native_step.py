@@ -4,7 +4,8 @@ The C code (``_native/step.c``) takes an array of `JOB` records, one for each pa
 (``_interface.py``). A record has
 
     pointers    of the spec, the weight, the gradient, the scale, the residual, moments,
-                their bounds, and of two flags that the step reports
+                their bounds, of two flags that the step reports, and of Adafactor's
+                factors
     rows        and length: the matrix that the parameter is seen as
     facts       whether there is one scale, one a row or one an element, how many rows
                 share one, and where a chart of the ulp ends (`JobFacts`)
@@ -50,6 +51,8 @@ from fp8manifold._interface import (
 from fp8manifold._native import library, most_threads
 from fp8manifold._numerics.records import FORMAT_DTYPE, JOB_DTYPE, SPEC_DTYPE, format_record
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._factors import Preconditioner
+from fp8manifold.optim._native_factors import FactorRecords
 from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
 from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._writeback import to_half
@@ -132,8 +135,15 @@ class NativeStep:
         jobs = []
         # whatever the records point to has to live as long as they do
         self._specs, self._scales = [], []
+        #: the positions of steps that end with a direction, in place of a weight
+        self._directions = []
         self._reports = np.zeros((len(slots), len(NativeReport._fields)), dtype=np.int32)
-        for slot, report in zip(slots, self._reports, strict=True):
+        factored: list[int] = []
+        for i, (slot, report) in enumerate(zip(slots, self._reports, strict=True)):
+            if slot.spec.preconditioner is not Preconditioner.NONE:
+                factored.append(i)
+            if slot.spec.storage == WeightStorage.DIRECTION:
+                self._directions.append(i)
             matrix = _matrix_of(slot)
             spec = _spec_record(slot.spec)
             self._specs.append(spec)
@@ -142,6 +152,8 @@ class NativeStep:
                 spec.ctypes.data,
                 *addresses_of(slot, slot.tensors["gradient"], matrix.scale),
                 report.ctypes.data,
+                # of factors
+                0,
             ]
             low, high = slot.chart_ends
             facts = JobFacts(
@@ -152,6 +164,9 @@ class NativeStep:
             )
             jobs.append(Job(pointers, matrix.rows, matrix.length, facts))
         self.records = records_of(jobs)
+        self._factors = FactorRecords([slots[i] for i in factored]) if factored else None
+        if self._factors is not None:
+            self.records["pointers"][factored, JOB.column("factors")] = self._factors.addresses
         self._most_threads = most_threads(int(self.records["rows"] @ self.records["length"]))
         kernels = library()
         assert kernels is not None
@@ -170,13 +185,21 @@ class NativeStep:
         records = self.records
         self._reports[:] = 0
         records["keys"] = keys
-        records["hyper"] = numbers
+        set_numbers(records, numbers, self._directions)
         threads = min(torch.get_num_threads(), self._most_threads)
+        # freed at the end
+        scratch = None if self._factors is None else self._factors.renew_memory()
         self._kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(records), threads)
         # Some are copies, with which the records can't be used again: a `Plan` sees that
         # their addresses are of no tensor that it knows.
         self._scales = []
+        del scratch
         return self._reports
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of all tensors that the next step will find where they are."""
+        addresses: list[int] = self.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
+        return addresses if self._factors is None else addresses + self._factors.averages()
 
 
 class Job(NamedTuple):
@@ -275,7 +298,10 @@ def _keys_at(offset: int, key: DrawKey) -> tuple[int, int, int, int]:
 
 
 def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """Return the numbers of each slot, in float32."""
+    """Return the numbers of each slot, in float32.
+
+    Of the halves of a step they are those of the whole.
+    """
     rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
     positions_by_names: dict[tuple[str, ...], list[int]] = {}
     for i, slot in enumerate(slots):
@@ -284,20 +310,23 @@ def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
         columns = [POSITIONS[name] for name in names]
         rows[np.ix_(positions, columns)] = [list(slots[i].numbers.values()) for i in positions]
     rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
-    single = rows.astype(np.float32)
-    directions = [i for i, slot in enumerate(slots) if slot.spec.storage == WeightStorage.DIRECTION]
-    single[directions] = for_directions(single[directions])
-    return single
+    return rows.astype(np.float32)
 
 
-def for_directions(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the numbers of steps that end with a direction, of those of whole steps.
+def set_numbers(
+    records: NDArray[np.void], numbers: NDArray[np.float32], directions: Sequence[int]
+) -> None:
+    """Write the numbers of a step into records.
 
-    For native code a direction is a step by -1 from a weight of 0.
+    For native code and kernels a direction is a step by -1 from a weight of 0.
+
+    Args:
+        records: of jobs.
+        numbers: of whole steps, as `number_rows` returns them.
+        directions: the positions of records whose steps end with a direction.
     """
-    rows = rows.copy()
-    rows[:, _RATE] = -1.0
-    return rows
+    records["hyper"] = numbers
+    records["hyper"][directions, _RATE] = -1.0
 
 
 def run_native(slots: Sequence[Slot]) -> None:
@@ -416,34 +445,39 @@ def addresses_of(
         weight_dtype = torch.uint8
     gradient_dtype = gradient.dtype if gradient.dtype in _FLOATS else torch.float32
     addresses = dict.fromkeys(_TENSORS, 0)
-    addresses["weight"] = _address(weight, weight_dtype, numel, device)
-    addresses["gradient"] = _address(gradient, gradient_dtype, numel, device)
+    addresses["weight"] = address_of(weight, weight_dtype, numel, device)
+    addresses["gradient"] = address_of(gradient, gradient_dtype, numel, device)
     if scale is not None:
         is_exponents = allows_exponents and scale.dtype is torch.uint8
         scale_dtype = torch.uint8 if is_exponents else torch.float32
-        addresses["scale"] = _address(scale, scale_dtype, scale.numel(), device)
+        addresses["scale"] = address_of(scale, scale_dtype, scale.numel(), device)
     blocks = numel // slot.view.dims[-1]
     moment_dtype = _MOMENT_DTYPES[spec.moments]
     first = spec.first_moment
     second = "exp_avg_sq" if "exp_avg_sq" in spec.moment_names else None
-    largest = "max_exp_avg_sq" if spec.amsgrad else None
+    second_max = "max_exp_avg_sq" if spec.amsgrad else None
     first_bound = spec.bound_names.get(first) if first else None
     second_bound = spec.bound_names.get(second) if second else None
     entries = (
         ("residual", "residual" if spec.residual_bits else None, torch.int8, numel),
         ("first", first, moment_dtype, numel),
         ("second", second, moment_dtype, numel),
-        ("largest", largest, torch.float32, numel),
+        ("second_max", second_max, torch.float32, numel),
         ("first_bound", first_bound, torch.float32, blocks),
         ("second_bound", second_bound, torch.float32, blocks),
     )
     for field, name, dtype, size in entries:
         if name is not None:
-            addresses[field] = _address(slot.tensors[name], dtype, size, device)
+            addresses[field] = address_of(slot.tensors[name], dtype, size, device)
     return list(addresses.values())
 
 
-def _address(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> int:
+def address_of(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> int:
+    """Return the address of a tensor that is as a step needs it.
+
+    Raises:
+        RuntimeError: another dtype, size, device or layout.
+    """
     fits = tensor.dtype is dtype and tensor.numel() == numel and tensor.device == device
     if not (fits and tensor.is_contiguous()):
         place = "the CPU" if device.type == "cpu" else device
@@ -457,7 +491,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.devic
 @lru_cache(maxsize=1024)
 def _spec_record(spec: Spec) -> NDArray[np.void]:
     """Return a spec as a record of C, whose memory lives as long as the cache."""
-    # a direction is stored as the step of a plain weight of 0 (`number_rows`)
+    # a direction is stored as the step of a plain weight of 0 (`set_numbers`)
     storage = WeightStorage.PLAIN if spec.storage == WeightStorage.DIRECTION else spec.storage
     metric = "ulp" if spec.fmt is None else spec.metric
     assert isinstance(metric, str)

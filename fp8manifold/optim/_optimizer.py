@@ -20,9 +20,10 @@ gradients are finite, as ``_may_step`` does, with `_largest_factor` and
 `_gradient_factor` for what a subclass checks beyond that. So a subclass that adds a check
 to ``_may_step`` gives these too, or refuses plans.
 
-Steady steps of the Riemannian optimizers are planned on the CPU only. A steady step on
-a GPU does not wait for the question whether all gradients are finite: the kernels answer
-it, refuse the step or take it, and report. ``_pending_verdicts`` has the reports that the
+A steady step on a GPU does not wait for the question whether all gradients are finite:
+the kernels answer it, refuse the step or take it, and report. Riemannian steps are left to
+them too, but for those of geoopt's arithmetic, and where the square of a gradient of codes
+may overflow before that of the gradient. ``_pending_verdicts`` has the reports that the
 host has not read. They are read before the next step, and when somebody asks for a count.
 """
 
@@ -33,13 +34,16 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.reading import PendingValues, eager_only
+from fp8manifold._base.replaced import MARK, refuse_replaced
 from fp8manifold._interface import MomentStorage, WeightStorage
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim import _checks, _state
-from fp8manifold.optim._agreement import in_every_process, watch_for_zero
+from fp8manifold.optim._agreement import in_every_process, is_distributed, watch_for_zero
 from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._eager_step import StepView, observed_step
+from fp8manifold.optim._factors import STATISTIC_NAMES, Preconditioner
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._plan import Plan, Verdict, is_steady, make_plan
@@ -53,12 +57,11 @@ from fp8manifold.optim._slot import (
     stiffness_field,
 )
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import PendingVerdict, count_verdict
 from fp8manifold.optim._writeback import rounds_at_random
 
-_RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
+_RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES, *STATISTIC_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = (
     "skipped_steps",
@@ -132,6 +135,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     _graph: Callable[[Any, list[Slot]], PendingValues] | None = None
     # the handle of ``step_in_backward``
     _in_backward: Any = None
+    # the backward pass in which a trainer calls ``step_parameter``
+    _fused_pass: BackwardPass | None = None
     # several processes have compared parameters and states
     _has_started: bool = False
     zero_processes: Any = None
@@ -148,7 +153,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     # steps may be steady; False for a subclass of a user's that overrides one of
     # `_PLANNING`, and for Fisher's
     is_planned = True
-    # a GPU may decide on a steady step; it does not on Riemannian ones
+    # a GPU may decide on a steady step
     defers_verdict = True
     # no subclass outside of the library overrides a method, so a plan may serve again
     keeps_plan = True
@@ -241,6 +246,50 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return Verdict.SKIPPED
         self._take(count_step(self._begin(slots)))
         return Verdict.TAKEN
+
+    @property
+    def supports_fused_back_pass(self) -> bool:
+        """True if a trainer may call :meth:`step_parameter` in hooks of its own."""
+        return self.steps_alone
+
+    # eager, as it counts
+    @eager_only
+    @torch.no_grad()
+    def step_parameter(self, parameter: Tensor, group: dict[str, Any], index: int = 0) -> None:
+        """Take the step of one parameter, as image trainers ask for it.
+
+        OneTrainer, SimpleTuner and sd-scripts call it in the backward pass, in hooks of
+        their own, and drop the gradient. In loops of your own take
+        :func:`step_in_backward`, which clips too. A parameter without a gradient stays.
+
+        Args:
+            parameter: to step, whose gradient is complete.
+            group: its group, one of ``param_groups``.
+            index: its place in the group, which is not needed.
+
+        Raises:
+            RuntimeError: several processes, whose gradients are not reduced yet;
+                :func:`step_in_backward` steps already, or parameters do not step alone.
+        """
+        if not self.supports_fused_back_pass:
+            raise RuntimeError(f"{type(self).__name__} steps parameters together: call step()")
+        if self._in_backward is not None:
+            raise RuntimeError("step_in_backward steps already: remove() its handle first")
+        processes = torch.distributed.get_world_size() if is_distributed() else 1
+        if processes > 1:
+            raise RuntimeError(
+                f"step_parameter is for one process, and here are {processes}: call step()"
+            )
+        if MARK in vars(parameter):
+            refuse_replaced(self)
+        if parameter.grad is None:
+            return
+        backward_pass = self._fused_pass
+        if backward_pass is None or not backward_pass.is_under_way:
+            backward_pass = BackwardPass()
+            self._fused_pass = backward_pass
+        backward_pass.join()
+        self.step_alone(group, parameter, backward_pass)
 
     def step_alone(
         self, group: dict[str, Any], parameter: Tensor, backward_pass: BackwardPass
@@ -462,11 +511,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         ):
             self.fitted_scales += narrow(slot)
             self._refresh(slot)
-        # the boundaries between processes cut the blocks of a vector's moments: every
-        # process steps all of it
-        slot.steps_all_rows = (
-            slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
-        )
+        # the boundaries between processes cut the blocks of a vector's moments, and the
+        # tiles of its sums: every process steps all of it
+        needs_all = slot.spec.blockwise or slot.spec.preconditioner != Preconditioner.NONE
+        slot.steps_all_rows = slot.share is not None and needs_all and slot.parameter.dim() == 1
         slot.view = slot.view_in(blocks=slot.spec.moments == MomentStorage.EIGHT_BIT)
         _state.make_state(slot)
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.state_entries}

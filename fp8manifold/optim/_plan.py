@@ -24,6 +24,19 @@ step: kernels look at the gradients, and the host reads their report later
 (``optimizer._pending_verdicts``). It waits at once only where a group raises, or where a
 whole parameter has one scale: S_ref changes when that doubles. Muon's products lie between
 its launches (`TritonMuonStep`).
+
+A plan takes all parameters that have a gradient, or there is none. These have none:
+
+    sharded parameters     their rows are gathered and sent between the parts of a step
+    16 bits on the CPU     native code steps copies in float32, some at a time
+    float64, strided memory, another kind of gradient, an observer     PyTorch steps
+    methods of a user's that take part in planning, Fisher's steps     they may do anything
+
+These have one that is made anew in every step:
+
+    floats on a manifold   the manifold has the scale, of which no state has the address
+    a scale for each element or square     the step reads a copy of them
+    other methods of a user's              they may look at anything
 """
 
 import weakref
@@ -42,6 +55,7 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._interface import GpuReport, KernelDirection, NativeReport, WeightStorage
+from fp8manifold._triton.launch import KernelsUnavailableError
 from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
@@ -51,13 +65,13 @@ from fp8manifold.optim._native_step import is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
-from fp8manifold.optim._triton_muon import TritonMuonStep, launch_muon_step
+from fp8manifold.optim._triton_muon import TritonMuonStep
 from fp8manifold.optim._triton_step import (
     PendingVerdict,
     TritonStep,
+    give_up,
     is_triton,
     kernel_doubles_scales,
-    launch_steps,
 )
 from fp8manifold.tensor import FP8Tensor
 
@@ -88,9 +102,17 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     if not optimizer.is_planned or _has_replaced_methods(optimizer):
         return False
     device = slots[0].parameter.device
-    if on_gpu(device) and (is_distributed() or not optimizer.defers_verdict):
+    if on_gpu(device) and not _may_decide(optimizer, slots):
         return False
     return all(map(_is_steady_slot, slots, repeat(device)))
+
+
+def _may_decide(optimizer: Any, slots: Sequence[Slot]) -> bool:
+    """Return True if a GPU may decide on a step by itself.
+
+    Other processes have to take it too, and geoopt's arithmetic is the host's.
+    """
+    return optimizer.defers_verdict and not is_distributed() and not optimizer._by_geoopt(slots)
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -145,19 +167,29 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
         optimizer._check_options()
         optimizer._apply_schedules(slots)
         optimizer._begin(slots)
+        by_geoopt = optimizer._by_geoopt(slots)
+        if not _is_plannable(optimizer, slots, by_geoopt):
+            return None
+        return Plan(optimizer, slots, by_geoopt)
+    except KernelsUnavailableError as error:
+        give_up(error)
+        return None
     except Exception:
         # the step without a plan raises it: in its order, and in every process
         return None
-    by_geoopt = optimizer._by_geoopt(slots)
-    others = set(by_geoopt)
-    native = [i for i in range(len(slots)) if i not in others]
-    is_possible = bool(native) and optimizer._are_plannable([slots[i] for i in native])
+
+
+def _is_plannable(optimizer: Any, slots: list[Slot], by_geoopt: list[int]) -> bool:
+    """Return True if native code or kernels take all steps but those of geoopt's."""
+    others = {slots[i] for i in by_geoopt}
+    by_kernels = slots if not others else [slot for slot in slots if slot not in others]
+    if not by_kernels or not optimizer._are_plannable(by_kernels):
+        return False
     if on_gpu(slots[0].device):
-        is_possible = is_possible and not by_geoopt and all(map(_is_launched_whole, slots))
-    else:
-        is_possible = is_possible and all(_is_native_in_place(slots[i]) for i in native)
-        is_possible = is_possible and all(_is_summed_in_place(slots[i]) for i in by_geoopt)
-    return Plan(optimizer, slots, native, by_geoopt) if is_possible else None
+        # kernels look at the squares of gradients themselves
+        is_decided = optimizer._largest_factor(slots) <= 1
+        return is_decided and all(map(_is_launched_whole, slots))
+    return all(map(_is_native_in_place, by_kernels)) and all(map(_is_summed_in_place, others))
 
 
 def _is_launched_whole(slot: Slot) -> bool:
@@ -235,6 +267,16 @@ class _End(NamedTuple):
     has_zero_row: bool
 
 
+class _Outcome(NamedTuple):
+    """What has become of a step."""
+
+    verdict: Verdict
+    #: slots whose scales the host may have to double
+    ends: list[_End]
+    #: of a GPU's kernels, which the host may read later
+    report: PendingValues | None = None
+
+
 class Plan:
     """A prepared steady step: slots, records and launches, and what they were made from.
 
@@ -243,46 +285,48 @@ class Plan:
     Args:
         optimizer: whose step it is.
         slots: the steps of its parameters, which have begun.
-        native: the positions of those that native code or kernels take.
-        by_geoopt: the positions of the others, which a Riemannian optimizer takes itself.
+        by_geoopt: the positions of those that a Riemannian optimizer takes itself. Native
+            code or a GPU's kernels take the others.
 
     Attributes:
         slots: whose steps are planned.
         alive: weak references; empty if the plan may not serve again.
     """
 
-    def __init__(
-        self, optimizer: Any, slots: list[Slot], native: list[int], by_geoopt: list[int]
-    ) -> None:
-        self.slots, self._native, self._by_geoopt = slots, native, by_geoopt
+    def __init__(self, optimizer: Any, slots: list[Slot], by_geoopt: list[int]) -> None:
+        self.slots = slots
+        others = set(by_geoopt)
+        self._by_geoopt = by_geoopt
+        self._by_kernels = [i for i in range(len(slots)) if i not in others]
+        self._kernel_slots = [slots[i] for i in self._by_kernels]
         self._device = slots[0].device
         self.alive: list[weakref.ref[Any]] = []
         self._is_on_gpu = on_gpu(self._device)
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == WeightStorage.CODES]
-        self._step: NativePlan | TritonStep | TritonMuonStep | None = None
-        self._report: PendingValues | None = None
-        self._verdict = Verdict.SKIPPED
         #: what a gradient is multiplied by before its square must be finite
         self._largest_factor = optimizer._largest_factor(slots)
-        #: for each native slot the position of the first one with the same numbers
-        self._number_twins = _number_twins(optimizer, [slots[i] for i in self._native])
+        #: for each slot by kernels the position of the first one with the same numbers
+        self._number_twins = _number_twins(optimizer, self._kernel_slots)
+        self._prepared = _prepare(self._kernel_slots, self._number_twins)
         #: positions of slots whose scales the host doubles, after a report
         self._late: list[int] = []
         self._raises = False
         self._parameters: list[Any] = [slot.parameter for slot in slots]
-        changed = [slots[i].changed_tensors for i in self._native]
-        self._changed = [*chain.from_iterable(changed)]
+        self._changed: list[Tensor] = []
+        for slot in self._kernel_slots:
+            self._changed += slot.changed_tensors
         if self._is_on_gpu:
             self._late = [i for i in self._coded if not kernel_doubles_scales(slots[i])]
             self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
+        #: steps until something is due, counted from the last step, if that was taken
         self._steps_left = 0
         self._seal_of_last_step: _Seal | None = None
-        #: of the step that ``is_stale`` has allowed, until its numbers are computed;
-        #: None in the first step, whose slots come with their numbers
-        self._snapshot: _Snapshot | None = None
+        self._last = _Outcome(Verdict.SKIPPED, [])
+        #: what ``is_stale`` has seen, for the step that it allows
+        self._next: _Snapshot | None = None
 
     def run(
         self,
@@ -298,59 +342,56 @@ class Plan:
             backward_pass: the one that the step belongs to, if it belongs to one.
             member: as for `is_stale`.
         """
-        is_new = self._step is None
-        if self._snapshot is not None and self._seal_of_last_step is not None:
-            self._advance(self._seal_of_last_step, self._snapshot)
-        self._verdict = Verdict.SKIPPED
-        ends = self._launch(optimizer) if self._is_on_gpu else self._run_on_cpu(optimizer)
-        # None: skipped, or taken as a step that is not steady; []: no scale may double
-        if ends is not None:
-            references = [slot.state.get("reference") for slot in self.slots] if ends else []
-            if ends:
-                optimizer._widen([self._slot_to_widen(end) for end in ends])
+        # None in the first step, whose slots come with their tensors and numbers
+        snapshot, self._next = self._next, None
+        if snapshot is not None:
+            self._advance(snapshot)
+        take = self._launch if self._is_on_gpu else self._run_on_cpu
+        outcome = take(optimizer, snapshot)
+        self._last = outcome
+        if outcome.verdict is not Verdict.SKIPPED:
+            has_new_reference = bool(outcome.ends) and self._widen(optimizer, outcome.ends)
             torch.autograd.graph.increment_version(self._parameters)
-            if ends and references != [slot.state.get("reference") for slot in self.slots]:
+            if has_new_reference:
                 # ends of charts and equal numbers follow from S_ref: the next step is
                 # planned anew
                 self.alive = []
-            elif (is_new and optimizer.keeps_plan) or (self.alive and ends):
-                # scales that have doubled may be other tensors
+            elif optimizer.keeps_plan and (snapshot is None or outcome.ends):
+                # in a later step too, as scales that have doubled may be other tensors
                 self._seal(optimizer, member)
             self._versions = list(map(_VERSION, self._tensors))
-            if self._report is not None:
+            if outcome.report is not None:
                 versions = _versions_of_weights(self._parameters)
                 optimizer._pending_verdicts += (
-                    PendingVerdict(self._report, versions, backward_pass),
+                    PendingVerdict(outcome.report, versions, backward_pass),
                 )
         self._parameters, self._changed, self._tensors = [], [], []
-        self._snapshot = None
-        if not self.alive:
-            self.slots = []
         for slot in self.slots:
             slot.parameter = slot.state = None  # type: ignore[assignment]
-        return self._verdict
+        return outcome.verdict
 
-    def _run_on_cpu(self, optimizer: Any) -> list[_End] | None:
-        """Take the step on the CPU; return the slots at the end of their range.
-
-        None is returned if the step is skipped.
-        """
+    def _run_on_cpu(self, optimizer: Any, snapshot: _Snapshot | None) -> _Outcome:
+        """Take the step on the CPU, unless a gradient is not finite in some process."""
         slots = self.slots
-        native = [slots[i] for i in self._native] if self._by_geoopt else slots
-        may_step = self._may_step_on_cpu
-        if not in_every_process(optimizer, lambda: may_step(optimizer, native)):
-            return None
-        if self._snapshot is not None:
+        prepared = self._prepared
+        assert isinstance(prepared, NativePlan)
+
+        def may_step_here() -> bool:
+            if snapshot is not None:
+                self._point_to(optimizer, snapshot)
+            return self._are_gradients_finite(optimizer, prepared)
+
+        if not in_every_process(optimizer, may_step_here):
+            return _Outcome(Verdict.SKIPPED, [])
+        if snapshot is not None:
             self._renew_numbers(optimizer)
-        self._verdict = Verdict.TAKEN
         torch._foreach_add_([slot.state["step"] for slot in slots], 1)
         for i in self._by_geoopt:
             optimizer._take_by_geoopt(slots[i])
-        assert isinstance(self._step, NativePlan)
-        reports = self._step.run(native).tolist()
+        reports = prepared.run(self._kernel_slots).tolist()
         torch.autograd.graph.increment_version(self._changed)
         ends = []
-        for i, words in zip(self._native, reports, strict=True):
+        for i, words in zip(self._by_kernels, reports, strict=True):
             if slots[i].storage != WeightStorage.CODES:
                 continue
             report = NativeReport(*words)
@@ -359,33 +400,20 @@ class Plan:
             elif not report.has_zero_tile:
                 # every scale has a weight that is not 0: `zero_scales` need not look
                 self._parameters[i].filled = self._parameters[i].codes._version
-        return ends
+        return _Outcome(Verdict.TAKEN, ends)
 
-    def _launch(self, optimizer: Any) -> list[_End] | None:
-        """Launch the step on a GPU; return the slots whose scales the host doubles.
-
-        None is returned if no kernel can be compiled. The step is then taken as one
-        that is not steady.
-        """
+    def _launch(self, optimizer: Any, snapshot: _Snapshot | None) -> _Outcome:
+        """Launch the step on a GPU, which decides on it."""
         slots = self.slots
-        if self._snapshot is not None:
-            self._refresh(optimizer, self._snapshot)
+        prepared = self._prepared
+        assert not isinstance(prepared, NativePlan)
+        if snapshot is not None:
+            self._point_to(optimizer, snapshot)
             self._renew_numbers(optimizer)
-        # no graph records products
-        graph = optimizer._graph if isinstance(self._step, TritonStep) else None
-        if isinstance(self._step, TritonStep) and graph is not None:
-            report = graph(self._step, slots)
-        elif isinstance(self._step, TritonStep | TritonMuonStep):
-            report = self._step.run(slots)
-        else:
-            launch = _launch_first(slots)
-            if launch is None:
-                if all_finite(optimizer, slots):
-                    optimizer._take(count_step(slots))
-                    self._verdict = Verdict.TAKEN
-                return None
-            self._step, report = launch
-        self._report, self._verdict = report, Verdict.PENDING
+        # no graph records products, nor the first step of a plan
+        may_replay = isinstance(prepared, TritonStep) and snapshot is not None
+        graph = optimizer._graph if may_replay else None
+        report = prepared.run(slots) if graph is None else graph(prepared, slots)
         if self._raises and report.values[0][0]:
             for slot in slots:
                 # raises if the options of its group say so
@@ -397,34 +425,30 @@ class Plan:
             of_slot = GpuReport(*report.values[1 + i])
             # True: what the report says of rows of zeros is read when it is counted
             ends.append(_End(i, bool(of_slot.is_saturated), True))
-        return ends
+        return _Outcome(Verdict.PENDING, ends, report)
 
-    def _may_step_on_cpu(self, optimizer: Any, native: list[Slot]) -> bool:
+    def _are_gradients_finite(self, optimizer: Any, prepared: NativePlan) -> bool:
         """Return True if all gradients and their squares are finite.
 
-        The records of the step are made or refreshed before. Nothing else has changed, and
-        numbers are computed afterwards, as in a step without a plan.
+        Only gradients of the slots have been set before, and numbers are computed
+        afterwards, as in a step without a plan.
         """
-        if self._snapshot is not None:
-            self._refresh(optimizer, self._snapshot)
-        if self._step is None:
-            self._step = NativePlan(native, self._number_twins)
-        assert isinstance(self._step, NativePlan)
-        addresses, sizes = self._step.gradients, self._step.sizes
+        addresses, sizes = prepared.gradients, prepared.sizes
         for i in self._by_geoopt:
             gradient = self.slots[i].parameter.grad
             assert gradient is not None
             addresses = np.append(addresses, np.uint64(gradient.data_ptr()))
             sizes = np.append(sizes, gradient.numel())
-        total = sum_of_squares(addresses, sizes, self._step.kernels)
+        total = sum_of_squares(addresses, sizes, prepared.kernels)
         factor = self._largest_factor
         if total * max(factor, 1.0) ** 2 <= _LARGEST_SUM:
             return True
         if not all_finite(optimizer, self.slots):
             return False
+        slots = self._kernel_slots
         # a list: a later one may have to raise
-        factors = map(optimizer._gradient_factor, native)
-        verdicts = list(map(squares_are_finite, native, factors)) if factor > 1 else []
+        factors = map(optimizer._gradient_factor, slots)
+        verdicts = list(map(squares_are_finite, slots, factors)) if factor > 1 else []
         return all(verdicts)
 
     def is_stale(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None = None) -> bool:
@@ -448,17 +472,20 @@ class Plan:
             return True
         if self._steps_left - self._last_steps() <= 0:
             return True
-        self._snapshot = snapshot
+        self._next = snapshot
         return False
 
     def _last_steps(self) -> int:
         """Return 1 if the last step was taken, else 0. A GPU is waited for."""
-        if self._report is None:
-            return int(self._verdict is Verdict.TAKEN)
-        return int(not self._report.values[0][0])
+        verdict, _, report = self._last
+        if report is None:
+            return int(verdict is Verdict.TAKEN)
+        return int(not report.values[0][0])
 
-    def _advance(self, seal: _Seal, snapshot: _Snapshot) -> None:
+    def _advance(self, snapshot: _Snapshot) -> None:
         """Count the last step, and hold the parameters and tensors of the next one."""
+        seal = self._seal_of_last_step
+        assert seal is not None
         steps = self._last_steps()
         self._steps_left -= steps
         for slot in self.slots:
@@ -467,7 +494,7 @@ class Plan:
         self._tensors = [snapshot.objects[i] for i in seal.positions]
         self._changed = [self._tensors[i] for i in seal.changed_positions]
 
-    def _refresh(self, optimizer: Any, snapshot: _Snapshot) -> None:
+    def _point_to(self, optimizer: Any, snapshot: _Snapshot) -> None:
         """Let slots and records refer to the gradients and states of another step."""
         for group in optimizer.param_groups:
             check_lr(group)
@@ -477,20 +504,24 @@ class Plan:
         optimizer._apply_schedules(slots)
         addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
         if self._by_geoopt:
-            addresses = addresses[self._native]
-        assert self._step is not None
-        self._step.set_gradients(addresses)
+            addresses = addresses[self._by_kernels]
+        self._prepared.set_gradients(addresses)
 
     def _renew_numbers(self, optimizer: Any) -> None:
         """Compute the numbers of a step that is not the first of its plan."""
-        self._snapshot = None
-        native = [self.slots[i] for i in self._native] if self._by_geoopt else self.slots
-        for slot, first in zip(native, self._number_twins, strict=True):
-            leader = native[first]
+        slots = self._kernel_slots
+        for slot, first in zip(slots, self._number_twins, strict=True):
+            leader = slots[first]
             if slot is leader:
                 slot.numbers = optimizer._numbers(slot)
             else:
                 slot.numbers = leader.numbers
+
+    def _widen(self, optimizer: Any, ends: list[_End]) -> bool:
+        """Double scales that have become too small; return True if an S_ref has changed."""
+        references = [slot.state.get("reference") for slot in self.slots]
+        optimizer._widen([self._slot_to_widen(end) for end in ends])
+        return references != [slot.state.get("reference") for slot in self.slots]
 
     def _has_same_memory(self, tensors: list[Tensor], snapshot: _Snapshot, seal: _Seal) -> bool:
         """Return True if memory and values are as the last step left them.
@@ -587,8 +618,7 @@ class Plan:
         whole = (WeightStorage.CODES, WeightStorage.PLAIN)
         if any(slot.storage not in whole for slot in self.slots):
             return False
-        assert self._step is not None
-        addresses = self._step.addresses()
+        addresses = self._prepared.addresses()
         # 0 is the address of an absent tensor
         return {0, *map(Tensor.data_ptr, tensors)}.issuperset(addresses)
 
@@ -601,16 +631,15 @@ class Plan:
         return slot
 
 
-def _launch_first(
-    slots: list[Slot],
-) -> tuple[TritonStep | TritonMuonStep, PendingValues] | None:
-    """Prepare the launches of a plan, and launch its first step.
-
-    None is returned if no kernel can be compiled.
-    """
+def _prepare(
+    slots: list[Slot], number_twins: list[int]
+) -> NativePlan | TritonStep | TritonMuonStep:
+    """Make the records of all steps, and compile the kernels that take them."""
+    if not on_gpu(slots[0].device):
+        return NativePlan(slots, number_twins)
     if any(slot.spec.direction == KernelDirection.MUON for slot in slots):
-        return launch_muon_step(slots)
-    return launch_steps(slots, decides=True)
+        return TritonMuonStep(slots)
+    return TritonStep(slots, decides=True)
 
 
 def _number_twins(optimizer: Any, slots: list[Slot]) -> list[int]:

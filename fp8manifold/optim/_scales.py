@@ -29,8 +29,8 @@ from fp8manifold._interface import Geometry, StiffnessPower, WeightStorage
 from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_codes, split_codes
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
+from fp8manifold.optim._eager_step import block_noise, blocks_of, load_weights, row_of, step
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
-from fp8manifold.optim._step import block_noise, blocks_of, load_weights, step
 from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
@@ -283,7 +283,7 @@ def _fit(slot: Slot, zero: Tensor) -> None:
         row = 0
         for arrays, start in blocks_of(slot):
             noise = block_noise(slot, arrays["gradient"], start)
-            target = step(slot.spec, arrays, slot.number_row, noise).target
+            target = step(slot.spec, arrays, row_of(slot), noise).target
             magnitude = target.abs().to(torch.float32)
             index = index_by_row
             if index_by_row.dim():

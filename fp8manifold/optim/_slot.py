@@ -42,6 +42,7 @@ from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._directions import row_from_numbers
+from fp8manifold.optim._factors import STATISTIC_NAMES, Factors
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.random_bits import DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor
@@ -203,6 +204,8 @@ class Slot:
     fit_mask: Tensor | None = None
     #: the scales in floats after a step that fits some
     next_scale: list[Tensor] = field(default_factory=list)
+    #: what Adafactor multiplies the gradient by, once its statistics are advanced
+    factors: Factors | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -304,18 +307,22 @@ class Slot:
 
         They are where the step is taken, in the dtype it is computed in.
         """
-        row = torch.tensor(row_from_numbers(self.numbers, self.dtype), dtype=self.dtype)
+        values = row_from_numbers(self.numbers, self.dtype)
+        row = torch.tensor(values, dtype=self.dtype, device="cpu")
         return row.to(self.device, non_blocking=True)
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other.
 
+        Adafactor's statistics, which have other shapes, are left out.
         Where scales are fitted, `_scales.py` and `_muon.py` add ``next_scale`` later.
         """
         dims, block_dims = self.view.dims, self.view.block_dims
         arrays = {}
         for name, tensor in self.tensors.items():
+            if name in STATISTIC_NAMES:
+                continue
             arrays[name] = tensor.view(block_dims if name in BOUND_NAMES else dims)
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.weight.shape, self.view)

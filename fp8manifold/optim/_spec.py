@@ -7,6 +7,7 @@ One `Spec` is one combination of
     write-back  nearest, stochastic, ...          how the result becomes stored bits
     storage     codes, grid, free, plain          what is stored
     moments     float32, bfloat16, 8bit           how averages are stored between steps
+    precondit.  none, factored, whole             what divides the gradient first
 
 It is hashable, and the same object for the same fields (`spec_of`), so that C records and
 compiled kernels are made once for it. What changes from step to step (learning rate, keys
@@ -26,6 +27,7 @@ from fp8manifold._interface import Geometry, MomentStorage, StiffnessPower, Weig
 from fp8manifold._numerics.charts import Metric, MetricName
 from fp8manifold.formats import FloatFormat, as_format
 from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._factors import STATISTICS, Preconditioner
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
 MOMENTS: Final = tuple(str(member) for member in MomentStorage)
@@ -76,6 +78,7 @@ class Spec:
     nesterov: bool = False
     amsgrad: bool = False
     maximize: bool = False
+    preconditioner: Preconditioner = Preconditioner.NONE
 
     @cached_property
     def rule(self) -> WriteBack:
@@ -149,9 +152,14 @@ class Spec:
     def state_entries(self) -> tuple[str, ...]:
         """Entries of the state that a step changes in place.
 
-        They are moments, their bounds, and a residual.
+        They are moments, their bounds, a residual, and Adafactor's statistics.
         """
-        return (*self.moment_names, *self.bound_names.values(), *self.rule.state)
+        return (
+            *self.moment_names,
+            *self.bound_names.values(),
+            *self.rule.state,
+            *STATISTICS[self.preconditioner],
+        )
 
     @cached_property
     def has_bounded_chart(self) -> bool:
@@ -163,7 +171,7 @@ class Spec:
 
     @cached_property
     def first_half(self) -> "Spec":
-        """The step as far as its direction, which is stored.
+        """The step as far as its direction, which is stored: ``u`` of Muon.
 
         A moment that takes an error later is stored in floats.
         """
@@ -182,7 +190,7 @@ class Spec:
     def second_half(self) -> "Spec":
         """The step along a direction that stands in place of the gradient.
 
-        It is SGD's, without a moment.
+        Its direction is called ``sgd``, which without a moment is the gradient.
         """
         writeback = self.rule.rounding if self.rule.injects else self.writeback
         return replace(

@@ -10,6 +10,8 @@
     exp_avg, ...               moments, in float32, bfloat16 or uint8
     avg_bound, ...             what scales of moments in 8 bits follow from, one a block
     residual                   int8: what rounding has left, under ``residual8``
+    row_var, col_var           means of squares, of a matrix's rows and columns, and of
+    variance                   all of a vector (Adafactor)
     unit                       of moments, a power of two (RiemannianAdam)
     fisher_..., inverse_...,   a metric and what it is solved with
     basis_..., eigenvalues     (FisherNaturalGradient)
@@ -30,6 +32,13 @@ from fp8manifold._interface import MomentStorage
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._factors import (
+    STATISTIC_NAMES,
+    STATISTICS,
+    Preconditioner,
+    cuts_matrices,
+    statistic_shapes,
+)
 from fp8manifold.optim._slot import Slot, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, bounds_of
 from fp8manifold.optim._writeback import rule_of
@@ -40,7 +49,7 @@ MOMENT_DTYPES: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": tor
 """The dtype of moments. None is the one that is computed in."""
 _FUNCTIONS: Final = ("stiffness", "metric")
 """Options that may be functions, in whose place a state has None."""
-_ARRAY_NAMES: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
+_ARRAY_NAMES: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES), *STATISTIC_NAMES)
 """Entries that are tensors of a parameter's shape, or of its blocks."""
 
 
@@ -82,8 +91,26 @@ def make_state(slot: Slot) -> None:
             state[name] = spread(parameter, zeros)
         if name in spec.bound_names and spec.bound_names[name] not in state:
             state[spec.bound_names[name]] = _first_bounds(slot, local)
+    if spec.preconditioner != Preconditioner.NONE:
+        _make_statistics(slot, local)
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter)
+
+
+def _make_statistics(slot: Slot, local: Tensor) -> None:
+    """Add Adafactor's averages, zeros.
+
+    Of a sharded parameter they are those of its rows; every process has all means of the
+    columns of a matrix.
+    """
+    names = STATISTICS[slot.spec.preconditioner]
+    if names[0] in slot.state:
+        return
+    matrix_shape = slot.group["matrix_shape"]
+    for name, shape in statistic_shapes(local.shape, matrix_shape).items():
+        zeros = torch.zeros(shape, dtype=slot.dtype, device=local.device)
+        is_whole = name == "col_var" and cuts_matrices(local.shape, matrix_shape)
+        slot.state[name] = zeros if is_whole else spread(slot.parameter, zeros)
 
 
 def _first_bounds(slot: Slot, local: Tensor) -> Tensor:
@@ -262,8 +289,31 @@ def check_entry(
                 "says how its blocks are scaled: it was saved in another format, which can't be "
                 "read; begin with a new state"
             )
+    if "beta2_decay" in group:
+        _check_statistics(entry, parameter, group)
     if rule_of(group).state:
         _check_residual(entry, _words_for_state(parameter))
+
+
+def _check_statistics(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Raise ValueError unless Adafactor's averages are those of a parameter's matrices."""
+    dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+    shapes = statistic_shapes(parameter.shape, group["matrix_shape"])
+    missing = [name for name in shapes if name not in entry]
+    if len(missing) == len(shapes):
+        return
+    if missing:
+        raise ValueError(
+            f"{_words_for_state(parameter)} lacks {missing[0]}, and has "
+            f"{next(name for name in shapes if name in entry)}: both are needed"
+        )
+    for name, shape in shapes.items():
+        value = entry[name]
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            raise ValueError(
+                f"{_words_for_state(parameter)} has {name} of shape {tuple(value.shape)} in "
+                f"{value.dtype}: matrix_shape={group['matrix_shape']!r} needs {shape} in {dtype}"
+            )
 
 
 def _check_residual(entry: dict[str, Any], subject: str) -> None:

@@ -28,17 +28,11 @@ from torch import Tensor
 
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._interface import KernelDirection
-from fp8manifold._triton.launch import (
-    KernelsUnavailableError,
-    compile_all,
-    on_device,
-    run_calls,
-    upload,
-)
+from fp8manifold._triton.launch import on_device, run_calls, upload
 from fp8manifold.optim._muon import batches_of, factors_of_batch, first_half, second_half
 from fp8manifold.optim._native_step import GRADIENT_COLUMN, WEIGHT_COLUMN
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._triton_step import TritonStep, give_up
+from fp8manifold.optim._triton_step import TritonRecords
 
 
 class TritonMuonStep:
@@ -49,6 +43,9 @@ class TritonMuonStep:
 
     Args:
         slots: the steps, with all their tensors. Those of matrices have Muon's direction.
+
+    Raises:
+        KernelsUnavailableError: a kernel can't be compiled.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -73,13 +70,19 @@ class TritonMuonStep:
             self._offsets[rows] = np.arange(len(batch)) * size * torch.float32.itemsize
             self._scratch_size = max(self._scratch_size, len(batch) * size)
         firsts, seconds = self._halves(slots)
+        #: of all slots; those of matrices step as far as their directions
+        self._first = TritonRecords(firsts)
+        #: of matrices alone
+        self._second = TritonRecords(seconds)
         direct = [i for i, slot in enumerate(slots) if slot not in position]
-        self._first = TritonStep(firsts, decides=True, members=direct)
-        self._second = TritonStep(seconds, members=())
-        self._first_of_batches = [self._first.launches_of_some(batch) for batch in self._batches]
-        self._second_of_batches = [
-            self._second.launches_of_some([row_of[i] for i in batch]) for batch in self._batches
-        ]
+        #: the verdict, and the steps that need no product
+        self._direct_launches = self._first.launches_of(direct, check=True)
+        #: of each batch the launches before its product, and those after it
+        self._batch_launches = []
+        for batch in self._batches:
+            momenta = self._first.launches_of(batch)
+            weights = self._second.launches_of([row_of[i] for i in batch])
+            self._batch_launches.append((momenta, weights))
 
     def _halves(self, slots: Sequence[Slot]) -> tuple[list[Slot], list[Slot]]:
         """Return both halves of the steps; of those that are direct the first is all."""
@@ -95,7 +98,7 @@ class TritonMuonStep:
         return firsts, seconds
 
     def _scratch(self) -> Tensor:
-        return torch.zeros(self._scratch_size, device=self._device)
+        return torch.zeros(self._scratch_size, dtype=torch.float32, device=self._device)
 
     def run(self, slots: Sequence[Slot]) -> PendingValues:
         """Launch the step, and return the kernels' report without waiting for it.
@@ -111,19 +114,17 @@ class TritonMuonStep:
         self._first.fill(slots, report)
         self._second.fill([slots[i] for i in self._matrices], report, self._matrices)
         with on_device(self._device):
-            first_tables = upload(self._first.launches, report)
-            second_tables = upload(self._second.launches, report)
-            self._compile(first_tables, second_tables, report)
-            run_calls(first_tables, self._first.launches, report)
-            for batch, firsts, seconds in zip(
-                self._batches, self._first_of_batches, self._second_of_batches, strict=True
-            ):
+            first_tables = upload(self._direct_launches, self._device)
+            # launches of all batches have the same records
+            second_tables = upload(self._batch_launches[0][1], self._device)
+            run_calls(first_tables, self._direct_launches, report)
+            for batch, (momenta, weights) in zip(self._batches, self._batch_launches, strict=True):
                 leader = slots[batch[0]]
                 mixes = scratch[: len(batch) * leader.view.numel]
                 mixes = mixes.view(len(batch), *leader.view.dims).zero_()
-                run_calls(first_tables, firsts, report)
+                run_calls(first_tables, momenta, report)
                 mixes.copy_(factors_of_batch(leader, mixes))
-                run_calls(second_tables, seconds, report)
+                run_calls(second_tables, weights, report)
         self._first.drop_copies()
         self._second.drop_copies()
         return PendingValues(report)
@@ -133,18 +134,6 @@ class TritonMuonStep:
         addresses = np.uint64(scratch.data_ptr()) + self._offsets
         self._first.records["pointers"][self._matrices, WEIGHT_COLUMN] = addresses
         self._second.records["pointers"][:, GRADIENT_COLUMN] = addresses
-
-    def _compile(
-        self, first_tables: Sequence[Tensor], second_tables: Sequence[Tensor], report: Tensor
-    ) -> None:
-        """Compile all kernels before the first one changes anything."""
-        compile_all(first_tables, self._first.launches, report)
-        for tables, launches_of_batches in (
-            (first_tables, self._first_of_batches),
-            (second_tables, self._second_of_batches),
-        ):
-            for launches in launches_of_batches:
-                compile_all(tables, launches, report)
 
     def set_gradients(self, addresses: NDArray[np.uint64]) -> None:
         """Take the gradients of the next step from other memory."""
@@ -158,17 +147,3 @@ class TritonMuonStep:
         self._first.records["pointers"][self._matrices, WEIGHT_COLUMN] = 0
         self._second.records["pointers"][:, GRADIENT_COLUMN] = 0
         return self._first.addresses() + self._second.addresses()
-
-
-def launch_muon_step(slots: Sequence[Slot]) -> tuple[TritonMuonStep, PendingValues] | None:
-    """Launch a step with matrices, and return it with its kernels' report.
-
-    The GPU refuses it if a gradient is not finite. If no kernel can be compiled, warn
-    once and return None.
-    """
-    try:
-        step = TritonMuonStep(slots)
-        return step, step.run(slots)
-    except KernelsUnavailableError as error:
-        give_up(error)
-        return None

@@ -1,10 +1,11 @@
 """Steps on a GPU by Triton kernels: a record for each parameter, a launch for each kind.
 
-    slots --> TritonStep: a record per slot (addresses, sizes; as native code has them)
-              and a kind per slot (what its kernel is compiled for)
+    slots --> TritonRecords: a record per slot (addresses, sizes; as native code has
+              them) and a kind per slot (what its kernel is compiled for)
     fill  --> numbers of the step, keys of the draws, addresses of the report
-    launch -> one kernel for all records of a kind; if the GPU decides, after kernels
-              that check all gradients, and refuse the step if one is not finite
+    run   --> one kernel for all records of a kind; if the GPU decides, after kernels
+              that check all gradients, and refuse the step if one is not finite. Those of
+              Adafactor's statistics come between (`_triton_factors.py`)
     report -> a row for all steps, and one for each: is a weight at the end of its range,
               how many scales were doubled, is the gradient finite, is a row of zeros left
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._interface import (
+    JOB,
     WIDENING,
     GpuReport,
     JobFacts,
@@ -48,9 +50,13 @@ from fp8manifold._triton.launch import (
     Kind,
     Launch,
     Widenings,
-    launch,
+    compile_all,
     launches_of,
+    on_device,
+    run_calls,
+    upload,
 )
+from fp8manifold.optim._factors import Preconditioner, matrices_of
 from fp8manifold.optim._native_step import (
     GRADIENT_COLUMN,
     REPORT_COLUMN,
@@ -58,15 +64,16 @@ from fp8manifold.optim._native_step import (
     WEIGHT_KEYS,
     Job,
     addresses_of,
-    for_directions,
     has_kernel,
     key_rows,
     number_rows,
     records_of,
+    set_numbers,
 )
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
+from fp8manifold.optim._triton_factors import GpuFactors
 from fp8manifold.tensor import FP8Tensor
 
 _ELEMENTS: Final = 2048
@@ -85,6 +92,8 @@ _GRADIENT_OF_WIDENING: Final = WIDENING.column("gradient")
 """Position of the gradient's address among the pointers of a doubling of scales."""
 _REPORT_OF_WIDENING: Final = WIDENING.column("report")
 """Position of the report's address among the pointers of a doubling of scales."""
+_FACTORS_COLUMN: Final = JOB.column("factors")
+"""Position of the address of factors among the pointers of a record."""
 _LOG: Final = logging.getLogger("fp8manifold")
 _given_up: Final[list[str]] = []
 """The first line of the error for which kernels were given up, once that has happened."""
@@ -110,26 +119,20 @@ def is_triton(slot: Slot) -> bool:
     )
 
 
-class TritonStep:
-    """Launches for a list of steps on one device, which share no memory.
+class TritonRecords:
+    """Records for a list of steps on one device, which share no memory.
 
     They serve the same parameters again.
 
     Args:
         slots: the steps, with all their tensors.
-        decides: whether the GPU refuses all steps if the square of any gradient is not
-            finite.
-        members: the positions of the slots that `launches` step; None for all. Others
-            are stepped by `launches_of_some`.
+
+    Attributes:
+        records: one for each slot.
+        device: where the slots are.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        *,
-        decides: bool = False,
-        members: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, slots: Sequence[Slot]) -> None:
         self._scales = [_scale(slot) for slot in slots]
         jobs, kinds = [], []
         for slot, scale in zip(slots, self._scales, strict=True):
@@ -148,50 +151,62 @@ class TritonStep:
                 low_exponent=low,
                 high_exponent=high,
             )
-            # the address of the report is filled in later
-            jobs.append(Job([*places, 0], rows, length, facts))
+            # the addresses of the report and of factors are filled in later
+            jobs.append(Job([*places, 0, 0], rows, length, facts))
         self.records = records_of(jobs)
+        factored = [
+            i for i, slot in enumerate(slots) if slot.spec.preconditioner != Preconditioner.NONE
+        ]
+        #: of Adafactor's steps
+        self._factors: GpuFactors | None = None
+        if factored:
+            scales = [self._scales[i] for i in factored]
+            self._factors = GpuFactors([slots[i] for i in factored], factored, scales, _DTYPES)
         self._kinds = kinds
         self._doubling = [i for i, slot in enumerate(slots) if kernel_doubles_scales(slot)]
         self._widenings = _widenings(slots, self._doubling)
+        #: the positions of steps that end with a direction, in place of a weight
         self._directions = [
             i for i, slot in enumerate(slots) if slot.spec.storage == WeightStorage.DIRECTION
         ]
-        self._device = slots[0].device
-        self.launches = self.launches_of_some(members, check=decides)
+        self.device = slots[0].device
 
-    def launches_of_some(
-        self, members: Sequence[int] | None, *, check: bool = False
-    ) -> list[Launch]:
-        """Return launches of the same records that step some of the slots."""
-        return launches_of(
+    def launches_of(self, members: Sequence[int], *, check: bool = False) -> list[Launch]:
+        """Return launches that step some of the slots; their kernels are compiled.
+
+        Args:
+            members: the positions of these slots.
+            check: whether the GPU refuses this and all later launches of a report if
+                the square of any slot's gradient is not finite.
+
+        Raises:
+            KernelsUnavailableError: a kernel can't be compiled.
+        """
+        launches = launches_of(
             self.records,
             self._kinds,
-            self._device,
-            check=check,
-            widenings=self._widenings,
+            self.device,
             members=members,
+            check=check,
+            before=[] if self._factors is None else self._factors.calls(members),
+            widenings=self._widenings,
         )
-
-    def run(self, slots: Sequence[Slot]) -> PendingValues:
-        """Launch the kernels, and return their report without waiting for it.
-
-        The report has a row for all steps and one for each.
-        """
-        report = self.words()
-        self.fill(slots, report)
-        launch(self.launches, report)
-        self.drop_copies()
-        return PendingValues(report)
+        compile_all(launches, self.device)
+        return launches
 
     def drop_copies(self) -> None:
-        """Free scales after a step. Some are copies, with which a plan can't serve again."""
+        """Free scales and given factors after a step.
+
+        Some are copies, with which a plan can't serve again.
+        """
         self._scales = []
+        if self._factors is not None:
+            self._factors.drop_given()
 
     def addresses(self) -> list[int]:
         """Return the addresses of all tensors that the next step will find where they are."""
         addresses: list[int] = self.records["pointers"][:, TENSOR_COLUMNS].flatten().tolist()
-        return addresses
+        return addresses if self._factors is None else addresses + self._factors.addresses()
 
     def set_gradients(self, addresses: NDArray[np.uint64]) -> None:
         """Take the gradients of the next step from other memory."""
@@ -200,49 +215,43 @@ class TritonStep:
     def words(self) -> Tensor:
         """Return zeros for the kernels' report: a row for all steps, and one for each."""
         return torch.zeros(
-            (1 + len(self.records), len(GpuReport._fields)), dtype=torch.int32, device=self._device
+            (1 + len(self.records), len(GpuReport._fields)), dtype=torch.int32, device=self.device
         )
 
-    @property
-    def signature(self) -> Any:
-        """Everything in the launches but numbers, keys and the addresses of gradients."""
-        calls = [
-            (kernel, id(chunks), facts)
-            for _, kind_calls in self.launches
-            for kernel, chunks, facts in kind_calls
-        ]
-        addresses = []
-        for i, (records, _) in enumerate(self.launches):
-            # the first launches are of the step, later ones double scales
-            new_in_every_step = [GRADIENT_COLUMN, REPORT_COLUMN]
-            if i > 0:
-                new_in_every_step = [_GRADIENT_OF_WIDENING, _REPORT_OF_WIDENING]
-            fixed = np.delete(records["pointers"], new_in_every_step, axis=1)
-            addresses.append(fixed.tolist())
-        return calls, addresses
+    def memory(self) -> Tensor | None:
+        """Return memory for Adafactor's factors, which has to live until the step is taken."""
+        return None if self._factors is None else self._factors.memory()
 
     def fill(
-        self, slots: Sequence[Slot], report: Tensor, rows: Sequence[int] | None = None
+        self,
+        slots: Sequence[Slot],
+        report: Tensor,
+        rows: Sequence[int] | None = None,
+        *,
+        memory: Tensor | None = None,
     ) -> None:
         """Fill the records with the numbers and keys of a step.
 
-        The addresses of the rows of its report are filled in, too.
+        The addresses of the rows of its report, and of factors, are filled in, too.
 
         Args:
             slots: whose numbers and counts of steps the records get.
             report: as `words` returns it.
             rows: the row of each slot in the report, without the one for all; None for
                 as many as there are slots.
+            memory: as `memory` returns it.
         """
         records = self.records
+        if self._factors is not None:
+            assert memory is not None
+            addresses = self._factors.fill(memory)
+            records["pointers"][self._factors.owners, _FACTORS_COLUMN] = addresses
         indices = np.arange(len(slots)) if rows is None else np.array(rows)
         offsets = (1 + indices).astype(np.uint64) * np.uint64(report[0].nbytes)
         report_rows = np.uint64(report.data_ptr()) + offsets
         records["pointers"][:, REPORT_COLUMN] = report_rows
         records["keys"] = key_rows(slots)
-        numbers = number_rows(slots)
-        numbers[self._directions] = for_directions(numbers[self._directions])
-        records["hyper"] = numbers
+        set_numbers(records, number_rows(slots), self._directions)
         if self._widenings is not None:
             doublings = self._widenings.records
             gradients = records["pointers"][self._doubling, GRADIENT_COLUMN]
@@ -252,19 +261,57 @@ class TritonStep:
             doublings["keys"] = keys[:, WEIGHT_KEYS]
 
 
-def launch_steps(
-    slots: Sequence[Slot], *, decides: bool
-) -> tuple[TritonStep, PendingValues] | None:
-    """Launch a step, and return it with its kernels' report.
+class TritonStep(TritonRecords):
+    """A step that kernels take whole: its records, and the launches of all of them.
 
-    If no kernel can be compiled, warn once and return None.
+    Args:
+        slots: the steps, with all their tensors.
+        decides: whether the GPU refuses all steps if the square of any gradient is not
+            finite.
+
+    Raises:
+        KernelsUnavailableError: a kernel can't be compiled.
     """
-    try:
-        step = TritonStep(slots, decides=decides)
-        return step, step.run(slots)
-    except KernelsUnavailableError as error:
-        give_up(error)
-        return None
+
+    def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
+        super().__init__(slots)
+        self.launches = self.launches_of(range(len(slots)), check=decides)
+
+    def run(self, slots: Sequence[Slot]) -> PendingValues:
+        """Launch the kernels, and return their report without waiting for it.
+
+        The report has a row for all steps and one for each.
+        """
+        report = self.words()
+        memory = self.memory()
+        self.fill(slots, report, memory=memory)
+        with on_device(self.device):
+            run_calls(upload(self.launches, self.device), self.launches, report)
+        self.drop_copies()
+        return PendingValues(report)
+
+    @property
+    def signature(self) -> Any:
+        """Everything in the launches but numbers, keys and the addresses of gradients.
+
+        Those of averages are copied with every step, as Adafactor's records are.
+        """
+        calls = [
+            (call.kernel, id(call.chunks), call.facts)
+            for _, kind_calls in self.launches
+            for call in kind_calls
+        ]
+        addresses = []
+        for i, (records, _) in enumerate(self.launches):
+            # the first launches are of the step, later ones double scales
+            new_in_every_step = [GRADIENT_COLUMN, REPORT_COLUMN, _FACTORS_COLUMN]
+            if i > 0:
+                new_in_every_step = [_GRADIENT_OF_WIDENING, _REPORT_OF_WIDENING]
+            fixed = np.delete(records["pointers"], new_in_every_step, axis=1)
+            addresses.append(fixed.tolist())
+        # The graph's memory is of the size that the shapes of its first step need.
+        words = 0 if self._factors is None else self._factors.words
+        return calls, addresses, words
 
 
 def give_up(error: KernelsUnavailableError) -> None:
@@ -286,10 +333,12 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> PendingValues
     refuse all steps, and the host does not wait for the report. None is returned if no
     kernel can be compiled.
     """
-    launched = launch_steps(slots, decides=decides)
-    if launched is None:
+    try:
+        step = TritonStep(slots, decides=decides)
+    except KernelsUnavailableError as error:
+        give_up(error)
         return None
-    _, report = launched
+    report = step.run(slots)
     if not decides and any(slot.spec.storage == WeightStorage.CODES for slot in slots):
         rows = report.values[1:]
         for slot, words in zip(slots, rows, strict=True):
@@ -390,9 +439,16 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
         # rows of the view are blocks of moments, which this step does not have: join
         # them to whole rows
         rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
+    columns = _factored_columns(slot)
+    is_cut = False
+    if columns and not slot.spec.blockwise and scales in (TileScales.ONE, TileScales.ELEMENT):
+        # into pieces of rows that have a factor each
+        piece = _piece_of(columns)
+        is_cut = piece > 0
+        rows, length = (length // piece, piece) if is_cut else (rows, length)
     # a row whose largest gradient is needed, and which is too long for one program
     is_long = slot.spec.blockwise and length > _LONGEST
-    is_tiled = not is_long and (scales is TileScales.ROW or slot.spec.blockwise)
+    is_tiled = not is_long and (scales is TileScales.ROW or slot.spec.blockwise or is_cut)
     width = 1 << (length - 1).bit_length() if is_tiled else _ELEMENTS
     is_aligned = length % 16 == 0 and not any(place % 16 for place in places)
     tile = _tile(
@@ -409,7 +465,16 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
         and slot.kept_scale.dtype is torch.uint8
         and scales is not TileScales.ELEMENT
     )
-    return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
+    in_rows = is_tiled and columns > 0 and columns % length == 0
+    spec = kernel_spec(slot.spec, weight, gradient, exponents, in_rows)
+    return rows, length, repeats, (spec, tile)
+
+
+def _factored_columns(slot: Slot) -> int:
+    """Return the length of rows that have a factor of Adafactor's, or 0."""
+    if slot.spec.preconditioner == Preconditioner.NONE:
+        return 0
+    return matrices_of(slot.parameter.shape, slot.group["matrix_shape"]).columns
 
 
 # the same tile for parameters of one kind, so that its hash is computed once
@@ -426,15 +491,24 @@ def _cut(rows: int, length: int, scales: TileScales) -> tuple[int, int, int, Til
     """
     if scales is not TileScales.ROW:
         return 1, rows * length, 1, scales
-    piece = next((piece for piece in _PIECES if length % piece == 0), 0)
+    piece = _piece_of(length)
     if not piece:
         return 1, rows * length, length, TileScales.RUN
     return rows * length // piece, piece, length // piece, scales
 
 
+def _piece_of(length: int) -> int:
+    """Return the length of the pieces that rows are cut into, or 0 for no such piece."""
+    return next((piece for piece in _PIECES if length % piece == 0), 0)
+
+
 @lru_cache(maxsize=1024)
 def kernel_spec(
-    spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponents: bool = False
+    spec: Spec,
+    weight: torch.dtype,
+    gradient: torch.dtype,
+    exponents: bool = False,
+    in_rows: bool = False,
 ) -> KernelSpec:
     """Return what the kernel of a step is compiled for.
 
@@ -443,6 +517,7 @@ def kernel_spec(
         weight: dtype of the weight in memory.
         gradient: dtype of the gradient.
         exponents: scales are stored as exponents, one byte each.
+        in_rows: each row of a tile is a part of a row that has a factor of Adafactor's.
     """
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
     is_direction = spec.storage == WeightStorage.DIRECTION
@@ -471,6 +546,8 @@ def kernel_spec(
         moment_format=format_of(spec.first_format),
         fitted=spec.fitted,
         exponents=exponents,
+        factored=spec.preconditioner != Preconditioner.NONE,
+        in_rows=in_rows,
     )
 
 

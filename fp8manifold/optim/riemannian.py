@@ -112,8 +112,6 @@ class Riemannian(ManifoldOptimizer):
     """Base of both optimizers: mixed groups, the bounded chart, and geoopt's steps."""
 
     stores_all_moments = False
-    # kernels do not look at the squares of gradients of codes
-    defers_verdict = False
 
     def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
         super().__init__(params, _with_library_names(options))

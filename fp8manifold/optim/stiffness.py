@@ -11,7 +11,7 @@ each parameter (a `Slot`):
   ``S_ref`` and its bounds.
 
 Nothing is computed on weights here. `ManifoldOptimizer` runs the step, directions are
-functions of `_directions.py`, and `_step.py` has the arithmetic. Muon, the Riemannian
+functions of `_directions.py`, and `_eager_step.py` has the arithmetic. Muon, the Riemannian
 optimizers and the Fisher optimizer take their numbers from here too.
 """
 

@@ -4,8 +4,8 @@ One optimizer steps both; a group's ``direction`` says which. Three parts:
 
 - The class: options, checks, numbers of a step. Matrices are stepped by
   `take_muon_steps` of `_muon.py`, everything else as by StiffnessAdamW. A steady step,
-  which `_plan.py` has planned, goes another way to the same arithmetic: `MuonBatch` of
-  `_muon.py` on a CPU, `TritonMuonStep` on a GPU.
+  which `_plan.py` has planned, goes another way to the same arithmetic: `NativeMuonBatch` of
+  `_native_plan.py` on a CPU, `TritonMuonStep` on a GPU.
 - `StiffnessMuon.for_model` sorts the parameters of a model into groups. Each parameter
   has a kind (`_kind_of`): a matrix, a kernel of a convolution, a batch of experts,
   another one with decay, or a vector without. `_GROUP_OPTIONS` has what follows.
@@ -27,6 +27,7 @@ from fp8manifold._interface import MomentStorage, StiffnessPower
 from fp8manifold._numerics.charts import Metric
 from fp8manifold.nn._selection import CONVOLUTIONS, is_conv1d, is_linear
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
+from fp8manifold.optim._eager_step import StepView
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
@@ -37,7 +38,6 @@ from fp8manifold.optim._muon import (
     take_muon_steps,
 )
 from fp8manifold.optim._slot import Parameters, Slot
-from fp8manifold.optim._step import StepView
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers
 from fp8manifold.random_bits import Draws

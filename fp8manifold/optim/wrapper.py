@@ -14,7 +14,7 @@ the step count, S_ref, and a stream of random bits for each parameter that it ro
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
     Points of an :class:`~fp8manifold.FP8Manifold` are written back to their grid once,
     after the step. An :class:`~fp8manifold.FP8Parameter` has rounded the wrapped
     optimizer's writes already, so ``writeback`` is a second rounding there.
+
+    Around a schedule-free optimizer :meth:`train` and :meth:`eval` pass to it, and the
+    weights stay on their grid in both modes.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``. Its groups, state and learning rate
@@ -159,6 +162,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.references: dict[Tensor, float] = {}
         self.streams: dict[Tensor, int] = {}
         self.streams_begun = 0
+        self._training_points: dict[Tensor, _TrainingPoint] = {}
         # makes torch's hooks; its constructor would make groups too
         self.__setstate__({"defaults": dict(optimizer.defaults)})
 
@@ -247,24 +251,79 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Raises:
             TypeError: no ``closure`` for an optimizer that needs one, such as LBFGS.
         """
-        if closure is None and _needs_closure(self.optimizer):
+        if closure is None and needs_closure(self.optimizer):
             name = type(self.optimizer).__name__
             raise TypeError(
                 "step() needs a closure that clears the gradients, computes the loss, calls its "
                 f"backward() and returns it: {name} calls it in each step"
             )
         before = [p.detach().clone() for p in self._parameters()]
+        self._training_points.clear()
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
             result = self.optimizer.step(closure)
         else:
             result = self._step_on_scaled_gradients(factors, closure)
             factors = [1.0] * len(factors)
+        self._keep_floats()
         self._begin_streams(before)
         for parameter, old, factor in zip(self._parameters(), before, factors, strict=True):
             self._finish(parameter, old, factor)
         self.steps_taken += 1
         return result
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Let a schedule-free optimizer put its average into the weights.
+
+        Weights on a grid are rounded to it, to nearest, and :meth:`train` brings back
+        exactly those that were trained. An optimizer without modes has the same weights
+        in both.
+        """
+        evaluate = getattr(self.optimizer, "eval", None)
+        if evaluate is None:
+            return
+        points = [(p, p.detach().clone(), _version(p)) for p in self._parameters()]
+        evaluate()
+        for parameter, values, version in points:
+            if stiffness_manifold_of(parameter) is None or _version(parameter) == version:
+                continue
+            _to_grid(parameter)
+            self._training_points[parameter] = _TrainingPoint(values, _version(parameter))
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Let a schedule-free optimizer put the weights back that it trains.
+
+        Where weights were changed since :meth:`eval`, or loaded, they are computed from
+        the average and rounded to the grid.
+        """
+        begin = getattr(self.optimizer, "train", None)
+        if begin is None:
+            return
+        versions = {p: _version(p) for p in self._parameters()}
+        begin()
+        for parameter, version in versions.items():
+            if stiffness_manifold_of(parameter) is None or _version(parameter) == version:
+                continue
+            point = self._training_points.get(parameter)
+            if point is not None and point.version == version:
+                parameter.copy_(point.values)
+            else:
+                _to_grid(parameter)
+        self._training_points.clear()
+
+    def _keep_floats(self) -> None:
+        """Turn copies of codes in the wrapped optimizer's state into floats.
+
+        Schedule-free optimizers begin a sequence with a copy of the weights, whose
+        updates are far below a step of the grid.
+        """
+        for parameter in self._parameters():
+            state = self.optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, FP8Tensor):
+                    state[name] = value.dequantize()
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -392,11 +451,32 @@ class StiffnessWrapper(torch.optim.Optimizer):
         parameter.copy_(target)
 
 
+class _TrainingPoint(NamedTuple):
+    """Weights in training, and the version of those that took their place."""
+
+    values: Tensor
+    version: int
+
+
+def _version(parameter: Tensor) -> int:
+    return parameter.codes._version if isinstance(parameter, FP8Tensor) else parameter._version
+
+
+def _to_grid(parameter: Tensor) -> None:
+    """Round a parameter to the nearest point of its manifold; codes are on it."""
+    manifold = stiffness_manifold_of(parameter)
+    if manifold is None or isinstance(parameter, FP8Tensor):
+        return
+    values = parameter.detach().to(working_dtype(parameter))
+    key = {"seed": 0, "step": 0, "stream": 0}
+    parameter.copy_(_write_back(values, manifold, "nearest", "independent", **key))
+
+
 def _draws_of(manifold: StiffnessManifold) -> Draws:
     return manifold.draws if isinstance(manifold, FP8Manifold) else "independent"
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer's ``step`` can't be called without arguments."""
     parameters = inspect.signature(optimizer.step).parameters
     return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty

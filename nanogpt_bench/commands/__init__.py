@@ -10,9 +10,9 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.data.tokenizer_kind import TOKENIZERS, chosen_kind
 from nanogpt_bench.system.errors import not_known
 from nanogpt_bench.system.untrusted import is_beyond_floats
 
@@ -47,10 +47,9 @@ def tokenizer(word: str) -> str:
 
     A model's name means its tokenizer.
     """
-    is_model = "/" in word or word.endswith(".gguf") or Path(word).is_dir()
-    if is_model or word.startswith("bpe-"):
-        return word
-    return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
+    if chosen_kind(word) is None:
+        raise argparse.ArgumentTypeError(not_known(word, TOKENIZERS))
+    return word
 
 
 def parse_names(text: str) -> list[str]:

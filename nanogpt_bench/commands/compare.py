@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.commands import add_executor, parse_names, positive
+from nanogpt_bench.config.schema import Task
 from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.system.files import locked, new_folder
 
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 
     check_executor(args.executor, args.address)
     settings = read_overrides(args.overrides)
-    if args.data_dir is None and settings.get("task") == "classify":
+    if args.data_dir is None and settings.get("task") == Task.CLASSIFY:
         raise BenchError(
             "--task classify needs --data.dir: the standard library's prose has no labels"
         )

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.commands.run import add_resume, check_options, exit_code, trained
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.config.settings import CONFIGS_FOLDER, Resolved, build_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refusals, refused
 from nanogpt_bench.system.files import LOCK, check_place, is_unused, locked
@@ -207,8 +208,8 @@ def check_save_layout(config: Resolved, layout: SaveLayout) -> None:
     # A trial without weights: what can't be quantised or exported raises here.
     model = skeleton(config.model.pretrained or "")
     with _layout_errors(layout):
-        model = fm.quantize_model(model, {"*": "none", **specs}, "fp8", tied="untie")
-        fm.exported_state_dict(model, layout)
+        model = fm.quantize_model(model, {"*": NO_FORMAT, **specs}, "codes", tied="untie")
+        fm.files.layout_state_dict(model, layout)
 
 
 def save_model(
@@ -217,7 +218,7 @@ def save_model(
     """Write the newest weights of a fine-tuning, and the tokenizer.
 
     transformers reads them. `layout` is `float`, for their values, or one of
-    `fm.export_model`, for codes and scales. `its own` is the layout of a published
+    `fm.save`, for codes and scales. `its own` is the layout of a published
     model that was trained in the codes of its files; the other files of that model are
     written, too.
     """
@@ -245,7 +246,7 @@ def save_model(
     # `quiet_transformers` yields transformers, silenced.
     with quiet_transformers(name) as transformers, _writing_errors(out):
         if layout == PUBLISHED:
-            fm.save_fp8(model, out)
+            fm.save(model, out)
             return
         model = fm.dequantize_model(model) if layout == FLOAT else model
         head = model.get_output_embeddings()
@@ -260,7 +261,7 @@ def save_model(
             model.save_pretrained(out)
         else:
             with _layout_errors(layout):
-                fm.export_model(model, out, layout)
+                fm.save(model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
 
 

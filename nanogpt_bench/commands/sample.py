@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands import at_least_0, natural, parse_names, positive
+from nanogpt_bench.config.schema import Task
 from nanogpt_bench.system.errors import BenchError, counted, printable, refusals
 from nanogpt_bench.system.files import json_test, refuse_to_replace, rows_with, write_json
 
@@ -134,7 +135,7 @@ def sample_run(
 
     names = named_formats(formats)
     trained = load(choose(run_dir, checkpoint))
-    if trained.config.task != "language":
+    if trained.config.task != Task.LANGUAGE:
         raise BenchError(
             f"{folder_of(trained.path)} is of task {trained.config.task!r}, whose weights write no "
             f"text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"

@@ -22,6 +22,7 @@ from nanogpt_bench.config.rules import (
 )
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
+    NO_FORMAT,
     ON_FLOATS,
     OPTION_NAMES,
     OPTIONS,
@@ -29,10 +30,14 @@ from nanogpt_bench.config.schema import (
     PEER_WEIGHTS,
     PEERS,
     RIEMANNIAN,
+    TORCH_OPTIMIZERS,
+    TORCHAO_INT8,
     WITHOUT_FORMATS,
     Config,
+    OptimizerName,
     Precision,
     Storage,
+    Task,
 )
 from nanogpt_bench.system.errors import BenchError
 
@@ -108,7 +113,7 @@ def refuse_as_given(config: Config) -> None:
 
     Called before null settings are filled in.
     """
-    if config.task == "classify":
+    if config.task == Task.CLASSIFY:
         for key, reason in _NOT_CLASSIFY.items():
             _refuse(config, Conflict(key, True, f"can't be used with task 'classify', {reason}"))
 
@@ -123,7 +128,7 @@ def refuse_conflicts(config: Config) -> None:
 def _refuse(config: Config, conflict: Conflict) -> None:
     key, reason = conflict.key, conflict.reason
     value = get(config, key)
-    is_off = value is None or value is False or value in ("none", [], {})
+    is_off = value is None or value is False or value in (NO_FORMAT, [], {})
     if is_off or not conflict.is_refused:
         return
     if ";" in reason:
@@ -151,7 +156,7 @@ def _storage_facts(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "model.storage",
         multiplies_codes and model.storage == Storage.GRID,
-        f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies",
+        f"can't be used with rule {config.rule!r}; give codes, which it multiplies",
     )
     for key in keys_where("storages"):
         storages = FIELDS[key].facts["storages"]
@@ -245,7 +250,7 @@ def _peer(config: Config) -> Iterator[Conflict]:
         yield Conflict(key, is_peer, f"can't be used with model.peer {peer!r}")
     yield Conflict(
         "train.precision",
-        peer == "torchao-int8" and config.train.precision != Precision.FLOAT32,
+        peer == TORCHAO_INT8 and config.train.precision != Precision.FLOAT32,
         f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
     )
 
@@ -258,7 +263,7 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
         "optimizer.name",
         not on_manifolds and name in OWN_OPTIMIZERS and not steps_floats,
         f"needs model.storage {_alternatives(MANIFOLDS)}, not {storage!r}; "
-        f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}",
+        f"allowed with {storage!r}: {', '.join((*TORCH_OPTIMIZERS, *ON_FLOATS))}",
     )
     yield Conflict(
         "optimizer.name",
@@ -283,7 +288,7 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     )
     yield Conflict(
         "optimizer.name",
-        config.task == "classify" and name == "fisher",
+        config.task == Task.CLASSIFY and name == OptimizerName.FISHER,
         "can't be used with task 'classify', whose labels are not drawn from a softmax; give "
         "another rule",
     )
@@ -318,7 +323,7 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
     """Settings that need all gradients at once."""
     train, optimizer, storage = config.train, config.optimizer, config.model.storage
     name, in_backward = optimizer.name, train.step_in_backward
-    steps_one_by_one = name != "fisher" and (storage in MANIFOLDS or name in ON_FLOATS)
+    steps_one_by_one = name != OptimizerName.FISHER and (storage in MANIFOLDS or name in ON_FLOATS)
     yield Conflict(
         "train.step_in_backward",
         not steps_one_by_one,
@@ -374,7 +379,7 @@ def _parallel(config: Config) -> Iterator[Conflict]:
         )
     yield Conflict(
         "train.parallel",
-        config.optimizer.name == "fisher",
+        config.optimizer.name == OptimizerName.FISHER,
         "can't be used with optimizer.name 'fisher'",
     )
 

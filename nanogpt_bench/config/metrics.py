@@ -32,7 +32,7 @@ class Metric:
     """A quantity that a run records.
 
     >>> overflow = Metric("quant/overflow", "Overflow", SHARE, "", operands=OPERANDS)
-    >>> overflow.by("weight").of("lm_head"), VAL_LOSS.figure
+    >>> overflow.part("weight").layer_key("lm_head"), VAL_LOSS.figure
     ('quant/overflow/weight/lm_head', 'loss')
     """
 
@@ -53,11 +53,11 @@ class Metric:
     #: another metric's chart shows it
     chart: str = ""
 
-    def of(self, layer: str) -> str:
+    def layer_key(self, layer: str) -> str:
         """Return the key of one layer's value."""
         return f"{self.name}/{layer}"
 
-    def by(self, operand: str) -> Metric:
+    def part(self, operand: str) -> Metric:
         """Return the metric of one operand."""
         title = f"{self.title}, {operand.replace('_', ' ')}s"
         return replace(self, name=f"{self.name}/{operand}", title=title, operands=())
@@ -73,9 +73,9 @@ class Metric:
         return self.name.split("/")[1]
 
     @property
-    def each(self) -> tuple[Metric, ...]:
+    def parts(self) -> tuple[Metric, ...]:
         """The metric of each operand, or itself where it has no operands."""
-        return tuple(map(self.by, self.operands)) or (self,)
+        return tuple(map(self.part, self.operands)) or (self,)
 
 
 #: monitors, each a module of `nanogpt_bench.monitors`, in the order of the report

@@ -10,7 +10,16 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED, Storage
+from nanogpt_bench.config.schema import (
+    DECODED,
+    LOSING,
+    MANIFOLDS,
+    ON_FLOATS,
+    RIEMANNIAN,
+    ROUNDED,
+    OptimizerName,
+    Storage,
+)
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -28,10 +37,10 @@ class Rule:
     Each field is the default of a configuration key.
     """
 
-    #: where weights live: float32, master, grid, fp8, continuous or peer (see
+    #: where weights live: float32, master, grid, codes, continuous or peer (see
     #: `model.storage`)
     storage: str
-    #: name of the optimizer; adamw and sgd on grid or fp8 storage are the library's own
+    #: name of the optimizer; adamw and sgd on grid or codes storage are the library's own
     #: with k = 0
     optimizer: str
     #: default learning rate, in the optimizer's own unit: the best of
@@ -79,7 +88,7 @@ def _on_floats(
 def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **settings: Any) -> Rule:
     """Return a rule without a master copy."""
     help_text = f"{text}, no master copy"
-    return Rule("fp8", optimizer, lr, writeback=writeback, help=help_text, **settings)
+    return Rule("codes", optimizer, lr, writeback=writeback, help=help_text, **settings)
 
 
 def _muon(writeback: str, text: str) -> Rule:
@@ -112,6 +121,14 @@ RULES: dict[str, Rule] = {
         "stiffness_adamw",
         "bf16-pure",
         moments="8bit",
+        stiffness=0.0,
+    ),
+    "bf16-adafactor": _on_floats(
+        "Adafactor without momentum, bfloat16 weights rounded stochastically: two bytes per "
+        "weight, and its state is that of rows and columns",
+        "stiffness_adafactor",
+        "bf16-pure",
+        lr=0.1,
         stiffness=0.0,
     ),
     "sgd": _on_floats("SGD with momentum 0.9, everything in float32", "sgd", "float32", lr=1e-1),
@@ -178,6 +195,21 @@ RULES: dict[str, Rule] = {
     "muon-residual8": _muon(
         "residual8",
         "muon-stochastic, but what rounding loses kept in 8 bits per weight: three bytes",
+    ),
+    "adafactor": _on_floats(
+        "Adafactor without momentum, everything in float32",
+        "stiffness_adafactor",
+        "float32",
+        lr=0.1,
+        stiffness=0.0,
+    ),
+    "adafactor-stochastic": _one_byte(
+        "stiffness_adafactor",
+        0.1,
+        "stochastic",
+        "Adafactor without momentum, stochastic rounding: one byte per weight, and its state is "
+        "that of rows and columns",
+        stiffness=0.0,
     ),
     "stiffness-k0": _stiffness_rule("= 0 (AdamW)", 0.0),
     "stiffness-k0.5": _stiffness_rule("= 1/2", 0.5),
@@ -283,8 +315,8 @@ def meaning(entry: Rule) -> dict[str, Any]:
         settings["optimizer.writeback"] = entry.writeback
     if entry.storage in MANIFOLDS:
         settings["optimizer.moments"] = entry.moments or "float32"
-    if entry.storage == Storage.FP8:
-        settings["model.products"] = entry.products or "decoded"
+    if entry.storage == Storage.CODES:
+        settings["model.products"] = entry.products or DECODED
     if entry.storage == Storage.FLOAT32:
         settings["train.precision"] = entry.precision
         settings["model.torchao_float8"] = entry.torchao_float8
@@ -296,11 +328,11 @@ def contradicting(
 ) -> dict[str, Any]:
     """Return the settings with another value than a rule gives them.
 
-    `value_of` takes a key and returns its value, None for a setting not given. fp8 and
+    `value_of` takes a key and returns its value, None for a setting not given. codes and
     grid hold the same values, so neither contradicts the other.
 
     >>> settings = {"model.storage": "grid", "train.precision": "float32"}
-    >>> contradicting(settings.get, {"model.storage": "fp8"})
+    >>> contradicting(settings.get, {"model.storage": "codes"})
     {}
     """
     contradictions: dict[str, Any] = {}
@@ -325,7 +357,8 @@ def optimizer_of(settings: Mapping[str, Any]) -> str:
     entry = RULES.get(str(settings.get("rule")))
     if entry is not None:
         return entry.optimizer
-    return RIEMANNIAN[0] if settings.get("model.constraint") else "adamw"
+    name = RIEMANNIAN[0] if settings.get("model.constraint") else OptimizerName.ADAMW
+    return name.value
 
 
 def available_rules() -> list[str]:
@@ -352,7 +385,7 @@ def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
 
     None where that is not known.
 
-    >>> loses_steps("fp8", "nearest"), loses_steps("fp8", "residual8")
+    >>> loses_steps("codes", "nearest"), loses_steps("codes", "residual8")
     (True, False)
     >>> loses_steps("master", None), loses_steps(None, "nearest")
     (False, None)
@@ -369,7 +402,7 @@ def stall_counts(storage: str | None, writeback: str | None) -> bool:
     stall is no failure. With a master copy the stall is the share of codes that stayed,
     and is one. It also is one where the write-back is not known.
 
-    >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic")
+    >>> stall_counts("codes", "nearest"), stall_counts("codes", "stochastic")
     (True, False)
     >>> stall_counts("master", None)
     True
@@ -395,7 +428,7 @@ def has_moments(storage: str | None, optimizer: str | None) -> bool:
 
     It does for the library's own optimizers.
 
-    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon")
+    >>> has_moments("codes", "adamw"), has_moments("float32", "stiffness_muon")
     (True, True)
     >>> has_moments("float32", "adamw")
     False
@@ -403,12 +436,13 @@ def has_moments(storage: str | None, optimizer: str | None) -> bool:
     return storage in MANIFOLDS or optimizer in ON_FLOATS
 
 
-_UNITS = {
-    "sgd": "gradients",
-    "stiffness_sgd": "gradients",
-    "stiffness_lion": "signs",
-    "riemannian_adam": "ULPs per step",
-    "riemannian_sgd": "ULPs for a code gradient of 1",
+_UNITS: dict[str, str] = {
+    OptimizerName.SGD: "gradients",
+    OptimizerName.STIFFNESS_SGD: "gradients",
+    OptimizerName.STIFFNESS_LION: "signs",
+    OptimizerName.STIFFNESS_ADAFACTOR: "sizes of the weights",
+    OptimizerName.RIEMANNIAN_ADAM: "ULPs per step",
+    OptimizerName.RIEMANNIAN_SGD: "ULPs for a code gradient of 1",
 }
 
 

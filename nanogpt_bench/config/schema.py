@@ -21,10 +21,42 @@ class Storage(StrEnum):
     FLOAT32 = "float32"
     MASTER = "master"
     GRID = "grid"
-    FP8 = "fp8"
+    CODES = "codes"
     CONTINUOUS = "continuous"
     #: another package's
     PEER = "peer"
+
+
+class OptimizerName(StrEnum):
+    """The values of `optimizer.name`.
+
+    A configuration has the plain word here, too, and so do the rules.
+    """
+
+    # torch's, and on the library's manifolds those of the library with k = 0
+    ADAMW = "adamw"
+    SGD = "sgd"
+    # another package's
+    TORCHAO_ADAMW8BIT = "torchao_adamw8bit"
+    TORCHAO_ADAMWFP8 = "torchao_adamwfp8"
+    # the library's own: a name without its underscores is a class of fp8manifold.optim
+    STIFFNESS_ADAMW = "stiffness_adamw"
+    STIFFNESS_SGD = "stiffness_sgd"
+    STIFFNESS_MUON = "stiffness_muon"
+    STIFFNESS_LION = "stiffness_lion"
+    STIFFNESS_ADAFACTOR = "stiffness_adafactor"
+    RIEMANNIAN_ADAM = "riemannian_adam"
+    RIEMANNIAN_SGD = "riemannian_sgd"
+    FISHER = "fisher"
+
+
+class Task(StrEnum):
+    """The values of `task`."""
+
+    #: predict the next token
+    LANGUAGE = "language"
+    #: predict a document's labels
+    CLASSIFY = "classify"
 
 
 class Precision(StrEnum):
@@ -47,51 +79,72 @@ class WandbMode(StrEnum):
     ONLINE = "online"
 
 
+#: torch's own optimizers
+TORCH_OPTIMIZERS = (OptimizerName.ADAMW, OptimizerName.SGD)
 #: optimizers of other packages, for float weights or for those packages' own weights
-PEERS = ("torchao_adamw8bit", "torchao_adamwfp8")
+PEERS = (OptimizerName.TORCHAO_ADAMW8BIT, OptimizerName.TORCHAO_ADAMWFP8)
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 _EXPONENT: dict[str, Any] = {"stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
 #: the options that each optimizer takes, with their defaults; others are refused. A
 #: rule's rates replace these
 OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": _ADAM,
-    "sgd": _SGD,
-    "torchao_adamw8bit": _ADAM,
-    "torchao_adamwfp8": _ADAM,
-    "stiffness_adamw": {**_ADAM, **_EXPONENT},
-    "stiffness_sgd": {**_SGD, **_EXPONENT},
-    "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
-    "stiffness_lion": {**_ADAM, **_EXPONENT, "lr": 2.5e-4},
-    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3, "retraction": None},
-    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1, "retraction": None},
-    "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9},
+    OptimizerName.ADAMW: _ADAM,
+    OptimizerName.SGD: _SGD,
+    OptimizerName.TORCHAO_ADAMW8BIT: _ADAM,
+    OptimizerName.TORCHAO_ADAMWFP8: _ADAM,
+    OptimizerName.STIFFNESS_ADAMW: {**_ADAM, **_EXPONENT},
+    OptimizerName.STIFFNESS_SGD: {**_SGD, **_EXPONENT},
+    OptimizerName.STIFFNESS_MUON: {
+        **_ADAM,
+        **_EXPONENT,
+        "momentum": 0.95,
+        "lr": 4e-3,
+        "float_lr": 4e-3,
+    },
+    OptimizerName.STIFFNESS_LION: {**_ADAM, **_EXPONENT, "lr": 2.5e-4},
+    OptimizerName.STIFFNESS_ADAFACTOR: {
+        **_EXPONENT,
+        "lr": 0.1,
+        "momentum": 0.0,
+        "weight_decay": 0.1,
+    },
+    OptimizerName.RIEMANNIAN_ADAM: {**_ADAM, "lr": 0.5, "float_lr": 1e-3, "retraction": None},
+    OptimizerName.RIEMANNIAN_SGD: {**_SGD, "lr": 2e4, "float_lr": 0.1, "retraction": None},
+    OptimizerName.FISHER: {**_ADAM, **_EXPONENT, "momentum": 0.9},
 }
-#: the library's own optimizers: a name without its underscores is a class of
-#: fp8manifold.optim
-OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
+#: the library's own optimizers
+OWN_OPTIMIZERS = tuple(
+    name.value for name in OptimizerName if name not in (*TORCH_OPTIMIZERS, *PEERS)
+)
 #: names of the options, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted(set().union(*OPTIONS.values())))
 #: optimizers that can also step weights on geoopt's manifolds
-RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
+RIEMANNIAN = (OptimizerName.RIEMANNIAN_ADAM, OptimizerName.RIEMANNIAN_SGD)
 STORAGES = tuple(storage.value for storage in Storage)
 #: storages that take no format of the library
 WITHOUT_FORMATS = (Storage.FLOAT32, Storage.PEER)
+#: torchao's int8 weights
+TORCHAO_INT8 = "torchao-int8"
 #: weights of other packages, and the optimizers that step them
-PEER_WEIGHTS = {
-    "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
-}
+PEER_WEIGHTS = {TORCHAO_INT8: PEERS}
 #: storages in which a weight is always a value of its format: a step is rounded as it
 #: is written back
-ROUNDED = (Storage.GRID, Storage.FP8)
+ROUNDED = (Storage.GRID, Storage.CODES)
 #: storages on the library's manifolds, which its optimizers step. Continuous storage is
 #: not rounded
 MANIFOLDS = (*ROUNDED, Storage.CONTINUOUS)
 #: optimizers of the library that also step float weights, as their own baseline
-ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
+ON_FLOATS = (
+    OptimizerName.STIFFNESS_ADAMW,
+    OptimizerName.STIFFNESS_MUON,
+    OptimizerName.STIFFNESS_ADAFACTOR,
+)
+#: what multiplies weights unless a setting says it: their values, as floats
+DECODED = "decoded"
 #: values of `products` of fp8manifold.LayerSpec, and the formats that FP8 hardware
 #: multiplies
-PRODUCTS = ("decoded", "fp8", "int8", "auto")
+PRODUCTS = (DECODED, "fp8", "int8", "auto")
 FP8_FORMATS = ("E4M3", "E5M2")
 #: names of fp8manifold.optim.WRITEBACKS, which is not imported since it imports torch
 WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
@@ -100,6 +153,8 @@ LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 #: schedules of an option from its first value to its last
 COURSES = ("linear", "cosine", "step")
+#: in place of a weight format: the layer stays in float
+NO_FORMAT = "none"
 #: the folder in which `prepare stdlib` writes, and from which a run reads by default
 DEFAULT_DATA_DIR = "data/stdlib"
 
@@ -168,7 +223,7 @@ class ModelConfig(SettingsSection):
     )
     storage: str | None = setting(
         None,
-        "how weights are stored: float32, master (float32 copy, quantised forward), fp8 (one "
+        "how weights are stored: float32, master (float32 copy, quantised forward), codes (one "
         "byte), grid (the same values in float32), continuous (float32, the format's geometry "
         "without its rounding) or peer (another package's, see peer); null: the rule's, or what "
         "formats and optimizer call for",
@@ -203,13 +258,13 @@ class ModelConfig(SettingsSection):
     )
     products: str | None = setting(
         None,
-        "fp8 storage: how layers multiply, except lm_head and layers whose format says it: decoded "
-        "(as floats), fp8 (codes of E4M3 or E5M2 on FP8 hardware), int8 (codes of E1M6), or auto "
-        "(what the device has); a CPU emulates fp8 and int8; null: the rule's, or decoded",
+        "codes storage: how layers multiply, except lm_head and layers whose format says it: "
+        "decoded (as floats), fp8 (codes of E4M3 or E5M2 on FP8 hardware), int8 (codes of E1M6), "
+        "or auto (what the device has); a CPU emulates fp8 and int8; null: the rule's, or decoded",
         choices=PRODUCTS,
         of_rule=True,
         of_formats=True,
-        storages=(Storage.FP8,),
+        storages=(Storage.CODES,),
         rows_by="--rules",
     )
     peer: str | None = setting(
@@ -222,8 +277,9 @@ class ModelConfig(SettingsSection):
     )
     headroom: float | None = setting(
         None,
-        "grid, fp8 and continuous storage: largest value of the grid over a matrix row's initial "
-        "amax; null: by format, at most 16 (with few binades 2, or 1 in fp8 storage, which widens)",
+        "grid, codes and continuous storage: largest value of the grid over a matrix row's "
+        "initial amax; null: by format, at most 16 (with few binades 2, or 1 in codes storage, "
+        "which widens)",
         minimum=1.0,
         of_rule=True,
         of_formats=True,
@@ -231,8 +287,8 @@ class ModelConfig(SettingsSection):
     )
     granularity: str | None = setting(
         None,
-        "one weight scale per tensor, per matrix row (channel), per block of 32 in a row (fp8 or "
-        "master storage), or per square of 128 x 128 (fp8 storage); null: channel",
+        "one weight scale per tensor, per matrix row (channel), per block of 32 in a row (codes or "
+        "master storage), or per square of 128 x 128 (codes storage); null: channel",
         choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
@@ -248,7 +304,7 @@ class ModelConfig(SettingsSection):
     embeddings: str | None = setting(
         None,
         "format of embeddings (and a tied head); null: float",
-        storages=(Storage.FP8,),
+        storages=(Storage.CODES,),
         of_rule=True,
         of_formats=True,
     )
@@ -266,13 +322,16 @@ class OptimizerConfig(SettingsSection):
     """Settings of the optimizer and its schedules."""
 
     name: str | None = setting(
-        None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules"
+        None,
+        "null: the rule's, or adamw",
+        choices=tuple(name.value for name in OptimizerName),
+        rows_by="--rules",
     )
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam: ULPs per step; riemannian_sgd: ULPs for a "
-        "code gradient of 1); null: the rule's, named or given by its settings, or the "
-        "optimizer's",
+        "code gradient of 1; stiffness_adafactor: in sizes of the weights); null: the rule's, "
+        "named or given by its settings, or the optimizer's",
         above=0.0,
         is_rate=True,
     )
@@ -299,8 +358,8 @@ class OptimizerConfig(SettingsSection):
     )
     momentum: float | None = setting(
         None,
-        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon: momentum; null: 0.9, for the "
-        "last 0.95",
+        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, stiffness_adafactor: "
+        "momentum; null: 0.9, for the last two 0.95 and 0",
         minimum=0.0,
         below=1.0,
     )
@@ -323,7 +382,7 @@ class OptimizerConfig(SettingsSection):
     )
     writeback: str | None = setting(
         None,
-        "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic",
+        "grid and codes storage: how a step is written back; null: the rule's, or stochastic",
         choices=WRITEBACKS,
         of_formats=True,
         storages=ROUNDED,
@@ -331,7 +390,7 @@ class OptimizerConfig(SettingsSection):
     )
     writeback_end: str | None = setting(
         None,
-        "grid and fp8 storage: how steps are written back after the share step_at of all steps; "
+        "grid and codes storage: how steps are written back after the share step_at of all steps; "
         "null: as before",
         choices=tuple(name for name in WRITEBACKS if name != "momentum"),
         of_formats=True,
@@ -339,7 +398,7 @@ class OptimizerConfig(SettingsSection):
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: random draws of rounding, independent in every step, or dither: "
+        "grid and codes storage: random draws of rounding, independent in every step, or dither: "
         "spread evenly over the steps; null: independent",
         choices=("independent", "dither"),
         of_formats=True,
@@ -371,19 +430,19 @@ class OptimizerConfig(SettingsSection):
     )
     stiffness: float | None = setting(
         None,
-        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the "
-        "first step; null: 0",
+        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, stiffness_adafactor, "
+        "fisher: exponent k at the first step; null: 0",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_end: float | None = setting(
         None,
-        "the same five: k at the last step, reached linearly; null: k stays",
+        "the same six: k at the last step, reached linearly; null: k stays",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_schedule: str | None = setting(
-        None, "the same five: schedule of k to stiffness_end; null: linear", choices=COURSES
+        None, "the same six: schedule of k to stiffness_end; null: linear", choices=COURSES
     )
     schedule: str = setting(
         "cosine",
@@ -569,10 +628,10 @@ class Config(SettingsSection):
         42, "of the initial weights, the data's order and rounding", minimum=0, maximum=2**64 - 1
     )
     task: str = setting(
-        "language",
+        Task.LANGUAGE.value,
         "language: predict the next token; classify: predict a document's labels from its first "
         "model.block_size tokens, in a corpus that has labels (prepare eurlex --task labels)",
-        choices=("language", "classify"),
+        choices=tuple(task.value for task in Task),
         of_task=True,
     )
     data: DataConfig = section(DataConfig, "The text, and the order in which it is read.")

@@ -17,8 +17,9 @@ from nanogpt_bench.config.conflicts import refuse_new_meanings
 from nanogpt_bench.config.field import NULLS, SettingsSection, kind_of, parse_text
 from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above, refusal
 from nanogpt_bench.config.metrics import WATCHED
+from nanogpt_bench.config.renamed import RENAMED, current_value
 from nanogpt_bench.config.rules import RULES, optimizer_of
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, OptimizerName
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, nearest, refusals, unknown
 
@@ -159,7 +160,7 @@ def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     settings = dict(pairs)
     for key, value in pairs:
         if key not in GONE:
-            yield key, value
+            yield key, current_value(key, value)
         elif value != GONE[key] and value not in _harmless_values(key, settings):
             raise BenchError(f"{key}: {value!r} is no longer supported; leave {key} out")
 
@@ -168,7 +169,7 @@ def _harmless_values(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return values of a setting of `GONE` that mean what is done today."""
     if key in SEEDS:
         return (settings.get("seed", Config().seed),)
-    if key == "optimizer.damping" and optimizer_of(settings) == "fisher":
+    if key == "optimizer.damping" and optimizer_of(settings) == OptimizerName.FISHER:
         return (0.1,)
     return FILLED.get(key, ())
 
@@ -277,6 +278,8 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
             allowed = FIELDS[key].allowed if key in FIELDS else "one"
             raise BenchError(f"--{key} needs a value; give {allowed}")
         text = queue.pop(0)
+    if text in RENAMED.get(key, {}):
+        raise BenchError(f"--{key}: {text!r} is called {RENAMED[key][text]!r} now; give that")
     if not text.strip():
         raise BenchError(f"--{key}: {text!r} is not allowed; give {_takes(key)}, or leave it out")
     return key, text

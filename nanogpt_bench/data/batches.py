@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Task
 from nanogpt_bench.data.tokenizers import token_dtype, tokenizer_from_meta
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError, counted, one_line
@@ -127,7 +127,7 @@ def open_corpus(config: Config, meta: dict[str, Any] | None = None) -> Corpus:
     setting. `meta` is what `read_meta` has returned, if that was called.
     """
     block = config.model.block_size or 0
-    if config.task == "classify":
+    if config.task == Task.CLASSIFY:
         # Documents may be shorter than a block.
         corpus = load_corpus(Path(config.data.dir), 0, meta)
         label_names(corpus)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanogpt_bench.data.text import VAL_DOCUMENT_INTERVAL
+from nanogpt_bench.data.tokenizer_kind import TokenizerKind
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import (
     LabelledText,
@@ -342,7 +343,7 @@ def prepare_hub(
     check_replaced(out, source, replace=replace)
     splits = splits_of(data_set.streams, column, f"data set {dataset!r}", TASKS[task])
     labels = label_names_in(data_set.streams["train"]) if task == "labels" else None
-    vocabulary = characters(splits, limits) if tokenizer == "char" else ""
+    vocabulary = characters(splits, limits) if tokenizer == TokenizerKind.CHAR else ""
     made_tokenizer = make_tokenizer(tokenizer, vocabulary, splits["train"])
     return write_corpus(out, splits, made_tokenizer, source, progress, limit, labels, replace)
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from nanogpt_bench.data.text import docstrings
+from nanogpt_bench.data.tokenizer_kind import TokenizerKind
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import (
     another_text,
@@ -403,7 +404,7 @@ def prepare_packages(
     }
     check_replaced(out, source, replace=replace)
     vocabulary = ""
-    if tokenizer == "char":
+    if tokenizer == TokenizerKind.CHAR:
         vocabulary = "".join(splits["train"]) + "".join(splits["val"])
     made_tokenizer = make_tokenizer(tokenizer, vocabulary, splits["train"])
     return write_corpus(out, splits, made_tokenizer, source, progress, limit, replace=replace)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanogpt_bench.data.tokenizer_kind import TokenizerKind
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import check_replaced, write_corpus, write_tokens
 from nanogpt_bench.system.errors import BenchError, counted, unknown
@@ -59,7 +60,7 @@ def prepare_text(
 
 
 #: tokenizers whose tokens a data folder of nanoGPT may have
-OF_NANOGPT = ("byte", "char", "gpt2")
+OF_NANOGPT = (TokenizerKind.BYTE, TokenizerKind.CHAR, TokenizerKind.GPT2)
 
 
 def prepare_nanogpt(
@@ -82,7 +83,7 @@ def prepare_nanogpt(
         raise unknown("tokenizer", tokenizer, OF_NANOGPT)
     splits = {split: _tokens_in(folder / f"{split}.bin") for split in ("train", "val")}
     text = ""
-    if tokenizer == "char":
+    if tokenizer == TokenizerKind.CHAR:
         input_file = folder / "input.txt"
         if not input_file.is_file():
             raise BenchError(

@@ -1,11 +1,11 @@
-"""Tokenizers.
+"""Tokenizers, one class for each `TokenizerKind`.
 
-    name in meta.json    tokens
-    byte                 UTF-8 bytes
-    char                 the characters of the text
-    gpt2                 GPT-2's byte pairs, whose files are installed or downloaded
-    bpe-N                byte pairs learned from the text, which meta.json has
-    model-DIGEST         those of a model, whose vocabulary has that digest
+    name in meta.json    class
+    byte                 ByteTokenizer
+    char                 CharTokenizer
+    gpt2                 Gpt2Tokenizer, whose files are installed or downloaded
+    bpe-N                BytePairTokenizer, whose pairs meta.json has
+    model-DIGEST         ModelTokenizer, of a vocabulary that has that digest
 
 `make_tokenizer` makes one to write a corpus, `tokenizer_from_meta` makes the same one
 again from the corpus's meta.json.
@@ -28,6 +28,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanogpt_bench.data.tokenizer_kind import (
+    MODEL,
+    PAIRS,
+    TOKENIZERS,
+    TokenizerKind,
+    chosen_kind,
+    stored_kind,
+)
 from nanogpt_bench.system.errors import BenchError, counted, one_line, unknown
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.hub import within
@@ -35,12 +43,6 @@ from nanogpt_bench.system.hub import within
 #: the largest vocabulary whose tokens are stored as uint16; those of larger ones are
 #: uint32
 MAX_VOCABULARY = 2**16
-#: the choices of `prepare --tokenizer`
-TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
-#: beginning of the names of learned byte pairs
-PAIRS = "bpe-"
-#: beginning of the names of a model's tokens
-MODEL = "model-"
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 Numbers = Sequence[int] | NDArray[Any]
@@ -95,7 +97,7 @@ class ByteTokenizer(Tokenizer):
     [104, 195, 169]
     """
 
-    name: str = "byte"
+    name: str = TokenizerKind.BYTE.value
     vocab_size: int = 257
     end_of_text: int | None = 256
 
@@ -126,7 +128,12 @@ class CharTokenizer(Tokenizer):
                 f"text has {len(codes)} different characters; --tokenizer char allows "
                 f"{MAX_VOCABULARY}"
             )
-        return cls("char", len(codes), None, "".join(map(chr, codes)))
+        return cls.with_characters("".join(map(chr, codes)))
+
+    @classmethod
+    def with_characters(cls, characters: str) -> CharTokenizer:
+        """Return the tokenizer of these characters, in code-point order."""
+        return cls(TokenizerKind.CHAR.value, len(characters), None, characters)
 
     def encode(self, text: str) -> Tokens:
         vocabulary = _code_points(self.characters)
@@ -153,32 +160,33 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 def check_tokenizer(name: str) -> None:
     """Refuse a tokenizer that can't be used, before any text is downloaded."""
-    if name.startswith(PAIRS):
+    kind = chosen_kind(name)
+    if kind == TokenizerKind.BYTE_PAIRS:
         pairs_size(name)
-    elif name != "char":
+    elif kind != TokenizerKind.CHAR:
         make_tokenizer(name, "")
 
 
 def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer called `name`.
 
-    `char` has the characters of `text`, and bpe-N learns pairs from `training`. A name
-    with a slash, or that of a folder or a .gguf file, means the tokenizer of the model
-    of that name.
+    `char` has the characters of `text`, and bpe-N learns pairs from `training`.
     """
-    if name == "byte":
-        return ByteTokenizer()
-    if name == "char":
-        return CharTokenizer.of(text)
-    if name == "gpt2":
-        # Missing files are refused before any text is downloaded.
-        encoding()
-        return Gpt2Tokenizer()
-    if name.startswith(PAIRS):
-        return learn_pairs(name, training)
-    if "/" in name or name.endswith(".gguf") or Path(name).is_dir():
-        return model_tokenizer(name)
-    raise unknown("tokenizer", name, TOKENIZERS)
+    match chosen_kind(name):
+        case TokenizerKind.BYTE:
+            return ByteTokenizer()
+        case TokenizerKind.CHAR:
+            return CharTokenizer.of(text)
+        case TokenizerKind.GPT2:
+            # Missing files are refused before any text is downloaded.
+            encoding()
+            return Gpt2Tokenizer()
+        case TokenizerKind.BYTE_PAIRS:
+            return learn_pairs(name, training)
+        case TokenizerKind.MODEL:
+            return model_tokenizer(name)
+        case None:
+            raise unknown("tokenizer", name, TOKENIZERS)
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
@@ -190,18 +198,22 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
         KeyError, TypeError, ValueError: a meta.json that does not describe a tokenizer.
     """
     name = meta["tokenizer"]
-    if name == "char":
-        characters = meta["characters"]
-        if not isinstance(characters, str):
-            raise TypeError(f"characters of {type(characters).__name__}; a text is needed")
-        return CharTokenizer("char", len(characters), None, characters)
-    if name == "gpt2":
-        return Gpt2Tokenizer()
-    if str(name).startswith(PAIRS):
-        return _pairs_from_meta(meta)
-    if str(name).startswith(MODEL):
-        return _model_tokenizer_from_meta(meta)
-    return make_tokenizer(name, "")
+    match stored_kind(str(name)):
+        case TokenizerKind.BYTE:
+            return ByteTokenizer()
+        case TokenizerKind.CHAR:
+            characters = meta["characters"]
+            if not isinstance(characters, str):
+                raise TypeError(f"characters of {type(characters).__name__}; a text is needed")
+            return CharTokenizer.with_characters(characters)
+        case TokenizerKind.GPT2:
+            return Gpt2Tokenizer()
+        case TokenizerKind.BYTE_PAIRS:
+            return _pairs_from_meta(meta)
+        case TokenizerKind.MODEL:
+            return _model_tokenizer_from_meta(meta)
+        case None:
+            raise unknown("tokenizer", name, (*TOKENIZERS, f"{MODEL}DIGEST"))
 
 
 VOCABULARY = 50257
@@ -227,7 +239,7 @@ class Gpt2Tokenizer(Tokenizer):
     Its files are read when they are needed.
     """
 
-    name: str = "gpt2"
+    name: str = TokenizerKind.GPT2.value
     vocab_size: int = VOCABULARY
     end_of_text: int | None = END_OF_TEXT
 

@@ -177,7 +177,7 @@ class _SplitWriter:
         }
 
     def _write_document(self, text: str, file: BinaryIO) -> None:
-        for piece in pieces(text):
+        for piece in text_pieces(text):
             self._write_tokens(self.tokenizer.encode(piece), piece, file)
             if self._is_full:
                 return
@@ -203,7 +203,7 @@ class _SplitWriter:
         file.write(data)
 
 
-def pieces(text: str, size: int = ENCODED_AT_A_TIME) -> Iterator[str]:
+def text_pieces(text: str, size: int = ENCODED_AT_A_TIME) -> Iterator[str]:
     """Yield `text` in pieces of at most `size` characters.
 
     They are cut between words if possible, where no pairs are merged.

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import OF_LABELS
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.loop.trainer import mean_and_error
 from nanogpt_bench.model.causal import is_linear, window_losses
 from nanogpt_bench.model.weights import save_weights
@@ -61,12 +62,16 @@ def rounded(
         options: further arguments of `fm.quantize_model`.
     """
     linear_formats = {pattern: value for pattern, value in formats.items() if pattern != EMBEDDINGS}
-    embedding_format = formats.get(EMBEDDINGS, "none")
+    embedding_format = formats.get(EMBEDDINGS, NO_FORMAT)
     float_modules = dict(model.named_modules())
+    # `quantize_model` keeps the parameters' objects, which then hold codes.
+    float_weights = {
+        name: module.weight.detach() for name, module in float_modules.items() if is_linear(module)
+    }
     try:
         with ExitStack() as stack:
             saved_bytes = 0
-            if embedding_format != "none":
+            if embedding_format != NO_FORMAT:
                 saved_bytes = stack.enter_context(
                     _rounded_embeddings(model, embedding_format, options)
                 )
@@ -75,9 +80,12 @@ def rounded(
             yield memory_of([*model.parameters(), *model.buffers()]) - saved_bytes
     finally:
         for name, module in list(model.named_modules()):
-            if isinstance(module, fm.QuantizedLinear):
+            # A layer that held codes before stays as it was.
+            if isinstance(module, fm.QuantizedLinear) and name in float_weights:
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, float_modules[name])
+                linear = float_modules[name]
+                linear.weight = nn.Parameter(float_weights[name], module.weight.requires_grad)
+                setattr(model.get_submodule(parent), child, linear)
 
 
 @contextmanager
@@ -108,7 +116,7 @@ def quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
     Formats that can't be used with this model are refused.
     """
     with refusals("formats", ValueError, TypeError):
-        return fm.quantize_model(model, formats, "fp8", **options)
+        return fm.quantize_model(model, formats, "codes", **options)
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,7 @@ class Measurement:
             self.float_losses = losses
         self.losses = losses
         rounded_tables = {}
-        if formats.get(EMBEDDINGS, "none") != "none":
+        if formats.get(EMBEDDINGS, NO_FORMAT) != NO_FORMAT:
             rounded_tables = self._table_sizes()
         self.unquantised = self._lines_of_unquantised(report, rounded_tables)
         differences = []

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.endings import RunStatus
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import NO_FORMAT, Config, Task
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_corpus_text
@@ -278,7 +278,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
             raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
     trained = load(choose(run_dir, args.checkpoint or "last"))
     place = folder_of(trained.path)
-    if trained.config.task != "language":
+    if trained.config.task != Task.LANGUAGE:
         raise BenchError(
             f"{place} is of task {trained.config.task!r}, and a report of formats measures windows "
             f"of a text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} --formats A,B rounds "
@@ -397,7 +397,7 @@ def _report(
     for name in args.formats or ():
         names += ALL if name == "all" else (name,)
     formats = named_formats(names)
-    if "none" in formats:
+    if NO_FORMAT in formats:
         raise BenchError("--formats: 'none' is what the gaps are measured against; leave it out")
     if args.budget is not None and not args.sensitivity:
         args.sensitivity = LayerGroups.KINDS
@@ -483,7 +483,7 @@ def _plan_rows(
 
     Without formats there are rows of those that were given by layer, if any.
     """
-    stored = measurement.stored or StoredAs("none", "")
+    stored = measurement.stored or StoredAs(NO_FORMAT, "")
     plans = [_RowPlan(stored.formats, {}, stored.granularities)]
     if layer_formats and not names:
         plans += [_RowPlan("mixed", layer_formats, scale) for scale in scales]
@@ -536,7 +536,7 @@ def _named_layers(model: nn.Module, layer_formats: Mapping[str, Any]) -> Any:
         return {}
     linear_layers = {name: (1, 1) for name, module in model.named_modules() if is_linear(module)}
     with refusals("model.formats", ValueError):
-        return fm.check_formats(patterns, linear_layers, "fp8")
+        return fm.files.check_formats(patterns, linear_layers, "codes")
 
 
 class _GapMap:
@@ -567,7 +567,7 @@ class _GapMap:
     def measure(self, tick: Callable[[str], None]) -> None:
         """Measure all cells."""
         losses = self._measurement.float_losses
-        if any(value != "none" for value in self._layer_formats.values()):
+        if any(value != NO_FORMAT for value in self._layer_formats.values()):
             # They hold in every cell, so its gap is to a row with these alone.
             self._reference = self._measurement.row(
                 "given", self._layer_formats, self._scale, saves=False
@@ -599,7 +599,7 @@ class _GapMap:
             return None
         formats: dict[str, Any] = {}
         for pattern, name in mixture.items():
-            if name != "none":
+            if name != NO_FORMAT:
                 formats |= dict.fromkeys(self._groups[pattern], name)
         return self._measurement.row("mixture", {**formats, **self._layer_formats}, self._scale)
 
@@ -608,7 +608,7 @@ class _GapMap:
         reference_size = _bytes_of(self._reference, parameters)
         choices: dict[str, list[tuple[str, float, int]]] = {}
         for cell, evaluation in self._cells.items():
-            formats = choices.setdefault(cell.pattern, [Choice("none", 0.0, 0)])
+            formats = choices.setdefault(cell.pattern, [Choice(NO_FORMAT, 0.0, 0)])
             gap = evaluation.gap or 0.0
             if math.isfinite(gap):
                 size = _bytes_of(evaluation, parameters) - reference_size
@@ -700,7 +700,7 @@ def _as_run(row: Evaluation, model: str, facts: Mapping[str, Any], block: int) -
     if row.formats:
         rule = f"rounded ({row.scale})"
     else:
-        rule = "float32" if row.format == "none" else "as stored"
+        rule = "float32" if row.format == NO_FORMAT else "as stored"
     settings = {
         "pretrained": model,
         "block_size": block,

@@ -20,6 +20,7 @@ import torch
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
+    NO_FORMAT,
     ROUNDED,
     Config,
     OptimizerConfig,
@@ -188,17 +189,17 @@ class RunWeights:
         if floats and not names:
             given_formats = {**self.config.model.formats, **self.formats}
         format_settings = [key for key in self.overrides if key in FORMAT_KEYS]
-        if format_settings and not given_formats and set(names) <= {"none"}:
+        if format_settings and not given_formats and set(names) <= {NO_FORMAT}:
             raise BenchError(
                 f"--{format_settings[0]}: no row has a format; give --formats, such as "
                 f"--formats E4M3"
             )
         yield f"{format_summary(self.config)} (as trained)", self.as_trained(corpus, device)
         rows = list(names)
-        if floats and (not self.is_plain or "none" in names):
-            rows = ["none", *(name for name in names if name != "none")]
+        if floats and (not self.is_plain or NO_FORMAT in names):
+            rows = [NO_FORMAT, *(name for name in names if name != NO_FORMAT)]
         for name in rows:
-            formats = {} if name == "none" else self.requantised(name)
+            formats = {} if name == NO_FORMAT else self.requantised(name)
             yield name, self.rounded(formats, corpus, device)
         if given_formats and format_settings:
             yield "given", self.rounded(given_formats, corpus, device)
@@ -229,7 +230,7 @@ class RunWeights:
         model.tie_weights = self._shape.tie_weights
         model.format = None
         model.formats = dict(formats)
-        if all(value == "none" for value in formats.values()):
+        if all(value == NO_FORMAT for value in formats.values()):
             model.formats = {}
             model.storage = None
             model.granularity = None
@@ -238,7 +239,7 @@ class RunWeights:
             model.embeddings = None
             return config
         model.storage = self._row_storage()
-        if model.storage != Storage.FP8:
+        if model.storage != Storage.CODES:
             model.embeddings = None
         if model.storage not in MANIFOLDS:
             model.headroom = None
@@ -261,7 +262,7 @@ class RunWeights:
             return run_storage if run_storage in ROUNDED else Storage.MASTER.value
         if storage not in (Storage.MASTER, *ROUNDED):
             raise BenchError(
-                f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, fp8"
+                f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, codes"
             )
         return str(storage)
 
@@ -283,9 +284,9 @@ def _with_weight(value: Any, fmt: str) -> Any:
     `none` stays.
     """
     if not isinstance(value, dict):
-        return value if value == "none" else fmt
+        return value if value == NO_FORMAT else fmt
     weight = value.get("weight")
-    if weight == "none":
+    if weight == NO_FORMAT:
         return value
     if isinstance(weight, dict):
         return {**value, "weight": {**weight, "format": fmt}}

@@ -42,8 +42,8 @@ from nanogpt_bench.runs.load import Run, load_run, smooth
 LOSS: Final = metrics.TRAIN_LOSS.name
 #: steps over which a loss is smoothed
 SMOOTHED_STEPS = 10
-#: steps below which no plateau is judged
-SHORTEST_PLATEAU_RUN = 20
+#: steps below which no plateau is judged: in fewer, half of the run is a single window
+SHORTEST_PLATEAU_RUN = 3 * SMOOTHED_STEPS
 #: the band of a plateau, as a share of the loss's fall
 FLAT = 0.02
 _EXCESS = metrics.EXCESS.name
@@ -168,7 +168,7 @@ class RunEvidence:
         if self.setting("model.peer") is not None:
             return False
         # Operands may be measured against a format.
-        watched = (*OVERFLOW.each, *CLAMPED.each)
+        watched = (*OVERFLOW.parts, *CLAMPED.parts)
         return not any(worst(self, share.name) for share in watched)
 
 
@@ -310,7 +310,10 @@ def _rest(evidence: RunEvidence) -> Series:
     """
     series = evidence.series(LOSS)
     losses = series.values
-    if len(losses) < SHORTEST_PLATEAU_RUN:
+    # A run that `train.stop_on` ended on a plateau would have stayed there: it counts,
+    # however short it was and however late the plateau came.
+    ended_on_plateau = at(evidence.run.summary, "stop.kind") == StopKind.PLATEAU
+    if not losses or (len(losses) < SHORTEST_PLATEAU_RUN and not ended_on_plateau):
         return Series()
     width = max(SMOOTHED_STEPS, len(losses) // 40)
     means = _windowed_means(losses, width)
@@ -325,9 +328,7 @@ def _rest(evidence: RunEvidence) -> Series:
     if statistics.fmean(last_quarter) > level + 2 * band:
         # not at rest
         share = 1.0
-    elif at(evidence.run.summary, "stop.kind") == StopKind.PLATEAU:
-        # A run that `train.stop_on` ended on a plateau would have stayed there: it
-        # counts, however late it came.
+    elif ended_on_plateau:
         share = 0.0
     else:
         share = series.steps[start] / max(series.steps[-1], 1)

@@ -26,7 +26,7 @@ REST: Final = f"share of the run until {metrics.TRAIN_LOSS.name} rests"
 FLATNESS: Final = f"{metrics.VAL_LOSS.name} over its lowest before, less one"
 #: kurtosis of the blocks' outputs; other activations exceed any bound on their kurtosis
 #: in healthy runs
-OF_BLOCKS: Final = KURTOSIS.by("residual").name
+OF_BLOCKS: Final = KURTOSIS.part("residual").name
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ CLASSES: Final = (
         patience=3,
         message="{mean:.1%} of the weights lost a requested update",
     ),
-    *(_overflow_limit(metric) for metric in OVERFLOW.each),
-    *(_overflow_limit(metric) for metric in CLAMPED.each),
+    *(_overflow_limit(metric) for metric in OVERFLOW.parts),
+    *(_overflow_limit(metric) for metric in CLAMPED.parts),
     Limit(
         FailureClass.OUTLIER_EXPLOSION,
         OF_BLOCKS,

@@ -173,8 +173,8 @@ def _bytes_of_processes(trainer: Trainer) -> dict[str, Any]:
     ranks = trainer.ranks
     if ranks.size == 1:
         return {}
-    bytes_by_rank = ranks.each(held_bytes(trainer.model, trainer.optimizer))
-    peaks_by_rank = ranks.each(peak_bytes(trainer.device))
+    bytes_by_rank = ranks.gathered(held_bytes(trainer.model, trainer.optimizer))
+    peaks_by_rank = ranks.gathered(peak_bytes(trainer.device))
     return {
         "processes": {
             "parallel": trainer.config.train.parallel,

@@ -28,6 +28,7 @@ from nanogpt_bench.checkpoint.format import (
 )
 from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.renamed import current_value
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import flatten, load_config
 from nanogpt_bench.data.batches import digests_of
@@ -336,7 +337,7 @@ def _setting_changes(
     """
     for key, setting in FIELDS.items():
         default = json.loads(json.dumps(setting.default), parse_constant=str)
-        old = at(saved, key, default)
+        old = current_value(key, at(saved, key, default))
         new = at(current, key, default)
         if old != new:
             yield _SettingChange(key, old, new)

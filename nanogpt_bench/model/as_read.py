@@ -22,15 +22,12 @@ def check_floats(model: Any, name: str) -> None:
 
     transformers would read them as numbers.
     """
-    if getattr(model, "hf_quantizer", None) is not None:
-        # The quantiser has checked the files.
-        return
     folder = Path(name)
     if not folder.is_dir():
         folder = hub_file(name, "config.json", asked="model").parent
     single_file = folder / "model.safetensors"
     with refusals(f"model {name!r}", ValueError):
-        fm.huggingface.check_floats(model, single_file if single_file.is_file() else folder)
+        fm.files.check_floats(model, single_file if single_file.is_file() else folder)
 
 
 def check_size(settings: Any, name: str) -> None:

@@ -68,7 +68,7 @@ class Outline:
     #: all names of the weight of a linear layer that shares its weight with another
     #: module, by the layer's name
     shared: Mapping[str, tuple[str, ...]]
-    #: codes and scales in the files by the weight's name (`fm.published_weights`);
+    #: codes and scales in the files by the weight's name (`fm.files.stored_weights`);
     #: empty for a float model
     stored: Mapping[str, Any]
 
@@ -261,7 +261,7 @@ def stored_of(name: str) -> Mapping[str, Any]:
     if not may_have_codes:
         return {}
     with quiet_transformers(name), refusals(f"model {name!r}", ValueError):
-        return fm.published_weights(name)
+        return fm.files.stored_weights(name)
 
 
 def _has_separate_head(settings: Any, name: str) -> bool:
@@ -400,7 +400,7 @@ def _read_stored(name: str, quantization: Mapping[str, Any] | None) -> Any:
         if key in ("rounding", "draws", "seed"):
             options[key] = value
     with quiet_transformers(name):
-        model = fm.load_fp8(name, dtype=torch.float32, **options)
+        model = fm.load(name, dtype=torch.float32, **options)
         if quantization is not None:
             return model
         return without_codes(fm.dequantize_model(model))
@@ -419,11 +419,13 @@ def _read_floats(
     if not from_gguf:
         options["use_safetensors"] = True
     with quiet_transformers(name) as transformers:
+        options["config"] = pretrained_config(name)
         if quantization is not None and not from_gguf:
-            options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
-        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-            **location, config=pretrained_config(name), **options
-        )
+            folder = location["pretrained_model_name_or_path"]
+            model, loading_info = fm.load(folder, **options, **quantization)
+        else:
+            auto = transformers.AutoModelForCausalLM
+            model, loading_info = auto.from_pretrained(**location, **options)
     if from_gguf:
         file = Path(location["pretrained_model_name_or_path"]) / location["gguf_file"]
         unexpected = loading_info.pop("unexpected_keys", None) or ()
@@ -431,7 +433,7 @@ def _read_floats(
             unread = check_unread_tensors(model, file, unexpected)
         if unread:
             say(f"{file.name}: {', '.join(unread)} left out: their values change nothing")
-    else:
+    elif quantization is None:
         check_floats(model, name)
     _check_weight_names(loading_info, name)
     return without_codes(model)

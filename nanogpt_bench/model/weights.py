@@ -1,6 +1,6 @@
 """A model's layers and weights as plain tensors, and their files.
 
-A one-byte weight of this library has five parts in a file (`fm.unflatten_state_dict`).
+A one-byte weight of this library has five parts in a file (`fm.files.unflatten`).
 A weight of another package is a tensor subclass: it is taken apart into the plain
 tensors inside it, under names `WEIGHT::PART`. A tied weight is written once.
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: tensor inside it
 PART = "::"
 #: endings of a one-byte weight's name for its parts in a state
-#: (`fm.unflatten_state_dict`)
+#: (`fm.files.unflatten`)
 _PARTS = ("", "_scale", "_counter", "_traits", "_remainder")
 
 
@@ -100,7 +100,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """Write a model's parameters and buffers to a file; a tied weight once.
 
     A reader sees the file whole or not at all. One-byte weights are written in the
-    parts that they have in a state (`fm.unflatten_state_dict`).
+    parts that they have in a state (`fm.files.unflatten`).
     """
     tensors = tensors_of(model)
     refuse_to_replace(
@@ -146,9 +146,9 @@ def fill(
     weights.
     """
     model_state = model.state_dict()
-    expected = fm.unflatten_state_dict(taken_apart(model_state))
+    expected = fm.files.unflatten(taken_apart(model_state))
     with refusals(f"{source} can't be read", ValueError):
-        state = fm.unflatten_state_dict(tensors, metadata)
+        state = fm.files.unflatten(tensors, metadata)
     for name, first_name in _first_names_of_ties(model).items():
         if first_name in state:
             state[name] = state[first_name]

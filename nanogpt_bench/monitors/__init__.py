@@ -42,5 +42,5 @@ def charted(namespace: str) -> tuple[Metric, ...]:
     metrics_of_charts: list[Metric] = []
     for metric in METRICS:
         if metric.chart and metric.namespace == namespace:
-            metrics_of_charts.extend(metric.each)
+            metrics_of_charts.extend(metric.parts)
     return tuple(metrics_of_charts)

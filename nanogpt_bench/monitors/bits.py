@@ -130,7 +130,7 @@ class Bits(Monitor):
         for (kind, layer), histogram in self._histograms.items():
             size, figures = bit_figures(histogram.counts, histogram.format)
             for metric, value in figures.items():
-                self._figures.add(metric.by(kind), layer, value, size)
+                self._figures.add(metric.part(kind), layer, value, size)
         self._histograms.clear()
         super().complete_record(step)
 

@@ -42,13 +42,19 @@ INTERVAL = 10
 
 
 def layer_kind(name: str) -> str:
-    """Return the name that a layer has in every block.
+    """Return the name that a layer has in every block, and an expert in every layer.
 
     >>> layer_kind("blocks.3.attn.qkv"), layer_kind("lm_head")
     ('attn.qkv', 'lm_head')
+    >>> layer_kind("model.layers.3.mlp.experts.5.w1")
+    'mlp.experts.w1'
     """
     parts = name.split(".")
-    return ".".join(parts[2:]) if len(parts) > 2 and parts[1].isdigit() else name
+    block = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    if block is None:
+        return name
+    names = [part for part in parts[block + 1 :] if not part.isdigit()]
+    return ".".join(names) or name
 
 
 @torch.no_grad()
@@ -111,8 +117,8 @@ class FloorObserver(Observer):
             weight = forward_weight(self._layers[name])
             for fmt in self._formats:
                 floor = rounding_floor(weight, average / self._total_weight, fmt)
-                self._sums[f"{FLOOR.by(fmt).name}/{layer_kind(name)}"] += floor
-                self._sums[FLOOR.by(fmt).name] += floor
+                self._sums[f"{FLOOR.part(fmt).name}/{layer_kind(name)}"] += floor
+                self._sums[FLOOR.part(fmt).name] += floor
 
     def complete_record(self, step: Step) -> None:
         if step.last and self._count:

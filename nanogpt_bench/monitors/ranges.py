@@ -252,7 +252,7 @@ class Ranges(UpdateMonitor):
         size = operand.values.numel()
         figures = range_figures(operand.values, operand.format, operand.scale)
         for metric, value in figures.items():
-            self._figures.add(metric.by(operand.kind), operand.layer, value, size)
+            self._figures.add(metric.part(operand.kind), operand.layer, value, size)
 
 
 #: returns the monitor of a run

@@ -1,6 +1,6 @@
 """Stall: weights that stayed where they were despite an update, and movement made.
 
-On grid and fp8 storage the optimizer hands over each parameter before the step, as
+On grid and codes storage the optimizer hands over each parameter before the step, as
 requested and after the write-back. With master weights a step loses nothing, and the
 share of updated weights whose *code* did not change is measured. Under an unbiased
 write-back neither is a failure: there the share of the requested movement that was made

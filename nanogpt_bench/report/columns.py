@@ -232,9 +232,10 @@ ARRIVED_NOTE = (
 )
 VERDICT_NOTE = (
     f"Verdict: within {VERDICT_BOUNDS.outside.bound:.0%} of the reference's final val loss or "
-    f"outside; ahead or behind by {VERDICT_BOUNDS.behind.bound:g} nats and two standard "
-    f"errors; doubtful at a mean gradient cosine of {VERDICT_BOUNDS.cosine.bound:g} or less; a "
-    f"stall is named from {VERDICT_BOUNDS.stall.bound:.0%} on."
+    "outside, and too early where the reference fell by less than that; ahead or behind by "
+    f"{VERDICT_BOUNDS.behind.bound:g} nats and two standard errors; doubtful at a mean gradient "
+    f"cosine of {VERDICT_BOUNDS.cosine.bound:g} or less; a stall is named from "
+    f"{VERDICT_BOUNDS.stall.bound:.0%} on."
 )
 
 #: all columns, from left to right

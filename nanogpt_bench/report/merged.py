@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.report.results_file import Exported, given_up
 from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.load import Run
@@ -87,5 +88,5 @@ def _given_up_rows(search: Mapping[str, Any]) -> list[Row]:
     if not reason:
         return []
     rule = str(search.get("rule") or "none")
-    fmt = str(search.get("format") or "none")
+    fmt = str(search.get("format") or NO_FORMAT)
     return [Row(str(label), rule, fmt, (), reason=reason) for label in labels]

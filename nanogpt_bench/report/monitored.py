@@ -29,7 +29,7 @@ def _names_of_metrics() -> tuple[str, ...]:
     names = list(ALWAYS)
     for metric in METRICS:
         if _is_of_model(metric):
-            names += [part.name for part in metric.each]
+            names += [part.name for part in metric.parts]
     return tuple(dict.fromkeys(names))
 
 

@@ -174,6 +174,7 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         lacks_reference=reference is None,
         gap=_mean_of_figure(gap.figure),
         gap_error=gap.error,
+        reference_fall=None if comparable is None else _fall_share(comparable),
     )
     given_up = Verdict(Judgement.FAILED, row.reason)
     verdict = given_up if row.reason else judge_row(row.runs, evidence)
@@ -216,6 +217,15 @@ def _measure_gap(row: Row, reference: Row) -> _Gap:
     if gaps and base is not None and base > 0:
         share = statistics.fmean(gaps) / base
     return _Gap(figure(gaps), share, error)
+
+
+def _fall_share(row: Row) -> float | None:
+    """Return how far a row's validation loss fell, as a share of its final one."""
+    first = mean_of(run.at_end("first_val_loss") for run in row.runs)
+    final = mean_of(map(_final_val_loss, row.runs))
+    if first is None or final is None or final <= 0:
+        return None
+    return (first - final) / final
 
 
 def _best_val_loss(row: Row) -> Figure | None:

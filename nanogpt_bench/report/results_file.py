@@ -23,6 +23,8 @@ from nanogpt_bench.config.metrics import (
     VAL_LOSS,
     VAL_LOSS_SE,
 )
+from nanogpt_bench.config.renamed import with_current_values
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.monitored import MONITORED, monitored_figures
 from nanogpt_bench.report.rows import Row
@@ -156,7 +158,7 @@ class _PlannedRow:
 
     label: str
     rule: str = "unknown"
-    format: str = "none"
+    format: str = NO_FORMAT
     seeds: list[_PlannedSeed] = field(default_factory=list)
     #: why there will be no runs; "" otherwise
     reason: str = ""
@@ -397,7 +399,7 @@ def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
 
 def _read_entry_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    for key, value in _with_prefix(entry, CONFIG_PREFIX).items():
+    for key, value in with_current_values(_with_prefix(entry, CONFIG_PREFIX)).items():
         section, dot, name = key.partition(".")
         if dot:
             config.setdefault(section, {})[name] = value

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.report.rows import Row
 
 # Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark
@@ -96,7 +97,7 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
     References are in ink, other rows differ by rule and format, if possible.
     """
     ink_labels = list(dict.fromkeys(row.label for row in references if row is not None))
-    formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
+    formats = list(dict.fromkeys(row.format for row in rows if row.format != NO_FORMAT))
     by_label: dict[str, Style] = {}
     used_pairs: set[tuple[int, int]] = set()
     for row in rows:
@@ -106,7 +107,7 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
             place = ink_labels.index(row.label) % len(DASH_ORDER)
             by_label[row.label] = Style(None, DASH_ORDER[place], MARKERS[place], INK_WIDTH * width)
             continue
-        wanted_dash = formats.index(row.format) if row.format != "none" else 0
+        wanted_dash = formats.index(row.format) if row.format != NO_FORMAT else 0
         colour, dash = _free_pair(_rule_colour(row.rule), wanted_dash % len(DASH_ORDER), used_pairs)
         used_pairs.add((colour, dash))
         by_label[row.label] = Style(colour, DASH_ORDER[dash], MARKERS[dash], width)

@@ -9,6 +9,7 @@ from typing import Any
 from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.report.comparable import corpus_digests, differing_facts, loss_conditions
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run, has_ended
@@ -70,7 +71,7 @@ def row_label(rule: str, fmt: str) -> str:
     >>> row_label("nearest", "E4M3"), row_label("fp32", "none")
     ('E4M3 nearest', 'fp32')
     """
-    return rule if fmt == "none" else f"{fmt} {rule}"
+    return rule if fmt == NO_FORMAT else f"{fmt} {rule}"
 
 
 def group_rows(runs: Sequence[Run]) -> list[Row]:

@@ -186,8 +186,8 @@ STALL_WORDS = (
     "Share of all quantised weights that a nonzero requested update left on the same grid "
     "value, at single steps. With nearest rounding such an update is lost; a master copy (code "
     "unchanged) has it in float32. With stochastic rounding a weight moves with probability "
-    "|update| / ULP: it stays at most steps and is right on average, so look at the movement "
-    "that arrived."
+    "|update| / ULP: it stays at most steps, and moves as far as it should on average. So look "
+    "at the movement that arrived."
 )
 
 

@@ -34,6 +34,8 @@ RATE_KEYS = frozenset({"optimizer.lr", "optimizer.float_lr"})
 #: pixels of a line of a heat map, and of what is above its lines
 LINE_PIXELS = 34
 HEAD_PIXELS = 50
+#: nats; trainings that differ only by chance end up to about a third as far apart
+LEAST_REACH = 0.05
 #: the mark of failed runs
 CROSS = {
     "type": "point",
@@ -57,7 +59,7 @@ def sensitivity_charts(studies: Sequence[SensitivityMap]) -> list[Chart]:
 
 
 def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
-    reach = _largest_gap(study)
+    reach = _colour_reach(study)
     patterns = [category(pattern) for pattern in study.patterns]
     formats = [category(fmt) for fmt in study.formats]
     columns = category_axis(
@@ -96,9 +98,13 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
     return Chart(name, "Which format works where", caption, spec, height, wide=True, drag="")
 
 
-def _largest_gap(study: SensitivityMap) -> float:
-    """Return the largest magnitude of a gap; 1 if all are 0 or unknown."""
-    largest = 0.0
+def _colour_reach(study: SensitivityMap) -> float:
+    """Return the magnitude of a gap at which colours end; 1 if all are 0 or unknown.
+
+    It is the largest gap. Of trained cells it is at least `LEAST_REACH`, so that the
+    noise of training is pale. Weights that are rounded once have no such noise.
+    """
+    largest = 0.0 if study.checkpoint else LEAST_REACH
     for line in study.gaps:
         for gap in line:
             if gap is not None:

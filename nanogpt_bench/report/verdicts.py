@@ -77,6 +77,8 @@ class RowComparison:
     gap: float | None = None
     #: the standard error of `gap`
     gap_error: float | None = None
+    #: how far the reference's validation loss fell, as a share of its final one
+    reference_fall: float | None = None
 
 
 def judge_row(runs: Sequence[Run], evidence: RowComparison) -> Verdict:
@@ -198,4 +200,8 @@ def _compare_gap(evidence: RowComparison, gap_share: float) -> Verdict:
         return Verdict(Judgement.BEHIND, "behind")
     if gap < -margin or gap_share < -bound:
         return Verdict(Judgement.AHEAD, "ahead")
+    fall = evidence.reference_fall
+    if fall is not None and fall <= bound:
+        # A row that had not trained at all would be within the bound, too.
+        return Verdict(Judgement.UNKNOWN, "too early")
     return Verdict(Judgement.WITHIN, f"within {bound:.0%}")

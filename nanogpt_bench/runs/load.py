@@ -19,7 +19,9 @@ from typing import Any
 
 from nanogpt_bench.config.endings import ASKED_STOPS, LOSS_FAILURES, RunStatus
 from nanogpt_bench.config.metrics import SPEED, VAL_LOSS
+from nanogpt_bench.config.renamed import with_current_sections
 from nanogpt_bench.config.rules import stall_counts
+from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import at, history_lines
 from nanogpt_bench.runs.read import ALERTS_FILE, METRICS_FILE, Records, finite, mapping, records
@@ -157,7 +159,7 @@ def _one_line_name(value: object) -> str:
 def _configured_format(config: Mapping[str, Any]) -> str:
     model = config.get("model")
     if not isinstance(model, Mapping):
-        return "none"
+        return NO_FORMAT
     names: set[str] = set()
     formats = model.get("formats")
     if isinstance(formats, Mapping):
@@ -166,7 +168,7 @@ def _configured_format(config: Mapping[str, Any]) -> str:
         names.add(str(model["format"]))
     if len(names) > 1:
         return "mixed"
-    return names.pop() if names else "none"
+    return names.pop() if names else NO_FORMAT
 
 
 def is_run_folder(path: Path) -> bool:
@@ -182,7 +184,7 @@ def load_run(path: Path) -> Run:
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
     notes: list[str] = []
-    config = mapping(path / "config.yaml", notes)
+    config = with_current_sections(mapping(path / "config.yaml", notes))
     environment = mapping(path / "environment.json", notes)
     notes.extend(history_lines(environment))
     metrics = _metrics(path / METRICS_FILE, notes)

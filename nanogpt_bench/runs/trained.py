@@ -25,7 +25,7 @@ from nanogpt_bench.checkpoint.format import (
     step_of,
     steps,
 )
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Task
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import PART
@@ -189,7 +189,7 @@ def trained_shape(path: Path) -> GPTShape:
         bias=bool(settings.bias),
         tie_weights=head is None,
         gelu=settings.gelu or "exact",
-        labels=head[0] if head and config.task == "classify" else 0,
+        labels=head[0] if head and config.task == Task.CLASSIFY else 0,
     )
 
 
@@ -221,7 +221,7 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
             f"which only its own run can use"
         )
     with refusals(f"checkpoint {str(trained.path)!r}", ValueError):
-        state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
+        state = fm.files.unflatten(trained.tensors, trained.metadata)
     weights: dict[str, Tensor] = {}
     for name, value in state.items():
         if name.rpartition(".")[2] in ("weight", "bias"):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.config.schema import Config, ModelConfig, Storage
+from nanogpt_bench.config.schema import DECODED, NO_FORMAT, Config, ModelConfig, Storage
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line, refusals
 
@@ -33,7 +33,7 @@ def fill_formats(model: ModelConfig) -> dict[str, ParsedFormat]:
         pattern: _parse_formats(value, f"model.formats.{pattern}")
         for pattern, value in model.formats.items()
     }
-    if all(value == "none" for value in formats.values()):
+    if all(value == NO_FORMAT for value in formats.values()):
         formats = {}
     model.formats = {pattern: _with_names(value) for pattern, value in formats.items()}
     return formats
@@ -59,8 +59,8 @@ def _with_names(value: Any) -> Any:
 
 
 def _parse_format(name: Any, key: str) -> fm.FloatFormat | str:
-    if name is None or str(name).lower() == "none":
-        return "none"
+    if name is None or str(name).lower() == NO_FORMAT:
+        return NO_FORMAT
     with refusals(key, ValueError, TypeError):
         return _named_format(name) if isinstance(name, str) else fm.FloatFormat.from_string(name)
 
@@ -96,7 +96,7 @@ def read_layers(
             tie_weights=bool(model.tie_weights),
             tied=model.tied or "refuse",
             pretrained=model.pretrained,
-            products=model.products or "decoded",
+            products=model.products or DECODED,
             formats=formats,
         )
     )
@@ -144,15 +144,15 @@ def _layer_specs(settings: _LayerSettings) -> dict[str, fm.LayerSpec]:
     }
     formats: dict[str, Any] = dict(settings.formats)
     try:
-        specs = fm.check_formats(formats, layers, shared=shared, **options)
-        if settings.products != "decoded" and specs:
+        specs = fm.files.check_formats(formats, layers, shared=shared, **options)
+        if settings.products != DECODED and specs:
             # Once more with products, which need sizes that fit. The codes of heads,
             # whose vocabulary may have any size, are decoded instead.
             options["products"] = settings.products
             formats |= _decoded_heads(specs, formats)
-            specs = fm.check_formats(formats, layers, shared=shared, **options)
+            specs = fm.files.check_formats(formats, layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
-        if settings.products != "decoded" and str(error).startswith("products="):
+        if settings.products != DECODED and str(error).startswith("products="):
             reason = one_line(error).removeprefix("products=")
             raise BenchError(f"model.products: {reason}") from None
         message = f"model.formats: {one_line(error)}"
@@ -211,7 +211,7 @@ def weight_format(value: Any) -> str:
     """
     if isinstance(value, dict):
         return weight_format(value.get("weight", value.get("format")))
-    return str(value or "none")
+    return str(value or NO_FORMAT)
 
 
 def format_summary(config: Config) -> str:
@@ -221,4 +221,4 @@ def format_summary(config: Config) -> str:
     'none'
     """
     weights = {weight_format(value) for value in config.model.formats.values()}
-    return "mixed" if len(weights) > 1 else next(iter(weights), "none")
+    return "mixed" if len(weights) > 1 else next(iter(weights), NO_FORMAT)

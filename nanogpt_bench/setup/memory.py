@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.config.schema import OPTIONS, PEERS, Config, Precision, Storage
+from nanogpt_bench.config.schema import OPTIONS, PEERS, Config, Precision, Storage, Task
 from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.setup.task import BYTES_HELD, model_shape
 from nanogpt_bench.system.free_memory import check_memory
@@ -164,7 +164,7 @@ def check_fits(config: Config, shape: GPTShape | None = None, *, trained: bool =
         shape = model_shape(config, None)
     train = config.train
     # Documents may be few, and short.
-    tokens = 0 if config.task == "classify" else train.batch_size * shape.block_size
+    tokens = 0 if config.task == Task.CLASSIFY else train.batch_size * shape.block_size
     parameters = 0 if config.model.pretrained else parameters_of(shape)
     needed = 4 * parameters
     on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
@@ -184,7 +184,7 @@ def check_batches_fit(config: Config) -> None:
     Those of a training are part of `check_fits`. Batches of documents may be few, and
     are not counted.
     """
-    if config.task == "classify":
+    if config.task == Task.CLASSIFY:
         return
     size, block_size = config.train.batch_size, config.model.block_size or 0
     request = (

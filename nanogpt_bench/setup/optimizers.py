@@ -2,8 +2,8 @@
 
 `build_optimizer` makes torch's, another package's, or the library's, by name:
 
-    float storage: torch.optim.AdamW and SGD, torchao's, StiffnessAdamW and
-                   StiffnessMuon
+    float storage: torch.optim.AdamW and SGD, torchao's, StiffnessAdamW,
+                   StiffnessMuon and StiffnessAdafactor
     manifolds:     a class of fp8manifold.optim. There adamw and sgd are StiffnessAdamW
                    and StiffnessSGD with k = 0, which round once in a step
 
@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, PEERS, Config, OptimizerConfig
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    OPTIONS,
+    PEERS,
+    RIEMANNIAN,
+    TORCH_OPTIMIZERS,
+    Config,
+    OptimizerConfig,
+    OptimizerName,
+)
 from nanogpt_bench.model.weights import constrained_weights, quantized_layers
 from nanogpt_bench.setup.surgery import rate_of
 from nanogpt_bench.system.errors import BenchError, refusals
@@ -142,7 +151,7 @@ def build_optimizer(
     with refusals("optimizer", ValueError, TypeError, ImportError):
         if name in PEERS:
             optimizer = _peer_optimizer(name, model, config.optimizer)
-        elif name in ("adamw", "sgd"):
+        elif name in TORCH_OPTIMIZERS:
             optimizer = _torch_optimizer(name, model, config.optimizer)
         else:
             optimizer = _library_optimizer(name, model, config, batches)
@@ -151,7 +160,10 @@ def build_optimizer(
 
 #: optimizers of the library that take torch's step with k = 0: on the library's
 #: manifolds torch's would round at every operation, these round once
-_ROUNDING_ONCE = {"adamw": "stiffness_adamw", "sgd": "stiffness_sgd"}
+_ROUNDING_ONCE: dict[str, OptimizerName] = {
+    OptimizerName.ADAMW: OptimizerName.STIFFNESS_ADAMW,
+    OptimizerName.SGD: OptimizerName.STIFFNESS_SGD,
+}
 
 
 def _stepping_name(config: Config) -> str:
@@ -190,7 +202,7 @@ def _adam_options(settings: OptimizerConfig) -> dict[str, Any]:
 
 def _torch_optimizer(name: str, model: nn.Module, settings: OptimizerConfig) -> Any:
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    if name == "sgd":
+    if name == OptimizerName.SGD:
         return torch.optim.SGD(groups, lr=settings.lr or 0.0, momentum=settings.momentum or 0.0)
     return torch.optim.AdamW(groups, fused=True, **_adam_options(settings))
 
@@ -199,7 +211,8 @@ def _peer_optimizer(name: str, model: nn.Module, settings: OptimizerConfig) -> A
     """Return torchao's optimizer of a name, whose step needs torch.compile."""
     groups = parameter_groups(model, settings.weight_decay or 0.0)
     torchao = import_module("torchao.optim")
-    kind = torchao.AdamW8bit if name == "torchao_adamw8bit" else torchao.AdamWFp8
+    is_8bit = name == OptimizerName.TORCHAO_ADAMW8BIT
+    kind = torchao.AdamW8bit if is_8bit else torchao.AdamWFp8
     return kind(groups, **_adam_options(settings))
 
 
@@ -213,11 +226,11 @@ def _library_optimizer(name: str, model: nn.Module, config: Config, batches: Bat
     if "stiffness" in OPTIONS[name]:
         options["stiffness"] = _stiffness_exponent(config)
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    if name == "fisher":
+    if name == OptimizerName.FISHER:
         options |= _adam_options(settings)
         options |= {"momentum": settings.momentum, "damping": _FISHER_DAMPING}
         return fm.optim.FisherNaturalGradient(groups, model, batches, **options)  # type: ignore[arg-type]
-    if name == "stiffness_muon":
+    if name == OptimizerName.STIFFNESS_MUON:
         # Hidden matrices step at lr, all other parameters by Adam at float_lr.
         options |= {
             "betas": betas,
@@ -233,7 +246,7 @@ def _library_optimizer(name: str, model: nn.Module, config: Config, batches: Bat
             options[option] = getattr(settings, option)
     if "beta1" in OPTIONS[name]:
         options["betas"] = betas
-    if name.startswith("riemannian"):
+    if name in RIEMANNIAN:
         groups = _riemannian_groups(model, config)
     # stiffness_adamw -> StiffnessAdamW
     classes = {public.lower(): member for public, member in vars(fm.optim).items()}

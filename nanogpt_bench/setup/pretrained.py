@@ -26,7 +26,7 @@ def trains_stored(model: ModelConfig) -> bool:
 
     `model` is of a resolved configuration.
     """
-    return model.storage == Storage.FP8 and bool(_stored(model))
+    return model.storage == Storage.CODES and bool(_stored(model))
 
 
 def _stored(model: ModelConfig) -> Mapping[str, Any]:
@@ -42,9 +42,9 @@ def fill_stored(model: ModelConfig) -> bool:
     if not stored:
         return False
     source = f"{model.pretrained!r}, whose weights are stored in codes"
-    if model.storage not in (Storage.FP8, Storage.FLOAT32):
+    if model.storage not in (Storage.CODES, Storage.FLOAT32):
         raise BenchError(
-            f"model.storage: {model.storage!r} can't be used with {source}; give fp8 (they are "
+            f"model.storage: {model.storage!r} can't be used with {source}; give codes (they are "
             f"trained as they are) or --rule fp32 --model.format null (they are decoded)"
         )
     if model.storage == Storage.FLOAT32:
@@ -173,7 +173,7 @@ def read_as_codes(config: Config) -> dict[str, Any] | None:
 
     None where its floats are needed first.
     """
-    if not isinstance(config, Resolved) or config.model.storage != Storage.FP8:
+    if not isinstance(config, Resolved) or config.model.storage != Storage.CODES:
         return None
     if not config.layers and not trains_stored(config.model):
         return None

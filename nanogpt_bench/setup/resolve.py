@@ -13,14 +13,18 @@ from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts, re
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.rules import RULES, Rule, check_available, unit
 from nanogpt_bench.config.schema import (
+    DECODED,
     MANIFOLDS,
+    NO_FORMAT,
     OPTIONS,
     OWN_OPTIMIZERS,
     ROUNDED,
     Config,
     ModelConfig,
+    OptimizerName,
     Precision,
     Storage,
+    Task,
 )
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import GPT_SIZES, GPTShape
@@ -29,7 +33,7 @@ from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constrain
 from nanogpt_bench.system.errors import BenchError
 
 #: defaults of a run without a rule
-_NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
+_NO_RULE = Rule(storage=Storage.FLOAT32.value, optimizer=OptimizerName.ADAMW.value, lr=1e-3)
 
 
 def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
@@ -51,7 +55,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         check_available(config.rule)
     preset = RULES[config.rule] if config.rule is not None else _NO_RULE
     refuse_as_given(config)
-    if config.task == "classify":
+    if config.task == Task.CLASSIFY:
         config.model.tie_weights = False
     _fill_sizes(config.model, start)
     formats = fill_formats(config.model)
@@ -200,7 +204,7 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     if config.rule:
         refuse_disagreement(config, preset)
     _fill(model, storage=preset.storage if config.rule else _default_storage(config))
-    if model.products == "decoded":
+    if model.products == DECODED:
         model.products = None
     _fill(model, torchao_float8=preset.torchao_float8, products=preset.products)
     if model.storage == Storage.PEER:
@@ -230,7 +234,8 @@ def _fill_options(config: Config) -> None:
     for option, value in options.items():
         if f"optimizer.{option}" not in rates:
             _fill(optimizer, **{option: value})
-    if config.model.pretrained and "float_lr" in options and unit(name) == unit("adamw"):
+    steps_as_adamw = unit(name) == unit(OptimizerName.ADAMW)
+    if config.model.pretrained and "float_lr" in options and steps_as_adamw:
         # One rate for all: embeddings are not learnt from nothing.
         _fill(optimizer, float_lr=optimizer.lr)
     rule = RULES.get(rule_name(config))
@@ -247,7 +252,7 @@ def _default_storage(config: Config) -> str:
     if not config.model.formats:
         return Storage.FLOAT32.value
     has_codes = config.optimizer.name in OWN_OPTIMIZERS
-    return Storage.FP8.value if has_codes else Storage.MASTER.value
+    return Storage.CODES.value if has_codes else Storage.MASTER.value
 
 
 def _canonical_format(section: Any, name: str, key: str) -> None:
@@ -255,7 +260,7 @@ def _canonical_format(section: Any, name: str, key: str) -> None:
     value = getattr(section, name)
     if value is not None:
         canonical = format_name(value, key)
-        setattr(section, name, None if canonical == "none" else canonical)
+        setattr(section, name, None if canonical == NO_FORMAT else canonical)
 
 
 def rule_name(config: Config) -> str:
@@ -271,7 +276,7 @@ def rule_name(config: Config) -> str:
 
 def _follows(config: Config, rule: Rule) -> bool:
     optimizer, storage = config.optimizer, config.model.storage
-    # fp8 and grid hold the same values.
+    # codes and grid hold the same values.
     same_storage = storage == rule.storage or (storage in ROUNDED and rule.storage in ROUNDED)
     # Rules that don't store float32 allow any precision.
     same_precision = rule.storage != Storage.FLOAT32 or config.train.precision == rule.precision

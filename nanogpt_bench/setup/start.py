@@ -12,9 +12,10 @@ from typing import Any
 
 from nanogpt_bench.checkpoint import read_sum
 from nanogpt_bench.checkpoint.format import refuse_checkpoint_folders, step_file, steps
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Task
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
+from nanogpt_bench.data.tokenizer_kind import OF_ONE_TEXT, stored_kind
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import (
@@ -122,9 +123,9 @@ def check_text(trained: Trained, corpus: Corpus, source: str) -> None:
         )
     facts: Any = trained.environment.get("corpus")
     labels = facts.get("labels") if isinstance(facts, dict) else None
-    if trained.config.task == "classify" and labels not in (None, label_names(corpus)):
+    if trained.config.task == Task.CLASSIFY and labels not in (None, label_names(corpus)):
         raise BenchError(f"{source} was trained on other labels than those of {folder!r}")
-    if tokenizer.startswith(("char", "bpe-")) and not same_text(trained, corpus):
+    if stored_kind(tokenizer) in OF_ONE_TEXT and not same_text(trained, corpus):
         raise BenchError(
             f"{source} was trained on another text than {folder!r}, and tokenizer {tokenizer!r} "
             f"numbers the tokens of each text on its own; give the run's own with --data.dir"

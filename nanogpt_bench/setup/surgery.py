@@ -17,6 +17,7 @@ from nanogpt_bench.config.schema import (
     Config,
     ModelConfig,
     OptimizerConfig,
+    OptimizerName,
     Storage,
 )
 from nanogpt_bench.config.settings import Resolved
@@ -87,7 +88,7 @@ def _grid_options(config: Config) -> dict[str, Any]:
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)
-    if settings.storage == Storage.FP8 and rule.residual_bits:
+    if settings.storage == Storage.CODES and rule.residual_bits:
         # The residual starts from the remainder of rounding the initial weights.
         options["keep_remainder"] = True
     return options
@@ -147,7 +148,10 @@ def left_in_float(model: nn.Module) -> str:
 CONSTRAINED_LAYERS = ("attn.qkv", "attn.proj")
 #: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient
 #: under SGD
-_RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
+_RATES: dict[str, float] = {
+    OptimizerName.RIEMANNIAN_ADAM: 1e-2,
+    OptimizerName.RIEMANNIAN_SGD: 1e-1,
+}
 
 
 def fill_constraint(config: Config) -> None:
@@ -156,7 +160,7 @@ def fill_constraint(config: Config) -> None:
     if model.constraint is None:
         return
     if config.rule is None:
-        optimizer.name = optimizer.name or RIEMANNIAN[0]
+        optimizer.name = optimizer.name or RIEMANNIAN[0].value
         model.storage = model.storage or ("master" if model.formats else "float32")
 
 
@@ -231,6 +235,7 @@ def rate_of(weight: "geoopt.ManifoldParameter", settings: OptimizerConfig) -> fl
     import geoopt
 
     rate = settings.constrained_lr or 0.0
-    if settings.name == "riemannian_adam" and not isinstance(weight.manifold, geoopt.Sphere):
+    is_adam = settings.name == OptimizerName.RIEMANNIAN_ADAM
+    if is_adam and not isinstance(weight.manifold, geoopt.Sphere):
         return rate * min(weight.shape) ** 0.5
     return rate

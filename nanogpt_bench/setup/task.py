@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import Config, Task
 from nanogpt_bench.data.batches import (
     Corpus,
     batch,
@@ -236,10 +236,10 @@ def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
         bias=bool(settings.bias),
         tie_weights=bool(settings.tie_weights),
         gelu=settings.gelu or "exact",
-        labels=len(label_names(corpus)) if corpus and config.task == "classify" else 0,
+        labels=len(label_names(corpus)) if corpus and config.task == Task.CLASSIFY else 0,
     )
 
 
 def task_of(config: Config, corpus: Corpus) -> Language | Classify:
     """Return the task of a resolved configuration on a corpus."""
-    return Classify(config, corpus) if config.task == "classify" else Language(config, corpus)
+    return Classify(config, corpus) if config.task == Task.CLASSIFY else Language(config, corpus)

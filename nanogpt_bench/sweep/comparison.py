@@ -13,7 +13,7 @@ from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
-from nanogpt_bench.config.schema import FP8_FORMATS, WITHOUT_FORMATS
+from nanogpt_bench.config.schema import FP8_FORMATS, NO_FORMAT, WITHOUT_FORMATS
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
@@ -110,9 +110,9 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
             f"--formats: every rule of --rules trains floats ({', '.join(rule_names)}); leave "
             f"--formats out"
         )
-    rows = [row_of(REFERENCE, "none")]
+    rows = [row_of(REFERENCE, NO_FORMAT)]
     for name in float_rules:
-        rows.append(row_of(name, "none"))
+        rows.append(row_of(name, NO_FORMAT))
     for fmt in format_names:
         for name in quantised_rules:
             # If its products don't take a format, `all` leaves a rule out. A rule that
@@ -136,7 +136,7 @@ def _choose_formats(formats: Sequence[str] | None) -> Sequence[str]:
     if formats is None:
         return DEFAULT_FORMATS
     names = [format_name(name, "--formats") for name in formats]
-    if "none" in names:
+    if NO_FORMAT in names:
         raise BenchError(
             "--formats: 'none' is no format to compare; the reference row is there already"
         )
@@ -148,7 +148,7 @@ def row_of(rule: str, fmt: str) -> Point:
 
     One with a format has those that packaged rows with a format have.
     """
-    if fmt == "none":
+    if fmt == NO_FORMAT:
         return {"rule": rule}
     packaged_row = next(row for row in shipped().rows if FORMAT_KEY in row)
     return {**packaged_row, "rule": rule, FORMAT_KEY: fmt}
@@ -167,7 +167,7 @@ def row_settings(
 
 def label(row: Mapping[str, Any]) -> str:
     """Return the name of a row in the table."""
-    return row_label(row["rule"], row.get(FORMAT_KEY, "none"))
+    return row_label(row["rule"], row.get(FORMAT_KEY, NO_FORMAT))
 
 
 def of_length(settings: Mapping[str, Any], steps: int, old_steps: int | None = None) -> Point:

@@ -21,6 +21,7 @@ from typing import Any
 
 from nanogpt_bench.config.endings import OUTSIDE_STOPS, RunStatus, StopKind
 from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.config.renamed import with_current_values
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report import report_facts, write_report
@@ -310,7 +311,7 @@ class SweepRecord:
         if earlier_entry is None:
             return
         settings = as_json(run.settings)
-        earlier_settings = earlier_entry.get("settings") or {}
+        earlier_settings = with_current_values(earlier_entry.get("settings") or {})
         for key in {**settings, **earlier_settings}:
             if settings.get(key) != earlier_settings.get(key):
                 raise BenchError(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.rules import reference_settings
-from nanogpt_bench.config.schema import Config, Precision
+from nanogpt_bench.config.schema import NO_FORMAT, Config, Precision
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.evaluation.measurement import GAPS_FILE
 from nanogpt_bench.setup.formats import format_name
@@ -101,7 +101,7 @@ def _format_axis(sweep: SweepFile) -> Axis:
 
 def _format_names(axis: Axis) -> tuple[str, ...]:
     names = [format_name(name, "axes.model.format") for name in axis.grid()]
-    if "none" in names:
+    if NO_FORMAT in names:
         raise BenchError(
             "axes.model.format: 'none' is what the gaps are measured against; leave it out"
         )

@@ -68,13 +68,13 @@ class Ranks:
         return flag if self.size == 1 else bool(self.largest(int(flag)))
 
     def largest(self, number: float) -> float:
-        return number if self.size == 1 else max(self.each(number))
+        return number if self.size == 1 else max(self.gathered(number))
 
     def mean(self, number: float) -> float:
         """Return the mean of the processes' numbers; NaN if one is NaN."""
-        return number if self.size == 1 else sum(self.each(number)) / self.size
+        return number if self.size == 1 else sum(self.gathered(number)) / self.size
 
-    def each(self, number: float) -> list[float]:
+    def gathered(self, number: float) -> list[float]:
         """Return the processes' numbers, by rank."""
         numbers = [0.0] * self.size
         numbers[self.rank] = number
@@ -112,7 +112,9 @@ class Ranks:
             yield
         except (OSError, BenchError) as error:
             failure = error
-        failed = [rank for rank, flag in enumerate(self.each(float(failure is not None))) if flag]
+        failed = [
+            rank for rank, flag in enumerate(self.gathered(float(failure is not None))) if flag
+        ]
         if failure is not None and self.size == 1:
             raise failure
         if failed:

@@ -25,9 +25,14 @@ MOST_YAML_VALUES = 20_000
 #: commas and brackets of a JSON document, about the number of its values, each of which
 #: takes 64 bytes or more
 MOST_JSON_MARKS = 2_000_000
+#: characters of a number in a YAML file: the regular expressions that find numbers keep
+#: up to a hundred bytes for each, and one of colons takes time with their square
+LONGEST_NUMBER = 1000
 #: characters of a name or a number that an error shows
 LONGEST_QUOTE = 100
 
+#: what numbers and dates of YAML begin with and are made of, infinity and NaN aside
+_NUMBER_CHARACTERS = re.compile(r"[-+.0-9][-+.:_0-9a-fA-FxTtZz \t]*")
 #: plain numbers of YAML 1.1 that YAML 1.2 reads as others: octal 010, sexagesimal 1:30
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 #: what an error says of a number that is beyond floats
@@ -209,6 +214,14 @@ def is_beyond_floats(number: str) -> bool:
     return math.isinf(value) or (value == 0 and not is_zero)
 
 
+def _too_long_number(scalar: Any) -> RefusedFile:
+    """Return the error of a number, given as PyYAML's event or node."""
+    return RefusedFile(
+        f"line {scalar.start_mark.line + 1}: {shortened(scalar.value, LONGEST_QUOTE)} is not "
+        f"allowed: a number has at most {LONGEST_NUMBER:,} characters; write a text in quotes"
+    )
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with bounds, checked while the text is read."""
 
@@ -237,6 +250,16 @@ class _Loader(yaml.SafeLoader):
                 f"it holds more than {MOST_YAML_VALUES:,} values, the most that is read"
             )
         return node
+
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        event = self.peek_event()
+        # A long plain text is taken as though it stood in quotes, unless it could be a
+        # number.
+        if event.implicit[0] and len(event.value) > LONGEST_NUMBER:
+            if _NUMBER_CHARACTERS.fullmatch(event.value):
+                raise _too_long_number(event)
+            event.implicit = (False, True)
+        return super().compose_scalar_node(anchor)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -273,6 +296,8 @@ class _Loader(yaml.SafeLoader):
     def _check_number(self, node: Any) -> None:
         if not isinstance(node, yaml.ScalarNode) or node.tag not in _NUMBERS:
             return
+        if len(node.value) > LONGEST_NUMBER:
+            raise _too_long_number(node)
         number, line = shortened(node.value, LONGEST_QUOTE), node.start_mark.line + 1
         if is_ambiguous(node.value):
             feature = "a leading 0" if ":" not in node.value else "colons"

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold.optim._step import scale_of_bound
+from fp8manifold.optim._eager_step import scale_of_bound
 
 # All benchmarks share these modules.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -112,7 +112,7 @@ def load_gpt2(folder: Path) -> None:
 def load_floats(folder: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 16))
-    fm.load_quantized(model, folder)
+    fm.files.load_into(model, folder)
 
 
 def lay_floats(folder: Path) -> None:

@@ -49,8 +49,8 @@ def test_a_steady_step_is_a_few_launches_and_no_wait(gpu):
 @pytest.mark.parametrize("file", SESSIONS)
 def test_kernels_have_the_bits_of_native_code(file):
     """Every case of the interpreter's, by kernels that were compiled for the card."""
-    which, counted, least = SESSIONS[file]
-    code, output, counts = run(str(LIBRARY_TESTS / file), "-k", which, interpreted=False)
+    selection, counted, least = SESSIONS[file]
+    code, output, counts = run(str(LIBRARY_TESTS / file), "-k", selection, interpreted=False)
     assert code == 0, output[-3000:]
     assert counts[counted] > least
 
@@ -79,7 +79,7 @@ def test_products_are_the_emulations(fmt, gradient, size, dtype, compiled):
     rows, length, width = size
     torch.manual_seed(0)
     spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)
-    net = fm.quantize_model(nn.Linear(length, width, bias=False).to(dtype), spec, storage="fp8")
+    net = fm.quantize_model(nn.Linear(length, width, bias=False).to(dtype), spec, storage="codes")
     x, g = torch.randn(rows, length).to(dtype), torch.randn(rows, width).mul(1e-3).to(dtype)
     expected = passes(net, x, g)
     net.to(CARD)

@@ -43,6 +43,10 @@ KINDS = {
     "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
     "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
     "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
+    "Adafactor": partial(optim.StiffnessAdafactor, lr=5e-2, weight_decay=0.1),
+    "Adafactor residual8": partial(
+        optim.StiffnessAdafactor, lr=5e-2, momentum=0.9, moments="8bit", writeback="residual8"
+    ),
     "RiemannianAdam": partial(optim.RiemannianAdam, lr=1.0, float_lr=1e-3),
     "RiemannianSGD": partial(optim.RiemannianSGD, lr=1.0, float_lr=1e-3),
 }
@@ -54,14 +58,14 @@ def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind, monkeypatch):
         monkeypatch.setattr(_plan, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     on_cpu, on_card = parameters(torch.device("cpu")), parameters(CARD)
-    optimizers = [KINDS[kind](some) for some in (on_cpu, on_card)]
+    optimizers = [KINDS[kind](parameters_there) for parameters_there in (on_cpu, on_card)]
     take_steps(optimizers, (on_cpu, on_card), range(4))
     exact = (
         on_cpu[:3] if kind == "RiemannianAdam" else on_cpu
     )  # floats go by torch's operators, which contract there
     for i, (p, q) in enumerate(zip(exact, on_card, strict=False)):
         assert frozen(p) == frozen(q), f"parameter {i}"
-        assert frozen(optimizers[0].state[p]) == frozen(optimizers[1].state[q])
+        assert frozen(optimizers[0].state[p]) == frozen(optimizers[1].state[q]), i
     torch.testing.assert_close(on_card[3].cpu(), on_cpu[3], rtol=1e-5, atol=1e-6)
 
 
@@ -75,12 +79,12 @@ def test_muon_goes_the_way_of_the_cpus(moments):
         [fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2)
     )
     on_card = [nn.Parameter(p.detach().to(CARD)) for p in on_card]
-    for some in (on_cpu, on_card):
-        take_steps([optim.StiffnessMuon(some, lr=0.02, moments=moments)], [some], range(3))
-    begun = fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1).dequantize()
-    one, other = on_cpu[0].dequantize() - begun, on_card[0].dequantize().cpu() - begun
-    assert float(nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) > 0.95
-    assert 0.9 < float(one.norm() / other.norm()) < 1.1
+    for weights in (on_cpu, on_card):
+        take_steps([optim.StiffnessMuon(weights, lr=0.02, moments=moments)], [weights], range(3))
+    start = fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1).dequantize()
+    cpu_move, card_move = on_cpu[0].dequantize() - start, on_card[0].dequantize().cpu() - start
+    assert float(nn.functional.cosine_similarity(cpu_move.flatten(), card_move.flatten(), 0)) > 0.95
+    assert 0.9 < float(cpu_move.norm() / card_move.norm()) < 1.1
 
 
 def network():
@@ -88,7 +92,7 @@ def network():
     net = nn.Sequential(
         nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 32)
     )
-    return fm.quantize_model(net, "E4M3", storage="fp8", seed=1)
+    return fm.quantize_model(net, "E4M3", storage="codes", seed=1)
 
 
 def losses(model, optimizer, steps):
@@ -126,15 +130,15 @@ def test_a_run_goes_on_from_its_state_dict_on_the_other_device(first_device, sec
     resumed = optim.StiffnessAdamW(again.parameters(), 3e-3, moments="8bit", writeback="residual8")
     resumed.load_state_dict(saved[1])
     for step in range(3):  # one at a gradient that is not finite
-        for p, q in zip(model.parameters(), again.parameters(), strict=True):
-            assert frozen(p) == frozen(q)
+        for index, (p, q) in enumerate(zip(model.parameters(), again.parameters(), strict=True)):
+            assert frozen(p) == frozen(q), (step, index)
             gradient = normal(*p.shape, seed=7 + step) * (torch.nan if step == 1 else 1.0)
             p.grad, q.grad = gradient.to(first_device), gradient.to(second_device)
         optimizer.step()
         resumed.step()
-    for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert frozen(p) == frozen(q)
-        assert resumed.state[q]["step"].device.type == second_device
+    for index, (p, q) in enumerate(zip(model.parameters(), again.parameters(), strict=True)):
+        assert frozen(p) == frozen(q), index
+        assert resumed.state[q]["step"].device.type == second_device, index
     assert frozen(optimizer.state_dict()["state"]) == frozen(resumed.state_dict()["state"])
 
 
@@ -194,14 +198,22 @@ def test_tensors_round_print_and_travel(fmt):
     assert frozen(on_card) == frozen(on_cpu)
 
 
-def test_a_graphed_training_step_has_the_bits_of_calls():
+@pytest.mark.parametrize(
+    ("kind", "lr", "options"),
+    [
+        (optim.StiffnessAdamW, 1e-2, {"moments": "8bit"}),
+        (optim.StiffnessAdafactor, 5e-2, {}),
+    ],
+    ids=["AdamW", "Adafactor"],
+)
+def test_a_graphed_training_step_has_the_bits_of_calls(kind, lr, options):
     """A small model, under a schedule, over a refresh of S_ref."""
     outcomes = []
     for graphed in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(CARD)
-        model = fm.quantize_model(model, "E4M3", storage="fp8")
-        optimizer = optim.StiffnessAdamW(model.parameters(), 1e-2, moments="8bit", refresh_every=8)
+        model = fm.quantize_model(model, "E4M3", storage="codes")
+        optimizer = kind(model.parameters(), lr, refresh_every=8, **options)
 
         def train_step(x, model=model, optimizer=optimizer):
             optimizer.zero_grad()
@@ -214,10 +226,10 @@ def test_a_graphed_training_step_has_the_bits_of_calls():
         step = optim.graphed(train_step, optimizer) if graphed else train_step
         losses = []
         for i in range(20):
-            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i % 3)
+            optimizer.param_groups[0]["lr"] = lr / (1 + i % 3)
             losses.append(float(step(normal(32, 64, seed=i).to(CARD))))
         outcomes.append(
             (losses, frozen(list(model.parameters())), frozen(optimizer.state_dict()["state"]))
         )
-        assert not graphed or (step.recorded == 1 and step.replayed == 17)
+        assert not graphed or (step.recorded == 1 and step.replayed == 17), graphed
     assert outcomes[0] == outcomes[1]

@@ -34,14 +34,29 @@ KINDS = {
     "lion": (optim.StiffnessLion, {"lr": 1e-3, "moments": "8bit"}),
     "muon": (optim.StiffnessMuon, {"lr": 1e-2}),
     "muon-8bit": (optim.StiffnessMuon, {"lr": 3.0, "moments": "8bit", "nesterov": False}),
+    "adafactor": (optim.StiffnessAdafactor, {"lr": 0.1}),
+    "adafactor-8bit": (
+        optim.StiffnessAdafactor,
+        {"lr": 0.3, "momentum": 0.9, "moments": "8bit", "weight_decay": 0.1},
+    ),
     "riemannian": (optim.RiemannianAdam, {"lr": 1.0, "float_lr": 1e-2, "weight_decay": 0.1}),
     "riemannian-sgd": (
         optim.RiemannianSGD,
         {"lr": 1e-2, "float_lr": 1e-2, "momentum": 0.9, "moments": "8bit"},
     ),
+    "riemannian-codes": (
+        optim.RiemannianAdam,
+        {"lr": 1.0, "float_lr": 1e-2, "moments": "8bit", "writeback": "residual8"},
+    ),
+    "riemannian-sgd-codes": (
+        optim.RiemannianSGD,
+        {"lr": 1e-1, "float_lr": 1e-2, "momentum": 0.9, "clip": 2.0},
+    ),
 }
+#: All parameters of these are of one byte a weight.
+OF_CODES_ALONE = ("riemannian-codes", "riemannian-sgd-codes")
 #: These are tried with every edit, the others with some in turn.
-ALWAYS = ("adamw", "muon", "muon-8bit", "riemannian")
+ALWAYS = ("adamw", "muon", "muon-8bit", "adafactor", "riemannian")
 
 
 def make(
@@ -50,10 +65,12 @@ def make(
     """Make an optimizer of two groups.
 
     The first has two weights of one byte, one of which soon reaches the end of its range,
-    and a column, the second a matrix. Without `keeps` it keeps no plan, so that every step
+    and a column, the second a matrix, both mostly of floats. Without `keeps` it keeps no plan, so that every step
     is planned anew.
     """
     parameters = [nn.Parameter(normal(33, 1, seed=3)), nn.Parameter(normal(4, 3, seed=4))]
+    if kind in OF_CODES_ALONE:
+        parameters = [fm.FP8Parameter(p.detach(), "E4M3", seed=2) for p in parameters]
     for i, fmt in ((1, "E5M2"), (0, "E4M3")):
         p = fm.FP8Parameter(
             normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0
@@ -103,7 +120,9 @@ def forget(optimizer):
 
 
 def average_of(state):
-    return next(name for name in ("exp_avg", "momentum_buffer", "exp_avg_sq") if name in state)
+    return next(
+        name for name in ("exp_avg", "momentum_buffer", "exp_avg_sq", "row_var") if name in state
+    )
 
 
 def away_and_back(x):
@@ -153,7 +172,7 @@ EDITS = {
     "a moment replaced": "name = average_of(s[2]); s[2][name] = torch.zeros_like(s[2][name])",
     "data of a moment": f"{A}.data = ({A}.double() * 2).to({A}.dtype)",
     "strides of a moment": "x = s[3][average_of(s[3])]; x.data = x.t().contiguous().t()",
-    "a moment in another order": f"{A}.data = {A}.data.t().contiguous().view(4, 64)",
+    "a moment in another order": f"{A}.data = {A}.data.t().contiguous().view({A}.shape)",
     "rounding of a weight": "p[0].rounding = 'nearest'",
     "draws of a weight": "p[0].draws = 'dither'",
     "retraction of a weight": "p[0].retraction = 'euclidean'",

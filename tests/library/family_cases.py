@@ -49,6 +49,7 @@ OPTIONS = {
     "RiemannianAdam": {"lr": 0.6, "float_lr": 0.01},
     "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
     "StiffnessSGD": {"lr": 0.1, "momentum": 0.5, "stiffness": 1.0},
+    "StiffnessAdafactor": {"lr": 0.05, "momentum": 0.5},
     "StiffnessMuon": {"lr": 0.02, "weight_decay": 0.0},
     "FisherNaturalGradient": {"lr": 0.01, "refresh": 4},
 }
@@ -96,22 +97,22 @@ def zoo():
     """Return a parameter of every kind, by a name for the kind."""
     scattered = fm.FP8Manifold("E4M3", 2.0**-5)
     return {
-        "fp8 tensor": stored_weight(
+        "codes tensor": stored_weight(
             "E4M3", (3, 7), seed=1, granularity="tensor", keep_remainder=True
         ),
-        "fp8 channel": stored_weight("E3M4", (5, 33), seed=2, headroom=4.0, keep_remainder=True),
-        "fp8 block": stored_weight("E4M3", (3, 64), seed=3, granularity="block"),
-        "fp8 block, any scale": stored_weight(
+        "codes channel": stored_weight("E3M4", (5, 33), seed=2, headroom=4.0, keep_remainder=True),
+        "codes block": stored_weight("E4M3", (3, 64), seed=3, granularity="block"),
+        "codes block, any scale": stored_weight(
             "E4M3", (2, 64), seed=20, granularity="block", factors=True
         ),
-        "fp8 bfloat16, any scale": stored_weight(
+        "codes bfloat16, any scale": stored_weight(
             "E5M2", (2, 2, 5), seed=4, dtype=torch.bfloat16, factors=True
         ),
-        "fp8 vector, any scale": stored_weight(
+        "codes vector, any scale": stored_weight(
             "E4M3FNUZ", (13,), seed=5, rounding="nearest", factors=True
         ),
-        "fp8 scalar": stored_weight("E4M3", (), seed=6),
-        "fp8 empty": stored_weight("E4M3", (0, 4), seed=7),
+        "codes scalar": stored_weight("E4M3", (), seed=6),
+        "codes empty": stored_weight("E4M3", (0, 4), seed=7),
         "grid": grid_weight("E4M3", (3, 7), ROWS, "stochastic", seed=8),
         "grid, any scale": grid_weight("E5M2", (5,), 0.3, seed=9),
         "grid float64": grid_weight("E4M3", (4, 3), seed=10, dtype=torch.float64),

@@ -31,12 +31,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def same(results, expected):
     COUNTS["launches"] += 1
     COUNTS["elements"] += expected[0].numel()
-    for result, wanted in zip(results, expected, strict=True):
-        assert result.dtype == wanted.dtype
-        assert result.is_contiguous()
+    for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        assert result.dtype == wanted.dtype, index
+        assert result.is_contiguous(), index
         assert not different(
             *(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (result, wanted))
-        )
+        ), index
 
 
 def matrix(width, dtype, seed=1):
@@ -114,25 +114,36 @@ def test_any_distance_between_rows_and_between_columns():
         same(columns_on_gpu(cut(x_on_card), None), round_columns(cut(x), None))
 
 
-def test_every_number_of_bfloat16_and_every_boundary_of_codes():
-    """Under a scale of 1, where a card may convert by one instruction."""
-    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+def every_bfloat16():
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+
+
+def boundaries_of_codes():
+    """Return values, the middles between them, and the floats beside these middles."""
     values = fm.decode(torch.arange(127, dtype=torch.uint8), "E4M3")
     middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.arange(127) + 0.5])
     near = torch.cat(
         [values, middles, *(torch.nextafter(middles, middles * end) for end in (0, 2))]
     )
-    for part, dtype in ((halves, torch.bfloat16), (torch.cat([near, -near]), torch.float32)):
-        for name, largest in (("E4M3", 448.0), ("int8", 127.0)):
-            inside = part[part.abs() <= largest]
-            inside = torch.cat([inside, torch.zeros(-len(inside) % 127)]).view(-1, 127)
-            x = torch.cat([torch.full((len(inside), 1), largest), inside], dim=1).to(dtype)
-            codes, scales = ROWS[name][0](x.to(CARD))
-            assert scales.unique().tolist() == [1.0]
-            expected = (
-                fm.encode(x.float(), "E4M3") if name == "E4M3" else x.float().round().to(torch.int8)
-            )
-            same((codes, scales), (expected, torch.ones(len(x), 1)))
+    return torch.cat([near, -near])
+
+
+@pytest.mark.parametrize(("name", "largest"), [("E4M3", 448.0), ("int8", 127.0)])
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [(every_bfloat16, torch.bfloat16), (boundaries_of_codes, torch.float32)],
+    ids=["every number of bfloat16", "boundaries of codes"],
+)
+def test_numbers_under_a_scale_of_1_have_the_nearest_codes(numbers, dtype, name, largest):
+    """A card may convert them by one instruction."""
+    inside = numbers()
+    inside = inside[inside.abs() <= largest]
+    inside = torch.cat([inside, torch.zeros(-len(inside) % 127)]).view(-1, 127)
+    x = torch.cat([torch.full((len(inside), 1), largest), inside], dim=1).to(dtype)
+    codes, scales = ROWS[name][0](x.to(CARD))
+    assert scales.unique().tolist() == [1.0]
+    exact = {"E4M3": fm.encode(x.float(), "E4M3"), "int8": x.float().round().to(torch.int8)}
+    same((codes, scales), (exact[name], torch.ones(len(x), 1)))
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (1, 1), (70, 50), (300, 131)])

@@ -68,7 +68,9 @@ def with_factors(x, factors=True):
 
     All but the first factor are no powers of two.
     """
-    for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
+    if not factors:
+        return x
+    for p in x.parameters() if isinstance(x, nn.Module) else [x]:
         if isinstance(p, fm.FP8Tensor) and p.scale.numel():
             factor = 1 + torch.rand(p.scale.numel(), generator=torch.Generator().manual_seed(5))
             # The second has the largest mantissa; the first of several stays a power of

@@ -11,7 +11,7 @@ import fp8manifold as fm
 def model(
     granularity="channel",
     *,
-    storage="fp8",
+    storage="codes",
     rows=22,
     seed=0,
     products="decoded",

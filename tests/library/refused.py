@@ -19,6 +19,8 @@ NAMES = {
     **{name: getattr(torch, name) for name in torch.__all__},
     **{name: getattr(fm.optim, name) for name in fm.optim.__all__},
     **{name: getattr(fm, name) for name in fm.__all__},
+    # after torch's own: `unflatten` is ours
+    **{name: getattr(fm.files, name) for name in fm.files.__all__},
     "nn": nn,
     "SGD": torch.optim.SGD,
     "nan": torch.nan,

@@ -410,18 +410,17 @@ class Slow:
         if k == 0 and not callable(o["stiffness"]):
             return None
         if callable(o["stiffness"]) or k not in (0.5, 1, 2):
-            bounds = (
-                -1e4 if not x else 1e4 if math.isinf(x) else math.log2(x)
-                for x in (o["damping"], o["clip"])
-            )
-            low, high = bounds
+            low = math.log2(o["damping"]) if o["damping"] else -1e4
+            high = 1e4 if math.isinf(o["clip"]) else math.log2(o["clip"])
             reference = f32(f32(math.log2(self.reference)) - log2_of_mantissa(weight.scale))
             logarithm = f32(f32(exponent_of(float(stiffness))) - reference)
             return exp2(f32(min(max(logarithm, f32(low)), f32(high)) * f32(k)))
         ratio = min(
             max(f32(stiffness * f32(1 / self.reference)), f32(o["damping"])), f32(o["clip"])
         )
-        return root(ratio) if k == 0.5 else f32(ratio * ratio) if k == 2 else ratio
+        if k == 0.5:
+            return root(ratio)
+        return f32(ratio * ratio) if k == 2 else ratio
 
     def _move(self, weight, direction):
         start = f32(weight.x * self.n("keep")) if self.options["weight_decay"] else weight.x
@@ -436,7 +435,8 @@ class Slow:
             else:
                 moved = start if steps == 0 else chart.shift(start, steps)
             return min(max(moved, -top), top)
-        if (factor := self._factor(weight)) is not None:
+        factor = self._factor(weight)
+        if factor is not None:
             direction = f32(direction * factor)
         return f32(start - f32(direction * f32(rate * weight.inverse)))
 
@@ -487,7 +487,8 @@ class Slow:
             error = f32(chart.forward(target) - chart.forward(stored_value))
         else:
             error = f32(f32(target - stored_value) / weight.inverse)
-            if (factor := self._factor(weight)) is not None:
+            factor = self._factor(weight)
+            if factor is not None:
                 error = f32(error / factor)
         if descent.denominator is not None:
             error = f32(error * descent.denominator)

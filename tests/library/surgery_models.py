@@ -74,7 +74,7 @@ def model_bits(model):
 
 
 def stored(name="E4M3", **options):
-    return quantize_model(Model(), name, "fp8", **options)
+    return quantize_model(Model(), name, "codes", **options)
 
 
 def layers(model):

@@ -17,10 +17,12 @@ from optimizer_cases import (
     everyone,
     free_weight,
     frozen,
+    grid_weight,
     normal,
     same_bits,
     snapshot,
     step_from,
+    stored_weight,
     take_steps,
     with_factors,
 )
@@ -145,6 +147,84 @@ def test_momentum_of_matrices(moments):
         optimizer.step()
 
 
+#: Options of an Adafactor step.
+ADAFACTOR = {
+    "stochastic": {},
+    "one byte, decay": {"momentum": 0.9, "moments": "8bit", "weight_decay": 0.1},
+    "injected": {"momentum": 0.9, "writeback": "momentum", "maximize": True},
+    "residual, long steps": {"writeback": "residual8", "lr": 0.5, "matrix_shape": "flatten"},
+}
+
+
+def adafactor_weights():
+    """Return matrices, batches of them, vectors and a number, of every storage and dtype."""
+    return [
+        stored_weight("E4M3", (33, 70), seed=1, granularity="channel", factors=True),
+        stored_weight("E2M5", (3, 5, 64), seed=2, granularity="block"),
+        stored_weight("E5M2", (600,), seed=3),
+        stored_weight("E4M3FNUZ", (2, 2, 3, 3), seed=5, granularity="channel"),
+        torch.nn.Parameter(normal(2, 1301, std=0.1, seed=6)),
+        torch.nn.Parameter(normal(3, 4, 32, std=0.1, seed=7)),
+        torch.nn.Parameter(normal(std=0.1, seed=8)),
+        torch.nn.Parameter(normal(4, 9, std=0.1, seed=9).bfloat16()),
+        grid_weight("E4M3", (6, 20), 2.0**-5),
+        free_weight(normal(60, seed=12, std=0.1), "E5M2", 2.0**-3),
+    ]
+
+
+def steps_of_adafactor(parameters, steps, **options):
+    """Take steps without a plan, which would not go by the backends that the plugin compares."""
+    optimizer = optim.StiffnessAdafactor(parameters, **{"lr": 0.05, **options})
+    optimizer.is_planned = False
+    take_steps([optimizer], [parameters], range(steps), 0.1)
+
+
+@pytest.mark.parametrize("options", ADAFACTOR.values(), ids=ADAFACTOR)
+def test_steps_of_adafactor(options):
+    """Statistics too, also of weights that are NaN; compared by the plugin."""
+    parameters = adafactor_weights()
+    parameters[0].codes[2, 3] = 0x7F
+    parameters[4].detach()[1, 1300] = torch.nan
+    steps_of_adafactor(parameters, 2, **options)
+
+
+def test_statistics_of_runs_of_runs_and_of_squares():
+    """More than 32 tiles in a row, and more than 32 runs of rows; compared by the plugin."""
+    squares = stored_weight("E4M3", (130, 72), seed=4).codes
+    scales = torch.tensor([[0.01], [0.03]])
+    parameters = [
+        fm.FP8Parameter.from_codes(
+            squares, scales, "E4M3", block_size=(128, 128), requires_grad=True, seed=4
+        ),
+        torch.nn.Parameter(normal(1, 17000, std=0.1, seed=6)),
+        torch.nn.Parameter(normal(1030, 2, std=0.1, seed=7)),
+    ]
+    steps_of_adafactor(parameters, 1)
+
+
+@pytest.mark.parametrize("size", [1.5e19, 1e-25])
+def test_statistics_at_the_ends_of_float32(size):
+    """Sums that overflow, squares that are 0; compared by the plugin."""
+    parameters = [torch.nn.Parameter(torch.ones(3, 40)), torch.nn.Parameter(torch.ones(600))]
+    optimizer = optim.StiffnessAdafactor(parameters, lr=0.1)
+    optimizer.is_planned = False
+    for step in range(2):
+        for p in parameters:
+            p.grad = torch.full(p.shape, size)
+            p.grad.view(-1)[step] = 0.0
+        optimizer.step()
+
+
+def test_no_bit_of_statistics_depends_on_what_a_program_takes(monkeypatch):
+    """Compared by the plugin, with native code that knows no programs."""
+    for columns, rows, totals in (((1, 64), (1, 8), 1), ((2, 256), (16, 64), 4)):
+        for name, runs in (("COLUMN", columns), ("ROW", rows), ("TOTAL", totals)):
+            monkeypatch.setattr(launch, f"_{name}_RUNS", runs)
+        shapes = ((70, 3), (2, 600))
+        weights = [torch.nn.Parameter(normal(*shape, std=0.1, seed=1)) for shape in shapes]
+        steps_of_adafactor(weights, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
 def test_ordinary_and_free_parameters_of_every_dtype(dtype, writeback):
@@ -217,7 +297,7 @@ def test_arrays_against_native_code(name):
                     "round", x_on_card, fmt, torch.float32, s_on_card, words, rescale=rescale
                 )
                 expected = _arrays.round_by_kernel(x, fmt, key_or_not, start, s, rescale=rescale)
-                assert not different(rounded, expected)
+                assert not different(rounded, expected), rescale
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
     for floats in (x, x.bfloat16()):
         units = floats.float().view(30, 100) / scale.view(-1, 1)
@@ -230,7 +310,7 @@ def test_arrays_against_native_code(name):
             assert not different(
                 values,
                 dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1),
-            )
+            ), dtype
         spacings = array_on_gpu(
             "decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True
         )
@@ -288,7 +368,7 @@ def assert_the_same(on_card, native):
     assert same_bits([p.cpu() for p in everyone(on_card)], everyone(native))
 
 
-def pair(fmt="E4M3", factors=False, granularity="channel", **options):
+def pair(fmt="E4M3", factors=False, granularity="channel", kind=optim.StiffnessAdamW, **options):
     second = (3, 64) if granularity == "block" else (3, 37)  # rows that share bytes of a residual
     options_of_codes = {"granularity": granularity, "headroom": 1.0}
     weights = [
@@ -296,7 +376,8 @@ def pair(fmt="E4M3", factors=False, granularity="channel", **options):
         for s, shape in ((1, (4, 64)), (2, second))
     ]
     weights = [*(with_factors(p, factors) for p in weights), torch.nn.Parameter(normal(7, seed=3))]
-    return on_both(weights, lr=1.0, **{"betas": (0.9, 0.95), "weight_decay": 0.0} | options)
+    betas = {"betas": (0.9, 0.95)} if kind is optim.StiffnessAdamW else {}
+    return on_both(weights, kind, lr=1.0, **betas | {"weight_decay": 0.0} | options)
 
 
 def put(optimizer, step, bad=None):
@@ -324,12 +405,34 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(writeback, on_a_card,
     and everything else at the end.
     """
     moments = "bfloat16" if writeback == "momentum" else "8bit"
-    on_card, native = optimizers = pair(**WIDENED[writeback], writeback=writeback, moments=moments)
+    on_card, native = pair(**WIDENED[writeback], writeback=writeback, moments=moments)
+    assert_refused_and_widened_alike(on_card, native, monkeypatch)
+
+
+#: Options of planned Adafactor steps, and of their weights.
+PLANNED_ADAFACTOR = {
+    "stochastic": {"factors": True},
+    "residual in blocks": {"granularity": "block", "writeback": "residual8"},
+    "one byte, one scale": {"granularity": "tensor", "momentum": 0.5, "moments": "8bit"},
+    "injected": {"writeback": "momentum", "momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", PLANNED_ADAFACTOR.values(), ids=PLANNED_ADAFACTOR)
+def test_planned_steps_of_adafactor_are_refused_and_widen_as_native_ones(
+    options, on_a_card, monkeypatch
+):
+    """A refused step leaves averages as they were."""
+    on_card, native = pair(kind=optim.StiffnessAdafactor, **options)
+    assert_refused_and_widened_alike(on_card, native, monkeypatch)
+
+
+def assert_refused_and_widened_alike(on_card, native, monkeypatch):
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
-        for optimizer in by_turns(monkeypatch, optimizers):
+        for optimizer in by_turns(monkeypatch, (on_card, native)):
             put(optimizer, step, bad)
             optimizer.step()
-        assert len(on_card._pending_verdicts) == (step > 0)
+        assert len(on_card._pending_verdicts) == (step > 0), step
         assert_the_same(on_card, native)
     assert on_card.widened_scales == native.widened_scales > 0
     assert on_card.skipped_steps == native.skipped_steps == 3
@@ -376,9 +479,9 @@ def test_planned_steps_of_matrices_have_the_bits_of_unplanned_ones(case, on_a_ca
         for optimizer in optimizers:
             put(optimizer, step, bad)
             optimizer.step()
-        assert bool(planned._pending_verdicts) == (step > 0)
-        assert not unplanned._pending_verdicts
-        assert same_bits(everyone(planned), everyone(unplanned))
+        assert bool(planned._pending_verdicts) == (step > 0), step
+        assert not unplanned._pending_verdicts, step
+        assert same_bits(everyone(planned), everyone(unplanned)), step
     assert planned.skipped_steps == unplanned.skipped_steps == 2
     assert planned.widened_scales == unplanned.widened_scales > 0
     assert frozen(planned.state_dict()) == frozen(unplanned.state_dict())
@@ -410,8 +513,8 @@ def test_other_steps_of_matrices_have_no_plan_on_a_card(case, on_a_card):
         for optimizer in optimizers:
             put(optimizer, step)
             optimizer.step()
-        assert not maybe_planned._pending_verdicts
-        assert same_bits(everyone(maybe_planned), everyone(unplanned))
+        assert not maybe_planned._pending_verdicts, step
+        assert same_bits(everyone(maybe_planned), everyone(unplanned)), step
     assert frozen(maybe_planned.state_dict()) == frozen(unplanned.state_dict())
 
 
@@ -488,7 +591,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
             )
             caplog.clear()
         assert_the_same(*optimizers)
-        assert p.scale[2::2].flatten().tolist() == [2.0**-9, 2.0**-10]
+        assert p.scale[2::2].flatten().tolist() == [2.0**-9, 2.0**-10], step
     assert frozen(optimizers[0].state_dict()) == frozen(optimizers[1].state_dict())
     assert messages[2] == messages[3] != []
 
@@ -689,8 +792,13 @@ def schedule(optimizer, step):
 
 @pytest.mark.parametrize(
     "options",
-    [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}],
-    ids=["8bit", "residual8 dither"],
+    [
+        {"moments": "8bit"},
+        {"writeback": "residual8", "draws": "dither"},
+        # uphill, where weights grow in proportion to their size
+        {"kind": optim.StiffnessAdafactor, "factors": True, "maximize": True},
+    ],
+    ids=["8bit", "residual8 dither", "adafactor"],
 )
 def test_replays_have_the_bits_of_calls(options, graphs):
     """Under a schedule, a refresh, doubled scales, a refused step and another shape."""
@@ -702,17 +810,23 @@ def test_replays_have_the_bits_of_calls(options, graphs):
         x = inputs_of_step(3 if i == 10 else 4, seed=i) * (2.0 + i)
         x[1, 3] = math.inf if i == 8 else 1.0
         results, expected = step(x, 1.5), take_plainly(x, 1.5)
-        assert not any(map(different, results, expected))
-        for a, b in zip(weights, everyone(graphed), strict=True):
+        assert not any(map(different, results, expected)), i
+        for index, (a, b) in enumerate(zip(weights, everyone(graphed), strict=True)):
             tensors = {
                 name: x
                 for name, x in plain.state[a].items()
                 if isinstance(x, Tensor) and name != "grid"
             }
-            assert not any(different(graphed.state[b][name], x) for name, x in tensors.items())
-            assert a.grad is b.grad is None if clears_last else not different(b.grad, a.grad)
-            assert not different(getattr(b, "codes", b), getattr(a, "codes", a))
-            assert not different(getattr(b, "scale", b), getattr(a, "scale", a))
+            assert not any(different(graphed.state[b][name], x) for name, x in tensors.items()), (
+                i,
+                index,
+            )
+            assert a.grad is b.grad is None if clears_last else not different(b.grad, a.grad), (
+                i,
+                index,
+            )
+            assert not different(getattr(b, "codes", b), getattr(a, "codes", a)), (i, index)
+            assert not different(getattr(b, "scale", b), getattr(a, "scale", a)), (i, index)
         schedule(graphed, i)
         schedule(plain, i)
     assert (graphed.skipped_steps, graphed.widened_scales) == (
@@ -762,7 +876,7 @@ def test_weights_that_moved_are_recorded_again(graphs):
     step, take_plainly = _graphed.GraphedStep(training_step(graphed), graphed), training_step(plain)
     for i in range(8):
         x = inputs_of_step(seed=i)
-        assert not any(map(different, step(x, 1.5), take_plainly(x, 1.5)))
+        assert not any(map(different, step(x, 1.5), take_plainly(x, 1.5))), i
         if i == 5:
             for optimizer in (plain, graphed):
                 weight = everyone(optimizer)[2]

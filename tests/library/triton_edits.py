@@ -14,7 +14,10 @@ from fp8manifold.optim import _plan
 pytestmark = pytest.mark.skipif(CARD.type != "cpu", reason="the edits are made on the CPU")
 
 #: Optimizers whose steps a GPU decides on.
-DECIDED = ("adamw", "adamw-8bit", "adamw-residual8", "annealed", "sgd-8bit", "lion", "muon-8bit")
+DECIDED = (
+    *("adamw", "adamw-8bit", "adamw-residual8", "annealed", "sgd-8bit", "lion", "muon-8bit"),
+    *("adafactor", "adafactor-8bit", "riemannian-codes", "riemannian-sgd-codes"),
+)
 
 
 def assert_steps_of_a_card_have_the_bits(kind, seed, monkeypatch):
@@ -23,9 +26,9 @@ def assert_steps_of_a_card_have_the_bits(kind, seed, monkeypatch):
     launched = []
     launch = _plan.Plan._launch
 
-    def launch_and_count(plan, optimizer):
+    def launch_and_count(plan, optimizer, snapshot):
         launched.append(plan)
-        return launch(plan, optimizer)
+        return launch(plan, optimizer, snapshot)
 
     monkeypatch.setattr(_plan.Plan, "_launch", launch_and_count)
     assert_random_edits_are_seen(kind, "native", seed)

@@ -45,10 +45,10 @@ def step_both(slots):
         launched = run_triton(twins)
     assert launched is not None
     COUNTS["launches"] += 1
-    for slot, copied in zip(slots, twins, strict=True):
+    for index, (slot, copied) in enumerate(zip(slots, twins, strict=True)):
         COUNTS["slots"] += 1
         COUNTS["elements"] += slot.view.numel
-        assert copied.saturated == slot.saturated[-len(copied.saturated) :]
+        assert copied.saturated == slot.saturated[-len(copied.saturated) :], index
         differences = {
             name: different(copied.tensors[name], tensor) for name, tensor in slot.tensors.items()
         }

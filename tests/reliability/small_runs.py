@@ -52,21 +52,21 @@ BASE |= {
 #: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a
 #: shadow, float baselines
 RESIDUAL8 = {
-    "model.storage": "fp8",
+    "model.storage": "codes",
     "optimizer.name": "stiffness_adamw",
     "optimizer.writeback": "residual8",
 }
 OPERANDS = '"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed"'
 DELAYED = f'{{"*": {{{OPERANDS}, "history": 16, "granularity": "tensor"}}}}'
 KINDS: Mapping[str, Mapping[str, object]] = {
-    "fp8 stochastic": {"rule": "stochastic", "model.format": "E4M3", "model.dropout": 0.1},
-    "fp8 residual8": {
+    "codes stochastic": {"rule": "stochastic", "model.format": "E4M3", "model.dropout": 0.1},
+    "codes residual8": {
         "model.format": "E5M2",
         "optimizer.moments": "8bit",
         "optimizer.lr": 2e-3,
         **RESIDUAL8,
     },
-    "fp8 riemannian": {"rule": "riemannian", "model.format": "E3M4"},
+    "codes riemannian": {"rule": "riemannian", "model.format": "E3M4"},
     "master delayed": {
         "rule": "master",
         "model.formats": DELAYED,

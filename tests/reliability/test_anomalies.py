@@ -142,7 +142,9 @@ def inject(make, run_dir, kind, policy, number, count):
             for t in tensors[stem].values()
             if t.is_floating_point()
         ]
-        assert all(bool(tensor.float().isfinite().all()) for tensor in floats)  # codes are float8
+        assert all(bool(tensor.float().isfinite().all()) for tensor in floats), (
+            step
+        )  # codes are float8
 
 
 @pytest.mark.covering(2)
@@ -185,7 +187,7 @@ def test_codes_that_stand_for_nan_are_found():
 
 def config(corpus):
     within = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}
-    return load_config(find_config("e4m3.yaml"), words("fp8 stochastic", corpus, within)[5:])
+    return load_config(find_config("e4m3.yaml"), words("codes stochastic", corpus, within)[5:])
 
 
 def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(

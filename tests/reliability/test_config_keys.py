@@ -71,8 +71,8 @@ def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path, full, tally, caps
             count += 2
         word = source.choice(words)
         assert_names_the_nearest(refusal([], nested(word, 1), path), word, key)
-        assert main(["run", str(path)]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert main(["run", str(path)]) == 2, key
+        assert len(capsys.readouterr().err.splitlines()) == 1, key
         count += 1
     tally("misspelt config keys refused with the nearest", count, f"{len(FIELDS)} keys")
 
@@ -131,10 +131,10 @@ def test_a_wrong_value_is_refused_by_its_key(section, tmp_path, full, tally):
             turn = random.Random(key)
             types, beyond = turn.sample(types, 1), turn.sample(beyond, min(1, len(beyond)))
         for value in [*types, *beyond]:
-            assert key in refusal([], nested(key, value), path)
+            assert key in refusal([], nested(key, value), path), key
             count += 1
             if value in beyond or (value is not None and FIELDS[key].kind not in (str, list)):
-                assert key in refusal([f"--{key}={as_text(value)}"])
+                assert key in refusal([f"--{key}={as_text(value)}"]), key
                 count += 1
     assert count
     tally(f"wrong values refused by their key, {section}", count)

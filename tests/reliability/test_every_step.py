@@ -74,7 +74,7 @@ def sample_of_own():
     # errors need an average that can hold them
     pairs = [(o, w) for o, w in pairs if w != "momentum" or o != "stiffness_lion"]
     for index, (optimizer, writeback) in enumerate(pairs):
-        storage = "grid" if index % 3 == 2 else "fp8"
+        storage = "grid" if index % 3 == 2 else "codes"
         granularity = GRANULARITIES[index % (2 if storage == "grid" else 3)]
         moments = MOMENTS[(index // 2) % (2 if writeback == "momentum" else 3)]
         yield (
@@ -231,8 +231,8 @@ def check_case(case, corpus, tmp_path):
             request = StopRequest()
             request.note(signal.SIGTERM)
             summary = run(config, parts, resume=True, stop=request, say=lambda line: None)
-            assert summary["status"] == ("stopped" if step < steps else "finished")
-            assert summary["steps"] == step
+            assert summary["status"] == ("stopped" if step < steps else "finished"), step
+            assert summary["steps"] == step, step
     for part, undisturbed in zip(recorded(parts), recorded(whole), strict=True):
         assert part == undisturbed, f"step {undisturbed['step']}"
     alerts = [

@@ -24,7 +24,7 @@ from nanogpt_bench.runs.load import has_ended
 from nanogpt_bench.system import files
 from nanogpt_bench.system.files import LOCK, locked, new_folder
 
-KIND = "fp8 stochastic"
+KIND = "codes stochastic"
 #: the checkpoint of step 9 is the third
 INTERVAL, FAILING_STEP = 3, 9
 

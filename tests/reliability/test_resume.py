@@ -21,7 +21,7 @@ from nanogpt_bench.report.sections import configuration_text
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.signals import StopRequest
 
-KIND = "fp8 stochastic"
+KIND = "codes stochastic"
 RUN = Path("runs/r")
 
 
@@ -67,7 +67,7 @@ def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
     assert "the run was made with other settings" in message
     assert message.endswith("give the same, or --allow-config-change to go on with the new ones")
     for part in named:
-        assert part in message
+        assert part in message, part
     assert message.count(" was ") >= len(changed)
     assert differences(old_traces, traces(RUN)) == []
 

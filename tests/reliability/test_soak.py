@@ -57,7 +57,7 @@ def _descriptors():
 @pytest.mark.parametrize("long", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_a_long_run_leaks_nothing(small_corpus, tmp_path, full, tally, long):
     steps = FULL if full else long
-    line = words("fp8 stochastic", small_corpus, {**SETTINGS, "train.max_steps": steps})
+    line = words("codes stochastic", small_corpus, {**SETTINGS, "train.max_steps": steps})
     child = children.start(tmp_path, line, Sampler(tmp_path / "samples"))
     assert children.wait_for(child, 3600) == 0, children.output(tmp_path)
     lines = (tmp_path / "samples").read_text(encoding="utf-8").splitlines()

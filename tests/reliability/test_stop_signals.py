@@ -41,7 +41,7 @@ def overrides(small_corpus):
         "checkpoint.every": INTERVAL,
         "runtime.threads": 1,
     }
-    return words("fp8 stochastic", small_corpus, settings)[5:]
+    return words("codes stochastic", small_corpus, settings)[5:]
 
 
 def child(folder, overrides, preparation=lambda: None, **options):
@@ -138,8 +138,8 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
             "stopped",
             "signal",
             last,
-        )
-        assert signal_number.name in summary["stop"]["message"]
+        ), (index, number)
+        assert signal_number.name in summary["stop"]["message"], (index, number)
         assert child(folder, overrides, resume=True) == 0, (point, number)
         assert_alike(folder, tmp_path / "whole")
     tally("SIGTERM and SIGINT", len(tried))

@@ -34,7 +34,9 @@ def words(corpus, **overrides):
         "model.dropout": 0.1,
     }
     return small_runs.words(
-        "fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in overrides.items()}
+        "codes residual8",
+        corpus,
+        settings | {k.replace("__", "."): v for k, v in overrides.items()},
     )
 
 

@@ -470,7 +470,7 @@ def step_in_backward(
 
     Example:
         >>> import fp8manifold as fm
-        >>> model = fm.quantize_model(torch.nn.Linear(4, 2), "E4M3", storage="fp8")
+        >>> model = fm.quantize_model(torch.nn.Linear(4, 2), "E4M3", storage="codes")
         >>> optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
         >>> with fm.optim.step_in_backward(optimizer):
         ...     model(torch.ones(1, 4)).square().sum().backward()
@@ -534,6 +534,6 @@ def _check_alone() -> None:
     size = torch.distributed.get_world_size() if is_distributed() else 1
     if size > 1:
         raise RuntimeError(
-            f"step_in_backward works in one process, and here are {size}: a step would be taken "
-            "before the gradients have been summed over them"
+            f"step_in_backward works in one process, and there are {size}: a step would be "
+            "taken before gradients are summed over the processes"
         )

@@ -74,6 +74,25 @@ class StandIn(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    @property
+    def held(self) -> Tensor | None:
+        """The memory that there is in place of the gradient's."""
+        return None
+
+    def element_size(self) -> int:
+        """Return the bytes that are held of a number."""
+        return 0 if self.held is None else self.held.element_size()
+
+    @property
+    def itemsize(self) -> int:  # type: ignore[override]  # a field of torch's stubs
+        """The bytes that are held of a number."""
+        return self.element_size()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # the same
+        """The bytes that are held."""
+        return 0 if self.held is None else self.held.nbytes
+
     # subclasses define these, which are called when
 
     #: A gradient is added to it in place.
@@ -190,6 +209,11 @@ class GradientSum(StandIn):
         assert parameter.grad is not None
         self.stored = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
         self.on_add(parameter.grad)
+
+    @property
+    def held(self) -> Tensor:
+        """The sum in bfloat16."""
+        return self.stored
 
     def on_add(self, gradient: Tensor) -> None:
         """Add a gradient, and round the sum to bfloat16 once."""

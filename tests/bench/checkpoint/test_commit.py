@@ -57,13 +57,13 @@ def assert_same(contents: Contents, wanted: Contents) -> None:
     assert contents.metadata == wanted.metadata
     assert contents.tensors.keys() == {stem for stem, tensors in wanted.tensors.items() if tensors}
     for stem, tensors in contents.tensors.items():
-        assert tensors.keys() == wanted.tensors[stem].keys()
+        assert tensors.keys() == wanted.tensors[stem].keys(), stem
         for name, tensor in tensors.items():
             expected = wanted.tensors[stem][name]
-            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (stem, name)
             assert (
                 tensor.reshape(-1).view(torch.uint8).equal(expected.reshape(-1).view(torch.uint8))
-            )
+            ), (stem, name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

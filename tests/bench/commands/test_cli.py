@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["report"], ["verify"]]
+    "command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["map"], ["report"], ["verify"]]
 )
 def test_help_has_examples_and_that_of_run_is_short(command, capsys):
     with pytest.raises(SystemExit) as caught:

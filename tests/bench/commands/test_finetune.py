@@ -136,7 +136,7 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings, tmp_path):
             record_within.get("val/loss"),
         )
         for key in record.keys() & {"stall/arrived", "stall/update_lost"}:
-            assert record_within[key] == pytest.approx(record[key], rel=1e-12)
+            assert record_within[key] == pytest.approx(record[key], rel=1e-12), key
         assert "grad/norm" not in record_within
     peaks = [summary_of(tmp_path / name)["gradient_peak_bytes"] for name in ("after", "within")]
     assert peaks == [4 * 19616, 4 * 64 * 32]
@@ -164,9 +164,9 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
     )
     for number, bad in ((1, 1), (2, 0)):
         step = one_step(trainer, number)
-        assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
+        assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0), number
         # The bad gradient leaves the norm as it was, and the next step moves it.
-        assert torch.equal(old_norm, norm) == bool(bad)
+        assert torch.equal(old_norm, norm) == bool(bad), number
         hook.remove()
     assert not torch.equal(
         old_projection, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize()

@@ -106,9 +106,9 @@ def test_what_layers_hold_is_the_packages_own(name, peer_config):
     assert peers
     for key, layer in peers.items():
         mine, peer_weight = forward_weight(layer), forward_weight(floats[key])
-        assert (is_packaged(layer.weight), type(mine)) == (True, torch.Tensor)
-        assert 0 < float((mine - peer_weight).norm() / peer_weight.norm()) < 0.06
-        assert math.isclose(float(mine.std()), float(peer_weight.std()), rel_tol=0.02)
+        assert (is_packaged(layer.weight), type(mine)) == (True, torch.Tensor), key
+        assert 0 < float((mine - peer_weight).norm() / peer_weight.norm()) < 0.06, key
+        assert math.isclose(float(mine.std()), float(peer_weight.std()), rel_tol=0.02), key
 
 
 def test_a_checkpoint_of_them_starts_no_other_run(peer_config, tiny, tmp_path):

@@ -92,7 +92,7 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(l
     moved = {name for name, value in saved.items() if value.dtype == torch.float8_e4m3fn}
     assert moved
     for name in moved:
-        assert published[name].dtype == saved[name].dtype
+        assert published[name].dtype == saved[name].dtype, name
         old_codes, new_codes = (state[name].view(torch.uint8) for state in (published, saved))
         assert not torch.equal(old_codes, new_codes), name
     for file in Path("model").iterdir():
@@ -224,8 +224,8 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
 def test_files_are_read_once(words, monkeypatch):
     """On the hub that is a question to a server, which may be out of reach."""
     opened = []
-    real = fm.published_weights
-    monkeypatch.setattr(fm, "published_weights", lambda name: opened.append(name) or real(name))
+    real = fm.files.stored_weights
+    monkeypatch.setattr(fm.files, "stored_weights", lambda name: opened.append(name) or real(name))
     finetune = words(SQUARES)
     for _ in range(2):
         resolved_of(finetune)

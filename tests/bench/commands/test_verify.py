@@ -113,7 +113,7 @@ def test_no_file_of_a_finished_run_or_of_one_that_was_killed_is_damaged_without_
 ):
     def check(*names):
         for name in names:
-            assert check_run(folder).problems == []
+            assert check_run(folder).problems == [], name
             whole = (folder / name).read_bytes()
             DAMAGES[damage](folder / name)
             problems = check_run(folder).problems

@@ -19,7 +19,7 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError, nearest
 
 E4M3 = "model.format=E4M3"
-FP8 = f"{E4M3} model.storage=fp8"
+FP8 = f"{E4M3} model.storage=codes"
 MASTER = f"{E4M3} model.storage=master"
 LABELS = "task=classify"
 PRETRAINED = "model.pretrained=a/model"
@@ -65,7 +65,7 @@ REFUSED = {
     E4M3: "model.tied=leave train.precision=bf16-pure model.torchao_float8=rowwise",
     FP8: "optimizer.name=torchao_adamwfp8 model.products=int8",
     MASTER: "model.products=auto",
-    "model.format=E2M5 model.storage=fp8": "model.products=fp8",
+    "model.format=E2M5 model.storage=codes": "model.products=fp8",
     f"{FP8} model.n_embd=24 model.n_head=2": "model.products=fp8",
     f"{FP8} model.granularity=square": "model.products=fp8",
     f"{FP8} optimizer.name=fisher": "train.parallel=ddp train.step_in_backward=true",
@@ -212,7 +212,7 @@ def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added
             *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format=E4M3"]),
         ]
         config = agreed(arguments, find_config(name))
-        assert rule_name(config) == config.rule == rule
+        assert rule_name(config) == config.rule == rule, rule
 
 
 def test_one_edit_is_nearer_than_likeness():

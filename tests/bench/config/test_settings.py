@@ -275,7 +275,7 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name):
     assert (optimizer.writeback, optimizer.moments) == ("stochastic", "float32")
     assert optimizer.lr is not None
     assert (optimizer.stiffness is not None) is name.startswith(("stiffness", "fisher"))
-    assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon"))
+    assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon", "adafactor"))
 
 
 ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "out"]
@@ -325,13 +325,15 @@ def test_settings_go_into_every_row_that_takes_them(planned, capsys):
             2,
             3e-3,
             0.0,
-        )
+        ), label
         assert (config.train.max_steps, config.optimizer.warmup_steps, config.eval.interval) == (
             40,
             4,
             4,
+        ), label
+        assert (config.seed, config.optimizer.momentum) == (7, 0.5 if label == "sgd" else None), (
+            label
         )
-        assert (config.seed, config.optimizer.momentum) == (7, 0.5 if label == "sgd" else None)
     assert configs["E4M3 stochastic"].model.formats == {"lm_head": "none", "*": "E4M3"}
     assert capsys.readouterr().err.splitlines()[:3] == [
         "optimizer.lr 0.003 in every row, in the unit of its optimizer, in place of the rule's own",

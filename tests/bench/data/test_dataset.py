@@ -66,7 +66,7 @@ def test_every_document_is_written_once_and_its_source_named(tmp_path, copy, tok
     meta = prepare_eurlex(tmp_path / "out", tokenizer, data_dir=copy)
     end = "" if tokenizer == "char" else "|"  # which has no end of text
     for split, texts in (("train", TRAIN), ("val", VAL)):
-        assert text_of(tmp_path / "out", split) == "".join(text + end for text in texts)
+        assert text_of(tmp_path / "out", split) == "".join(text + end for text in texts), split
     train = meta["splits"]["train"]
     assert (train["documents"], train["bytes"]) == (len(TRAIN), sum(map(len, TRAIN)))
     if tokenizer == "char":  # of both splits

@@ -205,7 +205,7 @@ def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(f
     for split in ("train", "val"):
         assert [
             text for text in all_documents[split] if "of a service" in text or "of s3" in text
-        ] == texts[split]
+        ] == texts[split], split
     numbers = [
         text.split("number ")[1].split(" ")[0] for text in texts["train"] if "of a service" in text
     ]
@@ -224,7 +224,7 @@ def test_what_is_downloaded_is_read_and_goes_and_the_same_archives_give_the_same
     assert prepare_packages(out, progress=True) == prepare_packages(other_folder, data_dir=folder)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     for name in ("train.bin", "val.bin", "meta.json"):
-        assert (out / name).read_bytes() == (other_folder / name).read_bytes()
+        assert (out / name).read_bytes() == (other_folder / name).read_bytes(), name
 
 
 def test_an_interrupted_download_leaves_nothing(folder, tmp_path, monkeypatch):

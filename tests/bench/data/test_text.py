@@ -76,8 +76,12 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
     corpus = load_corpus(out, 16)
     tokenizer_again = tokenizer_from_meta(corpus.meta)
     for split, text in (("train", corpus.train), ("val", corpus.val)):
-        assert (out / f"{split}.bin").read_bytes() == (prepared / f"{split}.bin").read_bytes()
-        assert corpus.meta["splits"][split]["bytes"] == len(tokenizer_again.decode(text).encode())
+        assert (out / f"{split}.bin").read_bytes() == (prepared / f"{split}.bin").read_bytes(), (
+            split
+        )
+        assert corpus.meta["splits"][split]["bytes"] == len(
+            tokenizer_again.decode(text).encode()
+        ), split
     assert tokenizer_again.decode(np.concatenate([corpus.train, corpus.val])) == TEXT
     digests = {split: sha256(prepared / f"{split}.bin") for split in ("train", "val")}
     source = {"kind": "nanogpt", "file": "shakespeare", "sha256": digests}

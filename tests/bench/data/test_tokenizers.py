@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from nanogpt_bench.data import tokenizers
 from nanogpt_bench.data.text import stdlib_documents
+from nanogpt_bench.data.tokenizer_kind import TokenizerKind, chosen_kind
 from nanogpt_bench.data.tokenizers import (
     CharTokenizer,
     Gpt2Tokenizer,
     make_tokenizer,
     tokenizer_from_meta,
 )
-from nanogpt_bench.data.write import pieces
+from nanogpt_bench.data.write import text_pieces
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 TEXT = "the same words, and the same other words: naïve, wörter\n" * 40
@@ -66,7 +67,7 @@ def test_gpt2_has_its_own_numbers_and_merges_nothing_across_a_cut():
     )  # what looks like one in a document is no end of text
     assert tokenizer.vocab_size == 50257
     text = "It's  1,234 words,\n\n\tsome of them naïve: don't   cut 'em wrongly. " * 40
-    cut = list(pieces(text, 97))
+    cut = list(text_pieces(text, 97))
     assert "".join(cut) == text
     assert max(map(len, cut)) <= 97
     assert (
@@ -114,7 +115,7 @@ def test_gpt2_s_tokens_of_a_document_are_tiktoken_s_own(published, documents, nu
 
 @given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(1, 12))
 def test_pieces_make_up_the_text(text, size):
-    cut = list(pieces(text, size))
+    cut = list(text_pieces(text, size))
     assert "".join(cut) == text
     assert max(map(len, cut)) <= size
 
@@ -196,6 +197,19 @@ def test_what_names_no_tokenizer_or_one_of_another_text_is_refused():
     message = r"unknown tokenizer 'bite'; did you mean 'byte'\? allowed: byte, char, gpt2, bpe-N"
     with refusal(message):
         make_tokenizer("bite", "")
+
+
+@pytest.mark.parametrize("name", ["a/model", "model.gguf", "folder"])
+def test_a_path_a_gguf_file_and_a_folder_mean_a_models_tokenizer(name, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert chosen_kind(name) == TokenizerKind.MODEL
+
+
+@pytest.mark.parametrize("name", ["models/smollm2", "model.gguf", "bite", "MODEL"])
+def test_a_corpus_whose_tokenizer_is_no_stored_one_is_refused(name):
+    with refusal(rf"unknown tokenizer '{name}'.* allowed: byte, char, gpt2, bpe-N, model-DIGEST$"):
+        tokenizer_from_meta({"tokenizer": name, "vocab_size": 257, "end_of_text": 256})
 
 
 @pytest.mark.parametrize(

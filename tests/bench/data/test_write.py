@@ -133,10 +133,16 @@ def test_a_run_can_train_on_the_first_tokens_only(tiny):
     part = open_corpus(config)
     assert np.array_equal(part.train, whole.train[:100])
     assert len(part.val) == len(whole.val)
-    for count in (16, len(whole.train) + 1):
-        config.data.train_tokens = count
-        with refusal(rf"data.train_tokens: {count} .* give 17 to {len(whole.train)}"):
-            open_corpus(config)
+
+
+@pytest.mark.parametrize("side", ["too few", "too many"])
+def test_a_number_of_first_tokens_that_there_are_not_is_refused(side, tiny):
+    config = resolve(tiny())
+    all_tokens = len(open_corpus(config).train)
+    count = 16 if side == "too few" else all_tokens + 1
+    config.data.train_tokens = count
+    with refusal(rf"data.train_tokens: {count} .* give 17 to {all_tokens}"):
+        open_corpus(config)
 
 
 def test_a_folder_with_a_damaged_meta_json_alone_is_refused(tmp_path):

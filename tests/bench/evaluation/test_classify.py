@@ -197,6 +197,13 @@ def test_evaluate_measures_its_weights(classified, capsys, tmp_path):
     assert exported[0]["r_precision"] == summary["r_precision"]
 
 
+@pytest.mark.parametrize("task", ["language", "classify"])
+def test_no_run_starts_from_a_classifier(task, classified, classify):
+    message = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
+    with refusal(message):
+        resolve(classify(task=task, model__init_from=classified))
+
+
 def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
     classified, classify, corpus_dir, tmp_path, refused
 ):
@@ -207,10 +214,6 @@ def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
     )
     message = refused("evaluate", classified, "--formats", "all")
     assert "is of task 'classify', and a report of formats measures windows of a text;" in message
-    for task in ("language", "classify"):
-        message = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
-        with refusal(message):
-            resolve(classify(task=task, model__init_from=classified))
     with refusal(r"'classify' needs documents with labels.*prepare eurlex --task labels"):
         run(classify(data__dir=corpus_dir), tmp_path / "r")
     assert not (tmp_path / "r").exists()

@@ -32,7 +32,7 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(trained, kind, ca
     assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
     if kind == "one byte":
         assert [(row.storage, row.quantized_parameters > 0) for row in rows] == [
-            ("fp8", True),
+            ("codes", True),
             ("float32", False),
         ]
         assert rows[1].gap == pytest.approx(0, abs=1e-6)
@@ -220,7 +220,7 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained, tmp_path):
     }
     with safe_open(tmp_path / "w" / "E2M5-channel.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        state = fm.unflatten_state_dict(tensors, file.metadata())
+        state = fm.files.unflatten(tensors, file.metadata())
     weights = [value for value in state.values() if isinstance(value, fm.FP8Tensor)]
     assert len(weights) == 5
     assert {weight.format.name for weight in weights} == {"E2M5"}

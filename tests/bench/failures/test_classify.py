@@ -29,7 +29,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 CONFIG = {
     "rule": "nearest",
     "seed": 42,
-    "model": {"storage": "fp8", "block_size": 64, "formats": {"*": "E4M3"}},
+    "model": {"storage": "codes", "block_size": 64, "formats": {"*": "E4M3"}},
     "optimizer": {"writeback": "nearest"},
     "train": {"batch_size": 12, "accumulation": 1},
 }
@@ -217,6 +217,7 @@ FALLING = [5.5 - 3.0 * step / 99 for step in range(100)]
 COURSES = {
     "at rest early": ([5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)], "plateau", range(13)),
     "at rest late": (LATE, "plateau", None),
+    "at rest early, just long enough": ([5.5, 4.5, *wobble(3.5, 28)], "plateau", range(13)),
     "risen again": ([5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)], "plateau", None),
     "above its first": (
         [*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)],
@@ -258,6 +259,11 @@ def test_an_excess_over_a_loss_of_zero_is_beyond_every_share(make):
     assert judged(two, "divergence").state == "clear"
 
 
+def test_no_plateau_is_judged_in_a_run_of_fewer_than_three_windows(make):
+    short = make("short", loss=[5.5, 4.5, *wobble(3.5, 27)])
+    assert judged(short, "plateau").state == "not judged"
+
+
 def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
     rest = {
         "status": "stopped",
@@ -266,6 +272,8 @@ def test_a_run_that_the_loop_ended_on_its_plateau_is_on_one_however_late(make):
     finding = judged(make("rest", loss=LATE, summary=rest), "plateau")
     assert finding.step is not None
     assert 140 <= finding.step <= 155
+    short = make("short", loss=[5.0, 4.0, *wobble(3.5, 18)], summary=rest)
+    assert judged(short, "plateau").state == "found"
 
 
 def test_a_run_that_goes_on_is_judged_by_as_many_looks_as_patience_asks_for(make):
@@ -399,7 +407,7 @@ SETTINGS = {
     "scale as it should be": {
         **master(ACTIVATION_SCALE),
         "optimizer__lr": 0.02,
-        "train__max_steps": 20,
+        "train__max_steps": 30,
     },
 }
 

@@ -390,7 +390,7 @@ def test_every_text_that_is_read_has_tokens_of_the_model(words, named, working_f
         assert (
             main(["prepare", "text", "--input", f"{name}.txt", "--tokenizer", model, "--out", name])
             == 0
-        )
+        ), name
     assert main([*words.split(), "--model", model]) == (2 if named else 0)
     message = f"model '{model}' has 16 token embeddings, '{named}' has token 22"
     assert (message in capsys.readouterr().err) == bool(named)
@@ -474,15 +474,15 @@ def test_a_language_model_is_read_by_others(tmp_path):
     It is written for compressed-tensors, torchao and this library.
     """
     model = load_causal(next(iter(SMOLLM.submodule_search_locations))).eval()
-    fm.quantize_model(model, {"*": "E4M3"}, "fp8", tied="leave")
-    fm.export_model(model, tmp_path / "compressed")
-    fm.export_model(model, tmp_path / "torchao", "torchao")
-    fm.huggingface.attach(model).save_pretrained(tmp_path / "own")
+    fm.quantize_model(model, {"*": "E4M3"}, "codes", tied="leave")
+    fm.save(model, tmp_path / "compressed", "compressed-tensors")
+    fm.save(model, tmp_path / "torchao", "torchao")
+    fm.save(model, tmp_path / "own", "codes")
     tokens = torch.arange(64).view(1, 64)
     for name in ("compressed", "torchao", "own"):
-        assert (
-            tmp_path / name / "model.safetensors"
-        ).stat().st_size < 221e6  # of 538 MB in float32
+        assert (tmp_path / name / "model.safetensors").stat().st_size < 221e6, (
+            name
+        )  # of 538 MB in float32
         with quiet_transformers(name) as transformers, torch.no_grad():
             reloaded = transformers.AutoModelForCausalLM.from_pretrained(
                 tmp_path / name, dtype=torch.float32

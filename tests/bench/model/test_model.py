@@ -62,7 +62,7 @@ def test_initial_values_follow_gpt2_and_the_seed_and_the_global_generator_stays(
     ):
         assert float(model.get_submodule(name).weight.detach().std()) == pytest.approx(
             std, rel=0.02
-        )
+        ), name
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
     old_state = torch.get_rng_state()
     one, same, other_seed = (build_model(SMALL, seed) for seed in (1, 1, 2))
@@ -96,7 +96,7 @@ def wrapped(
     return quantize(model, config).eval()
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes", "continuous"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_a_wrapped_model_comes_back_as_it_was(tmp_path, storage, tie):
     saved, other_model = wrapped(storage, 0, tie=tie), wrapped(storage, 1, tie=tie)
@@ -113,10 +113,10 @@ def test_a_wrapped_model_comes_back_as_it_was(tmp_path, storage, tie):
 
 
 def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
-    for storage in ("fp8", "grid"):
+    for storage in ("codes", "grid"):
         save_weights(wrapped(storage, 0, width=64), tmp_path / storage)
-    fp8, grid = ((tmp_path / storage).stat().st_size for storage in ("fp8", "grid"))
-    assert grid - fp8 == pytest.approx(3 * 2 * 12 * 64**2, rel=0.1)
+    codes, grid = ((tmp_path / storage).stat().st_size for storage in ("codes", "grid"))
+    assert grid - codes == pytest.approx(3 * 2 * 12 * 64**2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,15 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
     ],
 )
 def test_weights_of_another_model_are_refused(tmp_path, folder, words):
-    save_weights(wrapped(**{"storage": "fp8", "seed": 0, **folder}), tmp_path / "w")
-    model = wrapped("fp8", 1)
+    save_weights(wrapped(**{"storage": "codes", "seed": 0, **folder}), tmp_path / "w")
+    model = wrapped("codes", 1)
     old_codes = {
         name: layer.weight_codes().clone() for name, layer in quantized_layers(model).items()
     }
     with refusal(words):
         fill(model, load_file(tmp_path / "w"), {}, "weights")
     for name, layer in quantized_layers(model).items():
-        assert torch.equal(layer.weight_codes(), old_codes[name])
+        assert torch.equal(layer.weight_codes(), old_codes[name]), name
 
 
 @pytest.fixture(scope="module")

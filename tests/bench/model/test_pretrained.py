@@ -88,11 +88,13 @@ def halved(stored: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("edit", [renamed, halved])
 def test_names_with_and_without_their_prefix_masks_and_bfloat16_are_read(tmp_path, folder, edit):
     edited = gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
-    for weight, edited_weight in zip(
-        loaded(folder).parameters(), loaded(edited).parameters(), strict=True
+    for index, (weight, edited_weight) in enumerate(
+        zip(loaded(folder).parameters(), loaded(edited).parameters(), strict=True)
     ):
-        assert edited_weight.dtype is torch.float32
-        assert torch.equal(weight.bfloat16().float() if edit is halved else weight, edited_weight)
+        assert edited_weight.dtype is torch.float32, index
+        assert torch.equal(
+            weight.bfloat16().float() if edit is halved else weight, edited_weight
+        ), index
 
 
 def test_fewer_positions_take_the_first_and_an_untied_head_a_copy(folder):

@@ -95,5 +95,5 @@ def test_a_float_run_records_the_floors_of_the_formats_named(tiny):
     kinds = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head")
     for fmt in ("E2M5", "E7M0"):
         parts = [step.record[f"floor/loss/{fmt}/{kind}"] for kind in kinds]
-        assert sum(parts) == pytest.approx(step.record[f"floor/loss/{fmt}"])
+        assert sum(parts) == pytest.approx(step.record[f"floor/loss/{fmt}"]), fmt
     assert step.record["floor/loss/E7M0"] > 5 * step.record["floor/loss/E2M5"] > 0

@@ -25,21 +25,26 @@ from nanogpt_bench.monitors.shadow import shadow_figures
 
 
 @pytest.mark.parametrize("shape", [(5,), (400, 700)])
-@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
-def test_norms_and_signal(shape, size):
-    for dtype in (
-        (torch.float32, torch.float64)
-        if size != 1
-        else (torch.float32, torch.bfloat16, torch.float16)
-    ):
-        g = ((normal(*shape, seed=1) - 0.3) * size).to(dtype)
-        g.view(-1)[:2] = 0
-        figures, wide = gradient_figures(g), g.double()
-        assert figures[GRAD_L2] == pytest.approx(wide.norm().item(), rel=1e-5)
-        assert figures[GRAD_SNR] == pytest.approx(
-            (wide.mean().abs() / wide.std(correction=0)).item(), rel=1e-4
-        )
-        assert figures[GRAD_ZERO] == 2 / g.numel()
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (1.0, torch.float32),
+        (1.0, torch.bfloat16),
+        (1.0, torch.float16),
+        (1e-25, torch.float32),
+        (1e-25, torch.float64),
+        (1e25, torch.float32),
+        (1e25, torch.float64),
+    ],
+)
+def test_norms_and_signal(shape, size, dtype):
+    g = ((normal(*shape, seed=1) - 0.3) * size).to(dtype)
+    g.view(-1)[:2] = 0
+    figures, wide = gradient_figures(g), g.double()
+    signal = wide.mean().abs() / wide.std(correction=0)
+    assert figures[GRAD_L2] == pytest.approx(wide.norm().item(), rel=1e-5)
+    assert figures[GRAD_SNR] == pytest.approx(signal.item(), rel=1e-4)
+    assert figures[GRAD_ZERO] == 2 / g.numel()
 
 
 def test_gradients_without_signal():
@@ -98,9 +103,9 @@ def test_runs_are_counted_of_transposed_half_precision_and_of_several_steps(shap
         g = normal(*reversed(shape), seed=seed, std=1e-10 if seed < 2 else 1e-8).bfloat16().T
         runs.update(g, steps)
         counts = (counts + steps).clamp(max=32767) * (g.float().abs() < 1e-8)
-        assert runs.runs is not None
-        assert torch.equal(runs.runs.long(), counts)
-        assert runs.dead == (counts >= 100).double().mean().item()
+        assert runs.runs is not None, (seed, steps)
+        assert torch.equal(runs.runs.long(), counts), (seed, steps)
+        assert runs.dead == (counts >= 100).double().mean().item(), (seed, steps)
     assert 0 < runs.dead < 1
 
 
@@ -108,7 +113,7 @@ def test_dead_is_a_hundred_steps_below_the_threshold():
     runs = DeadRuns()
     assert runs.dead == 0
     for step in range(100):
-        assert runs.dead == 0
+        assert runs.dead == 0, step
         runs.update(
             torch.tensor([0.0, -9e-9, 1e-8 if step != 50 else 0.0, 0.0 if step != 50 else 1.0])
         )

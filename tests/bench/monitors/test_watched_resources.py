@@ -119,7 +119,7 @@ def test_all_that_a_watched_run_writes_is_registered(
     }.items():
         first, *later = records_of(tiny(**settings), tmp_path / name)
         names |= set(first).union(*later) - {"step"}
-        assert first["memory/peak_bytes"] > 1e7
+        assert first["memory/peak_bytes"] > 1e7, name
     metrics = {key: registered(key) for key in names}
     assert [key for key, metric in metrics.items() if metric is None] == []
     assert [metric.name for metric in METRICS if metric not in metrics.values()] == []
@@ -250,10 +250,10 @@ def check_turns(metric, some_records, whole):
         assert figures == {key: full[key] for key in figures}, metric
         latest |= figures
         layers = {key for key in full if key.startswith(f"{metric}/")}
-        assert set(latest) == layers
+        assert set(latest) == layers, (index, part)
         assert (len(figures) == len(layers)) == (index == 0), metric
         if metric.startswith(WORST):
-            assert part[metric] == max(latest.values())
+            assert part[metric] == max(latest.values()), (index, part)
         elif metric.startswith(("stall/update", "grad/", "geometry/", "bits/", "quant/overflow")):
             weight = {
                 key: next(size for end, size in sizes.items() if key.endswith(end))

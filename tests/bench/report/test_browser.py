@@ -109,7 +109,7 @@ def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
     browser.open(page.resolve().as_uri())
     assert browser.messages == []
     for flaws in (UNDRAWN, TOO_WIDE, OVERLAPPING, FAINT):
-        assert browser.evaluate(flaws) == []
+        assert browser.evaluate(flaws) == [], flaws
     assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 13
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     assert browser.evaluate("window.broken === undefined")
@@ -199,7 +199,7 @@ def test_a_long_name_leaves_the_figures_where_they_are(long_names, browser, widt
     browser.screen(width=width, dark=dark)
     browser.open(long_names.resolve().as_uri())
     for flaws in (TOO_WIDE, OVERFLOWING, OUT_OF_SIGHT):
-        assert browser.evaluate(flaws) == []
+        assert browser.evaluate(flaws) == [], flaws
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     if width == 1280:
         sizes = "(({clientWidth, scrollWidth}) => [clientWidth, scrollWidth])"

@@ -17,8 +17,8 @@ from nanogpt_bench.report.parallel_chart import MISSING_PLACE, parallel_chart
 from nanogpt_bench.report.row_styles import styles
 from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.setting_charts import rate_chart, sensitivity_charts
-from nanogpt_bench.report.studies import read_studies
+from nanogpt_bench.report.setting_charts import LEAST_REACH, rate_chart, sensitivity_charts
+from nanogpt_bench.report.studies import SensitivityMap, read_studies
 from nanogpt_bench.report.svg_figures import write_figures
 from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run
 
@@ -148,6 +148,16 @@ def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(t
     cells, _ = chart.spec["layer"]
     assert cells["encoding"]["color"]["scale"]["domain"] == [-0.5, 0, 0.5]
     assert cells["transform"] == [{"filter": "isValid(datum.gap)"}]
+
+
+@pytest.mark.parametrize(("checkpoint", "reach"), [("", LEAST_REACH), ("step-9", 0.004)])
+def test_small_gaps_of_trained_cells_are_pale_and_those_of_rounded_weights_are_not(
+    checkpoint, reach
+):
+    study = SensitivityMap(("mlp.fc",), ("E4M3", "E7M0"), ((0.002, -0.004),), checkpoint=checkpoint)
+    (chart,) = sensitivity_charts([study])
+    cells, _ = chart.spec["layer"]
+    assert cells["encoding"]["color"]["scale"]["domain"] == [-reach, 0, reach]
 
 
 @pytest.mark.parametrize(

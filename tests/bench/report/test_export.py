@@ -73,9 +73,9 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
     ]
     tables = {}
     for form in ("markdown", "csv"):
-        assert main(["results", "show", str(file), "--table", form]) == 0
+        assert main(["results", "show", str(file), "--table", form]) == 0, form
         tables[form] = capsys.readouterr().out
-        assert "3 of 6 runs" in tables[form]
+        assert "3 of 6 runs" in tables[form], form
     lines = {line.split()[1]: line for line in tables["markdown"].splitlines()}
     assert "+0.300, one seed: a lead" in lines["nearest"] or "one seed: a lead)" in lines["run"]
     assert "not run" in lines["stochastic"]

@@ -34,9 +34,9 @@ def test_it_is_one_file_that_has_every_chart_and_loads_nothing_from_elsewhere(
     ]
     page = Page(built.read_text(encoding="utf-8"))
     for tag, attributes in page.elements:
-        assert tag not in {"img", "link", "iframe", "object"}
-        assert "src" not in attributes
-        assert (attributes.get("href") or "#").startswith("#")
+        assert tag not in {"img", "link", "iframe", "object"}, tag
+        assert "src" not in attributes, tag
+        assert (attributes.get("href") or "#").startswith("#"), tag
     policy = next(
         a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"
     )

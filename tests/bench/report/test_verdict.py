@@ -60,6 +60,24 @@ def run(tmp_path):
         (RowComparison(-0.11), Judgement.AHEAD, "ahead"),
         (RowComparison(-0.11, cosine=0.9), Judgement.DOUBTFUL, "ahead; cosine 0.90"),
         (RowComparison(0.04, gap=0.104), Judgement.WITHIN, "within 10%"),
+        # a reference that has hardly trained: an untrained row would be within 10%
+        (
+            RowComparison(0.01, reference_fall=0.1),
+            Judgement.UNKNOWN,
+            "too early",
+        ),
+        (
+            RowComparison(0.01, reference_fall=-0.02),
+            Judgement.UNKNOWN,
+            "too early",
+        ),
+        (RowComparison(0.01, reference_fall=0.11), Judgement.WITHIN, "within 10%"),
+        (RowComparison(0.2, reference_fall=0.05), Judgement.OUTSIDE, "outside 10%"),
+        (
+            RowComparison(0.04, gap=0.104, gap_error=0.03, reference_fall=0.05),
+            Judgement.BEHIND,
+            "behind",
+        ),
         # a stall is named where the loss is short of the reference
         (RowComparison(0.3, 0.5), Judgement.OUTSIDE, "outside 10%; stall 50%"),
         (RowComparison(0.3, 0.49), Judgement.OUTSIDE, "outside 10%"),
@@ -165,6 +183,24 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
     assert verdict_of("noisy", (2.724,), 0.05) == "within 10%"
     assert verdict_of("near", (2.72, 2.73, 2.71), 0.05) == "behind"
     assert verdict_of("wide", (2.9, 2.5, 2.8), 0.0213) == "within 10%"
+
+
+def test_a_reference_that_hardly_fell_gives_no_verdict(tmp_path):
+    """An untrained row is within a tenth of it."""
+    texts = []
+    for first in (2.2, 5.5):
+        rows = rows_of(
+            write_run(
+                tmp_path / f"{rule}-{first}",
+                rule=rule,
+                final=2.1,
+                first_val_loss=first,
+                final_val_loss_se=0.01,
+            )
+            for rule in ("fp32", "sgd")
+        )
+        texts.append(measure(rows, rows[0])[1].verdict.text)
+    assert texts == ["too early", "within 10%"]
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path):

@@ -135,13 +135,16 @@ def test_columns_say_what_the_records_said(seed):
     assert set(columns.names) <= set(NAMES)
     for name in NAMES:
         has = [(row, record[name]) for row, record in enumerate(plain) if name in record]
-        assert list(columns.rows(name)) == has
-        assert columns.values(name) == [value for _, value in has if value is not None]
+        assert list(columns.rows(name)) == has, name
+        assert columns.values(name) == [value for _, value in has if value is not None], name
         for against in ("step", "time/elapsed_s", "absent"):
             points = [
                 (r[against], r[name]) for r in plain if name in r and r.get(against) is not None
             ]
-            assert columns.curve(name, against) == ([x for x, _ in points], [y for _, y in points])
+            assert columns.curve(name, against) == (
+                [x for x, _ in points],
+                [y for _, y in points],
+            ), (name, against)
 
 
 def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):

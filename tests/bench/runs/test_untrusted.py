@@ -26,8 +26,10 @@ YAML = {
     "text('a: &a {<<: [*a]}')": "contains it",
     "text('&a [*a]')": "contains it",
     f"text('[' + 'x,' * {untrusted.MOST_YAML_VALUES} + ']')": "values",
-    "text('seed: ' + '9' * 5000)": "a value can't be read",
-    "text('seed: ' + '1:' * 5000 + '1')": "readers differ in what a number with colons is",
+    "text('seed: ' + '9' * 5000)": "line 1: 999 & a number has at most 1,000 characters",
+    "text('seed: ' + '1:' * 400_000 + '1')": "a number has at most 1,000 characters",
+    "text('seed: !!int ' + '1:99:' * 160_000 + '1')": "a number has at most 1,000 characters",
+    "text('seed: ' + '1:' * 400 + '1')": "readers differ in what a number with colons is",
     "text('seed: !!python/object/apply:os.system [touch executed]')": "could not determine a "
     "constructor",
     "text('seed: !!python/name:os.system')": "could not determine a constructor",
@@ -203,9 +205,11 @@ def sources(corpus_dir, labelled_dir, tiny, tmp_path_factory):
         reader.lay(place)
         folders[name] = (reader, place)
         if " on a " in name or " from " in name:  # those would train, or draw
-            assert name == "report on a run" or reader.messages(folder / "missing")
+            assert name == "report on a run" or reader.messages(folder / "missing"), name
         else:
-            assert reader.messages(Path(shutil.copytree(place, folder / "copies" / name))) == []
+            assert reader.messages(Path(shutil.copytree(place, folder / "copies" / name))) == [], (
+                name
+            )
     return folders
 
 
@@ -261,6 +265,21 @@ def test_an_execution_would_be_seen():
 def test_an_honest_alias_and_merge_are_read():
     text = "base: &base {a: 1, b: [2, 3]}\nother: {<<: *base, c: *base}\n"
     assert untrusted.parse_yaml(text)["other"] == {"a": 1, "b": [2, 3], "c": {"a": 1, "b": [2, 3]}}
+
+
+@pytest.mark.parametrize(
+    "text", ["9:" * 1000 + "h", "word " * 1000 + "end", "'" + "9" * 5000 + "'"]
+)
+def test_a_long_text_is_no_number(text):
+    outcome = watched(lambda: untrusted.parse_yaml(f"note: {text}"))
+    assert outcome.returned == {"note": text.strip("'")}
+
+
+def test_a_number_is_read_to_the_bound():
+    number = "9" * untrusted.LONGEST_NUMBER
+    assert untrusted.parse_yaml(number) == int(number)
+    with pytest.raises(untrusted.RefusedFile, match="at most"):
+        untrusted.parse_yaml(number + "9")
 
 
 @pytest.mark.parametrize("parse", [untrusted.parse_yaml, untrusted.parse_json])

@@ -103,8 +103,8 @@ def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_ten
         assert all(
             group["lr"] is lr
             for group, lr in zip(trainer.optimizer.param_groups, rates, strict=True)
-        )
-        assert [float(lr) for lr in rates] == pytest.approx([step.record["lr"]] * 2)
+        ), number
+        assert [float(lr) for lr in rates] == pytest.approx([step.record["lr"]] * 2), number
         written.append(step.record["lr"])
     assert 0 < written[0] < written[1] < 2e-3
 

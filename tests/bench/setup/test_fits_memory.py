@@ -76,7 +76,8 @@ def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
     assert sorted(folder.iterdir()) == old_files
 
 
-def test_nor_is_a_model_trained_further(folder, refused):
+@pytest.mark.parametrize("setting", TOO_MUCH[2:])
+def test_nor_is_a_model_trained_further(setting, folder, refused):
     import causal_models
 
     finetune = [
@@ -87,10 +88,9 @@ def test_nor_is_a_model_trained_further(folder, refused):
         "16",
     ]
     old_files = sorted(folder.iterdir())
-    for *words, setting in ([*finetune, f"--{setting}"] for setting in TOO_MUCH[2:]):
-        message = refused(*words, *setting.split())
-        assert setting.removeprefix("--") in message
-        assert "GiB are free" in message
+    message = refused(*finetune, *f"--{setting}".split())
+    assert setting in message
+    assert "GiB are free" in message
     assert sorted(folder.iterdir()) == old_files
 
 
@@ -298,7 +298,8 @@ ON_CUDA += [f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}"]
 ON_CUDA += [f"sweep {name}.yaml --out out" for name in ("setting", "axis", "tuned")]
 
 
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refused):
+@pytest.mark.parametrize("words", ON_CUDA)
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, folder, corpus_dir, refused):
     import causal_models
 
     places = {"CORPUS": str(corpus_dir), "MODEL": str(causal_models.write(folder / "model"))}
@@ -307,12 +308,9 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(folder, corpus_dir, refu
     for name, text in {"setting": setting, "axis": axis, "tuned": setting + TUNED}.items():
         Path(f"{name}.yaml").write_text(text)
     old_files = sorted(folder.iterdir())
-    for words in ON_CUDA:
-        message = refused(*(places.get(word, word) for word in words.split()))
-        assert (
-            "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in message
-        ), words
-        assert sorted(folder.iterdir()) == old_files
+    message = refused(*(places.get(word, word) for word in words.split()))
+    assert "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu" in message
+    assert sorted(folder.iterdir()) == old_files
 
 
 def test_an_empty_device_is_not_the_default(refused):

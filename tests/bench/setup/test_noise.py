@@ -86,8 +86,8 @@ def test_a_permutation_keeps_the_spacings_of_a_layer_and_moves_them(noisy):
     trainer = noisy("permuted")
     for name, layer in quantized_layers(trainer.model).items():
         places = places_of(trainer, name)
-        assert torch.equal(places.sort().values, torch.arange(layer.weight.numel()))
-        assert (places == torch.arange(layer.weight.numel())).float().mean() < 0.01
+        assert torch.equal(places.sort().values, torch.arange(layer.weight.numel())), name
+        assert (places == torch.arange(layer.weight.numel())).float().mean() < 0.01, name
 
 
 def test_the_ends_of_the_range_hold(noisy):
@@ -95,4 +95,4 @@ def test_the_ends_of_the_range_hold(noisy):
     _, new_weights = stepped(trainer)
     for name, layer in quantized_layers(trainer.model).items():
         end = layer.manifold.scale * fm.FloatFormat.from_string("E4M3").max
-        assert bool((new_weights[name].abs() <= end).all())
+        assert bool((new_weights[name].abs() <= end).all()), name

@@ -27,7 +27,7 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.sweep.comparison import choose_rows
 
-ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=fp8")
+ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=codes")
 UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 
@@ -57,6 +57,7 @@ BUILT = {
     "adamw": fm.optim.StiffnessAdamW,
     "sgd": fm.optim.StiffnessSGD,
     "stiffness_lion": fm.optim.StiffnessLion,
+    "stiffness_adafactor": fm.optim.StiffnessAdafactor,
 }
 BUILT |= {
     "stiffness_adamw": fm.optim.StiffnessAdamW,
@@ -73,6 +74,9 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them(name, built):
         "--optimizer.moments=bfloat16",
         "--seed=7",
     ]
+    if name == "stiffness_adafactor":
+        # without a momentum there is nothing to store
+        options.append("--optimizer.momentum=0.5")
     optimizer = on_one_byte(name, *options)
     assert type(optimizer) is built
     for group in optimizer.param_groups:
@@ -88,6 +92,7 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them(name, built):
     ("name", "option", "value"),
     [
         *((name, "momentum", 0.5) for name in ("stiffness_sgd", "riemannian_sgd")),
+        ("stiffness_adafactor", "momentum", 0.5),
         ("riemannian_sgd", "float_lr", 0.25),
         ("stiffness_lion", "stiffness", 0.5),
         *((name, "stiffness", 0.0) for name in ("sgd", "stiffness_sgd")),  # that of their own
@@ -154,6 +159,8 @@ BYTES_HELD = {
     **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
     "residual8": 10.0,
     "muon-stochastic": 2.0,
+    # and averages of rows and columns
+    "adafactor-stochastic": 1.0,
 }
 
 
@@ -167,7 +174,7 @@ def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fm
     }  # a byte's scale doubles where a weight reaches its end, and a grid's does not
     byte, floats = (
         trainer_of(tiny(rule=rule, model__format=fmt, model__storage=name, **room))
-        for name in ("fp8", "grid")
+        for name in ("codes", "grid")
     )
     assert train(byte, 8) == train(floats, 8)
     assert byte.validate() == floats.validate()
@@ -179,7 +186,7 @@ def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny, rule, fm
 @pytest.mark.parametrize("rule", BYTES_HELD)
 def test_a_weight_holds_the_bytes_of_its_scheme(tiny, rule):
     trainer = trainer_of(
-        tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128)
+        tiny(rule=rule, model__format="E4M3", model__storage="codes", model__n_embd=128)
     )
     train(trainer, 2)
     weights = [layer.weight for layer in quantized_layers(trainer.model).values()]
@@ -198,8 +205,8 @@ def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny, tmp
     layers, drawn = quantized_layers(trainer.model), trainer_of(tiny(rule="fp32"))
     start = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     for name, layer in layers.items():  # the float weights of the same seed, not their roundings
-        assert torch.equal(start[name], drawn.model.get_submodule(name).weight)
-        assert layer.weight_format is not None
+        assert torch.equal(start[name], drawn.model.get_submodule(name).weight), name
+        assert layer.weight_format is not None, name
     train(trainer, 2)
     assert all(not torch.equal(layer.weight, start[name]) for name, layer in layers.items())
     summary = run(config, tmp_path / "r")
@@ -221,8 +228,8 @@ def test_a_residual_begins_with_the_float_weights(tiny):
     train(trainer, 1)
     for name, layer in quantized_layers(trainer.model).items():
         weight, residual = layer.weight, trainer.optimizer.state[layer.weight]["residual"]
-        assert weight.remainder is None  # handed over
-        assert residual.dtype == torch.int8
+        assert weight.remainder is None, name  # handed over
+        assert residual.dtype == torch.int8, name
         start, scale = floats.model.get_submodule(name).weight.detach(), layer.weight_scale()
         code = fm.to_chart(weight.dequantize() / scale, "E4M3")
         value = fm.from_chart(code + residual / 256, "E4M3") * scale
@@ -253,16 +260,16 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny, rule
     twin_weights = {name: layer.weight for name, layer in quantized_layers(twin.model).items()}
     for name, layer in layers.items():
         ulps = layer.manifold.to_chart(layer.weight) - layer.manifold.to_chart(twin_weights[name])
-        assert ulps.abs().max() < 1 + 1e-4
+        assert ulps.abs().max() < 1 + 1e-4, name
         moved += int((twin_weights[name] != layer.weight).sum())
     assert moved  # the twin is off the grid
     quantized = {
         id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())
     }
-    for weight, rounded_weight in zip(
-        twin.model.parameters(), rounded.model.parameters(), strict=True
+    for index, (weight, rounded_weight) in enumerate(
+        zip(twin.model.parameters(), rounded.model.parameters(), strict=True)
     ):
-        assert id(weight) in quantized or torch.equal(weight, rounded_weight)
+        assert id(weight) in quantized or torch.equal(weight, rounded_weight), index
 
 
 def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise():
@@ -293,7 +300,7 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
         "mlp.fc": ("fp8", "fp8"),
         "lm_head": fp8,
     }
-    integers = {"rule": None, "model.storage": "fp8", "model.products": "int8"}
+    integers = {"rule": None, "model.storage": "codes", "model.products": "int8"}
     assert products_of({"*": "E1M6"}, **integers)["mlp.fc"] == ("int8", "bfloat16")
 
 
@@ -320,7 +327,7 @@ def test_formats_of_fp8_units_have_them_by_themselves(fmt):
 )
 def test_settings_one_by_one_are_the_rule(products, rule):
     settings = {
-        "model.storage": "fp8",
+        "model.storage": "codes",
         "model.format": "E4M3",
         "model.products": products,
         "optimizer.name": "adamw",
@@ -341,7 +348,7 @@ def test_a_run_trains_on_the_units_of_its_products(tiny, precision):
             for name, layer in quantized_layers(trainer.model).items()
             if name != "lm_head"
         }
-        assert products == {"fp8" if rule == "stochastic-fp8" else "decoded"}
+        assert products == {"fp8" if rule == "stochastic-fp8" else "decoded"}, rule
     decoded, fp8 = (torch.tensor(values) for values in losses.values())
     assert not torch.equal(decoded, fp8)
     torch.testing.assert_close(fp8, decoded, atol=0.02, rtol=0)
@@ -403,7 +410,7 @@ def test_a_run_goes_on_and_is_measured_and_sampled(tiny, tmp_path, tied, capsys)
         assert main([command, str(tmp_path / "whole"), *overrides]) == 0, capsys.readouterr().err
 
 
-FLOATS = "model.embeddings: 'E3M4' needs model.storage fp8, not "
+FLOATS = "model.embeddings: 'E3M4' needs model.storage codes, not "
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,9 @@ def test_sums_that_are_exact_and_other_dtypes_are_torch_s_own_to_the_bit(name, d
     by_torch, by_float32 = (
         results(PRODUCTS[name], pair, context) for context in (nullcontext(), ProductsByFloat32())
     )
-    for expected, product in zip(by_torch, by_float32, strict=True):
-        assert product.dtype == expected.dtype == dtype
-        assert torch.equal(product, expected)
+    for index, (expected, product) in enumerate(zip(by_torch, by_float32, strict=True)):
+        assert product.dtype == expected.dtype == dtype, index
+        assert torch.equal(product, expected), index
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -192,6 +192,6 @@ def test_a_training_ends_where_it_does_with_torch_s_own(tiny, monkeypatch, rule)
         trainer = trainer_of(config)
         train(trainer, 20)
         losses[capability] = trainer.validate()
-        assert bool(products_called) == (capability == "AVX2")
+        assert bool(products_called) == (capability == "AVX2"), capability
     assert losses["AVX2"] < 3.0  # from 3.6
     assert losses["AVX2"] == pytest.approx(losses["AVX512"], abs=0.02)

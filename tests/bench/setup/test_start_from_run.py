@@ -139,4 +139,4 @@ def test_the_best_checkpoint_is_kept(tiny, tmp_path):
             ]
             for folder in (tmp_path / "a", tmp_path / "b")
         )
-        assert best == expected
+        assert best == expected, names

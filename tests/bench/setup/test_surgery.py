@@ -33,7 +33,7 @@ def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
 @pytest.mark.parametrize(("writeback", "is_kept"), [("residual8", True), ("stochastic", False)])
 def test_a_residual_finds_what_rounding_the_weights_left(writeback, is_kept):
     model = quantized(
-        "--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}"
+        "--model.format=E4M3", "--model.storage=codes", f"--optimizer.writeback={writeback}"
     )
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
@@ -44,10 +44,10 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold():
     layers = quantized_layers(quantized("--model.format=E4M3", "--model.storage=continuous"))
     for name, plain in ((name, quantized().get_submodule(name)) for name in layers):
         layer, x = layers[name], torch.ones(1, plain.in_features)
-        assert type(layer.weight.manifold) is fm.StiffnessManifold
-        assert layer.weight.manifold.format.name == "E4M3"
-        assert torch.equal(layer.weight, plain.weight)
-        assert torch.equal(layer(x), plain(x))
+        assert type(layer.weight.manifold) is fm.StiffnessManifold, name
+        assert layer.weight.manifold.format.name == "E4M3", name
+        assert torch.equal(layer.weight, plain.weight), name
+        assert torch.equal(layer(x), plain(x)), name
 
 
 @pytest.mark.parametrize(("storage", "is_between"), [("continuous", True), ("grid", False)])
@@ -71,7 +71,7 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
     [("independent", ()), ("dither", ["--optimizer.draws=dither"])],
     ids=["independent", "dither"],
 )
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 def test_draws_are_the_weights_own_as_well(draws, words, storage):
     """Other writers of a weight then draw as its optimizer does.
 
@@ -83,7 +83,7 @@ def test_draws_are_the_weights_own_as_well(draws, words, storage):
     assert {layer.weight.manifold.draws for layer in layers.values()} == {draws}
 
 
-STORAGES = ["master", "grid", "fp8", "continuous"]
+STORAGES = ["master", "grid", "codes", "continuous"]
 
 
 @pytest.mark.parametrize(("tied", "is_left"), [("untie", False), ("leave", True)])
@@ -247,7 +247,7 @@ def test_every_option_trains_and_repeats(option, accumulation, corpus_dir):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8", "continuous"])
+@pytest.mark.parametrize("storage", ["grid", "codes", "continuous"])
 def test_gradients_are_quantised_whatever_the_storage(storage, corpus_dir):
     formats = json.dumps(
         {"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}}

@@ -117,7 +117,7 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
     assert process.returncode == 0, process.stderr
     assert main(["sweep", *words, "local", "--out", str(tmp_path / "local")]) == 0
     for run in ("fp32-seed=1", "sgd-seed=1"):
-        assert loss_of(tmp_path / "ray" / run) == loss_of(tmp_path / "local" / run)
+        assert loss_of(tmp_path / "ray" / run) == loss_of(tmp_path / "local" / run), run
     assert not list((tmp_path / "ray").glob(".ray-*"))
     wait_until(lambda: not marked(tmp_path), 30)
 
@@ -158,7 +158,7 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
     whole = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     assert main(["sweep", str(whole), "--workers", "1", "--out", str(tmp_path / "whole")]) == 0
     for run in ("fp32-seed=1", "sgd-seed=1"):
-        assert loss_of(tmp_path / "out" / run) == loss_of(tmp_path / "whole" / run)
+        assert loss_of(tmp_path / "out" / run) == loss_of(tmp_path / "whole" / run), run
 
 
 @pytest.mark.slow  # Ray takes its time to give up

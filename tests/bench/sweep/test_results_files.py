@@ -183,4 +183,4 @@ def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monke
     for key in ("kind", "label", "final_val_loss", "best.optimizer.lr", "trial.loss"):
         assert [entry.get(key) for entry in new_entries] == [
             entry.get(key) for entry in old_entries
-        ]
+        ], key

@@ -96,9 +96,9 @@ def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_
     write, monkeypatch
 ):
     reads, built = [], []
-    check, init = fm.check_formats, GPT.__init__
+    check, init = fm.files.check_formats, GPT.__init__
     monkeypatch.setattr(
-        fm,
+        fm.files,
         "check_formats",
         lambda *arguments, **options: reads.append(arguments) or check(*arguments, **options),
     )
@@ -267,14 +267,17 @@ def test_cores_are_divided_among_workers(workers, runs, threads, divided, monkey
     assert divide(workers, runs, threads, 4) == divided
 
 
-def test_workers_have_no_more_threads_than_this_process(monkeypatch):
+@pytest.mark.parametrize(
+    ("own_threads", "workers", "threads"),
+    [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 2), (2, 4, 1)],
+)
+def test_workers_have_no_more_threads_than_this_process(own_threads, workers, threads, monkeypatch):
     monkeypatch.setattr(workers_module, "cores", lambda: 4)
     old_threads = torch.get_num_threads()
     try:
-        for own_threads in (1, 2):
-            torch.set_num_threads(own_threads)  # as OMP_NUM_THREADS does
-            for workers, threads in ((1, own_threads), (2, own_threads), (4, 1)):
-                assert divide(workers, 1000, None, torch_threads()) == (workers, threads)
+        # as OMP_NUM_THREADS does
+        torch.set_num_threads(own_threads)
+        assert divide(workers, 1000, None, torch_threads()) == (workers, threads)
     finally:
         torch.set_num_threads(old_threads)
 
@@ -432,8 +435,14 @@ def test_one_folder_spelt_in_two_ways_is_one_text(write, corpus_dir, working_fol
     same = {"axes": {"data.dir": ["text", "./text", "text/"]}, "settings": {"rule": "sgd"}}
     (run,) = plan_sweep(read_sweep(write(**same)))
     assert run.settings["data.dir"] == "text"
-    for folder in (str(working_folder / "text"), str(corpus_dir)):
-        axes = {"data.dir": ["text", folder]}
-        planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "sgd"})))
-        with refusal(f"data.dir: 'text' and {folder!r} are one folder"):
-            check_inputs(planned)
+
+
+@pytest.mark.parametrize("spelling", ["its whole path", "where its link leads"])
+def test_one_folder_under_two_names_is_refused(spelling, write, corpus_dir, working_folder):
+    link = working_folder / "text"
+    link.symlink_to(corpus_dir)
+    folder = str(link if spelling == "its whole path" else corpus_dir)
+    axes = {"data.dir": ["text", folder]}
+    planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "sgd"})))
+    with refusal(f"data.dir: 'text' and {folder!r} are one folder"):
+        check_inputs(planned)

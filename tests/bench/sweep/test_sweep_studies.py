@@ -171,8 +171,8 @@ def test_each_row_is_measured_against_the_reference_of_its_own(key, lengths, siz
         row = rows[f"sgd {label}"]
         assert float(row["difference"]) == pytest.approx(
             sum(a - b for a, b in zip(*ends, strict=True)) / 2
-        )
-        assert row["difference_seeds"] == "2"
+        ), label
+        assert row["difference_seeds"] == "2", label
 
 
 def test_a_validation_states_its_standard_error(lengths):

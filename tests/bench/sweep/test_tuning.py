@@ -89,8 +89,8 @@ def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
         rounds += 1
     best = best_place(losses)
     for key, (value, expected) in enumerate(zip(best, optimum, strict=True)):
-        assert abs(value - min(expected, reach)) <= 1
-        assert is_inside(losses, key) == (expected <= reach)
+        assert abs(value - min(expected, reach)) <= 1, key
+        assert is_inside(losses, key) == (expected <= reach), key
     assert rounds <= 7 * len(optimum) + 4
     assert all(abs(index) <= reach for place in losses for index in place)
 
@@ -116,7 +116,7 @@ def test_listed_values_are_searched_after_the_rates_and_not_beyond_their_list(wr
     assert all(row["inside"].values())
     tried = [trial["values"] for trial in row["trials"]]
     for key, values in choices.items():
-        assert {trial[key] for trial in tried} <= {*values}
+        assert {trial[key] for trial in tried} <= {*values}, key
     first_rates = [
         values
         for values in tried
@@ -154,7 +154,7 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
     assert list(best) == ["fp32", "muon", "sgd"]  # float weights stand once
     assert list(best["fp32"]) == list(best["sgd"]) == ["optimizer.lr"]  # which have no second rate
     for rule, optimum in {"fp32": 0.006, "muon": 0.03, "sgd": 0.1}.items():
-        assert abs(math.log2(best[rule]["optimizer.lr"] / optimum)) <= 0.26
+        assert abs(math.log2(best[rule]["optimizer.lr"] / optimum)) <= 0.26, rule
     assert abs(math.log2(best["muon"]["optimizer.float_lr"] / 0.001)) <= 0.26
     runs = trained()
     assert len(runs) == len(set(runs))
@@ -393,10 +393,17 @@ def test_a_study_shrinks_by_its_section_smoke_alone(write):
     assert (whole.base["train.max_steps"], small.base["train.max_steps"]) == (4, 2)
     with refusal(r"--smoke: my\.yaml has no section smoke"):
         read_sweep(write(axes={"rule": ["fp32"]}), smoke=True)
-    for wrong, message in (
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
         ({"axis": {}}, "did you mean 'axes'"),
         ({"tune": 3}, "smoke.tune"),
         (3, "smoke in my.yaml"),
-    ):
-        with refusal(message):
-            read_sweep(write(axes={"rule": ["fp32"]}, smoke=wrong))
+    ],
+    ids=["a misspelt key", "a number for a section", "a number for all"],
+)
+def test_a_wrong_section_smoke_is_refused(section, message, write):
+    with refusal(message):
+        read_sweep(write(axes={"rule": ["fp32"]}, smoke=section))

@@ -131,17 +131,17 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny, kind, accu
     ]
     oracle, recorder = Oracle(kind, layers, accumulation), GradientRecorder()
     for number in (1, 2, 3):
-        floats.model.load_state_dict(
-            fm.unflatten_state_dict(trainer.model.state_dict()), strict=False
-        )
+        floats.model.load_state_dict(fm.files.unflatten(trainer.model.state_dict()), strict=False)
         micro = float_micro_gradients(floats, number - 1)
         expected = oracle.total(micro)
         step = one_step(trainer, number, recorder)
         whole = {name: sum(one[name] for one in micro) for name in micro[0]}
-        assert step.record["grad/norm"] == pytest.approx(norm_of(whole), rel=1e-4)
-        assert step.record["grad/clipped"] == 1
-        assert step.clip_factor == pytest.approx(CLIP / accumulation / norm_of(micro[-1]), rel=1e-3)
-        assert norm_of(recorder.gradients) < CLIP * 1.05
+        assert step.record["grad/norm"] == pytest.approx(norm_of(whole), rel=1e-4), number
+        assert step.record["grad/clipped"] == 1, number
+        assert step.clip_factor == pytest.approx(
+            CLIP / accumulation / norm_of(micro[-1]), rel=1e-3
+        ), number
+        assert norm_of(recorder.gradients) < CLIP * 1.05, number
         for name, gradient in recorder.gradients.items():
             # float32's own noise may tip a value that lies halfway between two of the
             # format
@@ -207,7 +207,7 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny,
     step = one_step(trainer, 1, recorder)
     assert step.record["grad/clipped"] == 0
     for name, gradient in grads_of(itself.model).items():
-        assert (recorder.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
+        assert (recorder.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -26,7 +26,11 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
-RESIDUAL = {"model__format": "E4M3", "model__storage": "fp8", "optimizer__name": "stiffness_adamw"}
+RESIDUAL = {
+    "model__format": "E4M3",
+    "model__storage": "codes",
+    "optimizer__name": "stiffness_adamw",
+}
 RESIDUAL |= {"optimizer__writeback": "residual8", "optimizer__moments": "8bit"}
 DELAYED = "{'*': {weight: E4M3, activation: E4M3, policy: delayed}}"
 
@@ -183,7 +187,7 @@ def failing(part: str) -> list[Any]:
     ranks = own_ranks()
     answers = [
         ranks.broadcast(f"from {ranks.rank}"),
-        ranks.each(ranks.rank),
+        ranks.gathered(ranks.rank),
         ranks.mean(ranks.rank),
     ]
     errors = {
@@ -208,5 +212,5 @@ NOT_WRITTEN, NO = ([(name, None, "no")] for name in ("CheckpointNotWritten", "Be
     ("part", "ends"), [("disk", (FULL, FULL)), ("line", (NOT_WRITTEN, NO)), ("none", ([], []))]
 )
 def test_what_fails_in_one_fails_in_all(pools, part, ends):
-    for outcome, end in zip(pools[2].run(failing, part), ends, strict=True):
-        assert outcome == ["from 0", [0.0, 1.0], 0.5, *end]
+    for index, (outcome, end) in enumerate(zip(pools[2].run(failing, part), ends, strict=True)):
+        assert outcome == ["from 0", [0.0, 1.0], 0.5, *end], index

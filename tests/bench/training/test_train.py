@@ -222,7 +222,7 @@ def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):
 
 
 #: files of whose functions a run calls one, and files that it imports at all
-MOST_ENTERED, MOST_IMPORTED = 60, 68
+MOST_ENTERED, MOST_IMPORTED = 61, 69
 #: a command line under a profiler, which writes down how often every function of the
 #: bench was called
 COUNT = """

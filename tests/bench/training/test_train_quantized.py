@@ -24,7 +24,11 @@ LR |= {
 }  # at four and six times these rates every second seed diverges
 KEYS = ("storage", "optimizer", "writeback", "moments")
 SAMPLE = covering([{key: getattr(RULES[rule], key) for key in KEYS} for rule in QUANTIZED], 1)
-STALL = {"master": "stall/code_unchanged", "fp8": "stall/update_lost", "grid": "stall/update_lost"}
+STALL = {
+    "master": "stall/code_unchanged",
+    "codes": "stall/update_lost",
+    "grid": "stall/update_lost",
+}
 
 
 def config_of(tiny, rule, **overrides):

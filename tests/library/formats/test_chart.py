@@ -142,7 +142,7 @@ def test_the_ends_zero_and_nan(fmt, dtype):
     ids=["permuted", "sliced", "scalar", "empty"],
 )
 @FUNCTIONS
-def test_shapes_and_strides(function, cut):
+def test_results_keep_shapes_and_follow_strides(function, cut):
     x = torch.linspace(-3, 3, 60).reshape(3, 4, 5)
     result = function(cut(x), "E4M3")
     assert result.shape == cut(x).shape
@@ -150,7 +150,7 @@ def test_shapes_and_strides(function, cut):
 
 
 @FUNCTIONS
-def test_inputs_that_require_grad(function):
+def test_inputs_that_require_grad_give_the_same_numbers(function):
     x = torch.linspace(-3, 3, 60)
     assert torch.equal(function(x.clone().requires_grad_(), "E4M3").detach(), function(x, "E4M3"))
 

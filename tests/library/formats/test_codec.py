@@ -236,12 +236,12 @@ def test_nan(fmt):
 
 @every_format
 def test_a_step_keeps_the_codes_of_nan_and_of_inf_where_several_codes_are_nan(fmt):
-    kept = set(fmt.nan_codes)
-    if len(kept) > 1 and fmt.inf_code is not None:
-        kept |= {fmt.inf_code, fmt.inf_code | fmt.sign_bit}
+    kept_codes = set(fmt.nan_codes)
+    if len(kept_codes) > 1 and fmt.inf_code is not None:
+        kept_codes |= {fmt.inf_code, fmt.inf_code | fmt.sign_bit}
     old_codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
     codes = codec.keep_nan_codes(torch.ones_like(old_codes, dtype=torch.int32), old_codes, fmt)
-    assert codes.tolist() == [code if code in kept else 1 for code in old_codes.tolist()]
+    assert codes.tolist() == [code if code in kept_codes else 1 for code in old_codes.tolist()]
 
 
 @pytest.mark.parametrize("place", [0, 1, 5000, 9999])

@@ -24,7 +24,7 @@ def format_of(name):
 
 
 @pytest.mark.parametrize("name", GFLOAT)
-def test_equals_gfloat(name):
+def test_facts_and_values_are_gfloats(name):
     fmt = format_of(name)
     info = GFLOAT[name]
     assert (fmt.bits, fmt.bias, fmt.mantissa_bits + 1) == (info.k, info.bias, info.precision)
@@ -89,7 +89,7 @@ def test_names_codes_and_values_are_the_oracles(fmt):
         ("P3109_8p1f", (7, 0, 64, "p3109f")),
     ],
 )
-def test_from_string(text, fields):
+def test_a_name_gives_bits_bias_and_layout(text, fields):
     fmt = format_of(text)
     assert (fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.layout) == fields
 

@@ -115,4 +115,4 @@ def test_a_real_number_is_a_scale(call, scale) -> None:
 
 @pytest.mark.parametrize("argument", [None, [1.0], ONES, 1], ids=["None", "list", "tensor", "int"])
 def test_a_state_is_a_mapping(argument) -> None:
-    check_one_line(fm.unflatten_state_dict, argument)
+    check_one_line(fm.files.unflatten, argument)

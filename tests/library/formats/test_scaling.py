@@ -35,7 +35,7 @@ def test_amax_lands_on_the_largest_value_and_pow2_is_the_next_power_of_two(amax,
     assert scale <= next_power < 2 * scale
 
 
-def test_channels():
+def test_channels_have_a_scale_each_along_any_axis():
     x = torch.tensor([[1.0, -896.0, 2.0], [0.0, 0.0, 0.0], [44.8, 1.0, 1.0]])
     rows = amax_scale(x, "E4M3", "channel")
     assert rows.shape == (3, 1)
@@ -48,7 +48,7 @@ def test_channels():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_scales_are_float32(dtype):
+def test_scales_of_other_dtypes_are_float32(dtype):
     scale = amax_scale(torch.tensor([224.0, -1.0], dtype=dtype), "E4M3")
     assert (scale.dtype, scale.item()) == (torch.float32, 0.5)
 

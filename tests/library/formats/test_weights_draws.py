@@ -3,7 +3,6 @@ that it is kept.
 """
 
 import copy
-import json
 
 import geoopt
 import pytest
@@ -14,14 +13,14 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold import quantize_model
 
-STORED = pytest.mark.parametrize("storage", ["fp8", "grid"])
+STORED = pytest.mark.parametrize("storage", ["codes", "grid"])
 
 
 def floats():
     return nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 8, bias=False))
 
 
-def network(storage="fp8", draws="dither", **options):
+def network(storage="codes", draws="dither", **options):
     net = floats()
     for i, p in enumerate(net.parameters()):
         p.data = normal(*p.shape, seed=i, std=0.1)
@@ -136,11 +135,11 @@ def test_what_is_made_of_the_model_keeps_them(storage):
 
 
 def test_what_is_made_of_one_byte_weights_keeps_them():
-    net = network("fp8")
+    net = network("codes")
     assert net[0].weight.clone().draws == "dither"
     assert through_disk(net[0].weight).draws == "dither"
     # Codes of another library leave the layer's own.
-    net.load_state_dict(dict(fm.exported_state_dict(net)[0]))
+    net.load_state_dict(dict(fm.files.layout_state_dict(net)[0]))
     assert owned(net) == ["dither"] * 2
 
 
@@ -153,14 +152,12 @@ def test_a_model_of_transformers_keeps_them(storage, tmp_path):
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
     plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     plain.save_pretrained(tmp_path / "floats")
-    asked = fm.huggingface.quantization_config({"*": "E4M3"}, storage, tied="leave", draws="dither")
-    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
-    model = from_pretrained(tmp_path / "floats", quantization_config=asked)
+    model = fm.load(
+        tmp_path / "floats", {"*": "E4M3"}, storage=storage, tied="leave", draws="dither"
+    )
     assert owned(model) == ["dither"] * 4
     model.save_pretrained(tmp_path / "saved")
-    settings = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
-    assert [group["draws"] for group in settings["layers"]] == ["dither"]
-    assert owned(from_pretrained(tmp_path / "saved")) == ["dither"] * 4
+    assert owned(fm.load(tmp_path / "saved")) == ["dither"] * 4
     quantize_model(plain, storage=storage, tied="leave")
-    fm.huggingface.attach(plain)
-    assert all("draws" not in group for group in plain.config.quantization_config.layers)
+    plain.save_pretrained(tmp_path / "plain")
+    assert owned(fm.load(tmp_path / "plain")) == ["independent"] * 4

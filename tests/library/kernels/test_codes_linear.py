@@ -21,7 +21,7 @@ def layer(features, dtype, *, bias, granularity="channel"):
     linear = nn.Linear(features, 48, bias=bias)
     linear.weight.data = normal(48, features, seed=1, std=0.1)
     return fm.quantize_model(
-        nn.Sequential(linear.to(dtype)), "E4M3", storage="fp8", granularity=granularity, seed=1
+        nn.Sequential(linear.to(dtype)), "E4M3", storage="codes", granularity=granularity, seed=1
     )
 
 
@@ -36,7 +36,7 @@ def passes(model, x, *, autocast):
 @pytest.mark.parametrize("gradient", [None, "E5M2"])
 def test_autocast_around_a_backward_pass_alone_changes_nothing(gradient):
     model = fm.quantize_model(
-        nn.Linear(64, 32), fm.LayerSpec("E4M3", gradient=gradient), storage="fp8", seed=1
+        nn.Linear(64, 32), fm.LayerSpec("E4M3", gradient=gradient), storage="codes", seed=1
     )
     x, g = normal(16, 64, seed=2), normal(16, 32, seed=3)
     results = []
@@ -135,12 +135,12 @@ def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name, monkeypatch
     expected = [_products._values(w, torch.bfloat16) for w in weights]
     on_a_card(monkeypatch)
     monkeypatch.setattr(_products, "dequantize_codes", None)
-    for w, native in zip(weights, expected, strict=True):
+    for index, (w, native) in enumerate(zip(weights, expected, strict=True)):
         values = _products._values(w, torch.bfloat16)
-        assert torch.equal(values.isnan(), native.isnan())
+        assert torch.equal(values.isnan(), native.isnan()), index
         assert torch.equal(
             *(x.masked_fill(x.isnan(), 0.0).view(torch.int16) for x in (values, native))
-        )
+        ), index
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
@@ -153,7 +153,7 @@ def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
 ):
     linear = nn.Linear(160, 144, dtype=dtype)
     model = fm.quantize_model(
-        nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1
+        nn.Sequential(linear), name, storage="codes", granularity=granularity, seed=1
     )
     x = normal(3, 160, seed=2).to(dtype)
     expected = dispatched(passes, copy.deepcopy(model), x, autocast=autocast)
@@ -183,10 +183,10 @@ def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand):
         _, dx, dw, _ = passes(model, normal(4, 32, seed=2), autocast=False)
         return {"activation": dx, "weight": dw}
 
-    rounded = gradients("fp8", {operand: "E5M2"})
+    rounded = gradients("codes", {operand: "E5M2"})
     on_grid = gradients("grid", {operand: "E5M2"})
     assert_same(rounded.values(), on_grid.values())
-    assert not torch.equal(rounded[operand], gradients("fp8", None)[operand])
+    assert not torch.equal(rounded[operand], gradients("codes", None)[operand])
 
 
 def test_compiled_code_serves_other_seeds_and_no_other_traits():

@@ -285,9 +285,9 @@ def test_arrays_of_a_record_have_their_columns_where_its_fields_are(record):
         assert (
             start + record.column(field.name) * (width if field.array else 0)
             == (record.offsets[field.name])
-        )
+        ), field
         # neighbours fill the array
-        assert (of_field.itemsize % width) == 0
+        assert (of_field.itemsize % width) == 0, field
 
 
 @by_record

@@ -143,7 +143,7 @@ def test_the_word_of_a_content(n, plain):
 
 
 @needs_native
-@pytest.mark.parametrize("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("storage", ["codes", "grid"])
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_threads_change_nothing(storage, moments):
     results = []

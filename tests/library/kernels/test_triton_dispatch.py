@@ -26,8 +26,8 @@ from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _finite, _graphed, _plan, _streams, _triton_step
+from fp8manifold.optim._eager_step import blocks_of
 from fp8manifold.optim._state import restore_dtypes
-from fp8manifold.optim._step import blocks_of
 
 VIEWS = (
     "view",
@@ -106,6 +106,9 @@ def on_a_card(monkeypatch):
     monkeypatch.setattr(Kernel, "bad", [])
     names = ("step", "verdict", "widen")
     monkeypatch.setattr(launch, "_kernels", lambda: tuple(Kernel(name, counts) for name in names))
+    statistics = launch.FactorKernels
+    before_steps = statistics(*[Kernel(name, counts) for name in statistics._fields])
+    monkeypatch.setattr(launch, "_factor_kernels", lambda: before_steps)
     monkeypatch.setattr(launch, "options", dict)
     return counts
 
@@ -193,6 +196,46 @@ def test_a_steady_step_of_muon_is_a_few_launches_and_no_wait(options, count, on_
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
+#: Options of an Adafactor step, and the kinds of its statistics: of codes and of floats.
+ADAFACTORS_STEPS = {
+    "without momentum": {},
+    "8-bit momentum and residual": {"momentum": 0.9, "moments": "8bit", "writeback": "residual8"},
+}
+
+
+@pytest.mark.parametrize("count", [1, 48])
+@pytest.mark.parametrize("options", ADAFACTORS_STEPS.values(), ids=ADAFACTORS_STEPS.keys())
+def test_a_steady_step_of_adafactor_is_a_few_launches_and_no_wait(options, count, on_a_card):
+    """Matrices of two widths, experts and vectors: launches do not depend on how many."""
+    weights = []
+    for i in range(count):
+        for shape in ((8, 1024), (3, 4, 2048)):
+            weights.append(fm.FP8Parameter(normal(*shape, seed=i), "E4M3", seed=i))
+        weights.append(torch.nn.Parameter(normal(640, seed=i)))
+    for p in weights:
+        p.grad = torch.ones(p.shape)
+    optimizer = optim.StiffnessAdafactor(weights, 1e-3, **options)
+    for _ in range(2):
+        optimizer.step()
+    ((last_verdict, *_),) = optimizer._pending_verdicts
+    grids = [state["grid"] for state in optimizer.state.values() if "grid" in state]
+    on_the_host = [*grids, last_verdict.x]
+    on_a_card.clear()
+    with Watch({x.untyped_storage().data_ptr() for x in on_the_host}, on_a_card):
+        optimizer.step()
+    # of codes and of floats
+    assert on_a_card["square"] == on_a_card["direction"] == 2
+    assert (on_a_card["column"], on_a_card["row"], on_a_card["mean"], on_a_card["clip"]) == (
+        *(1, 2, 1, 1),
+    )
+    assert on_a_card["verdict"] == on_a_card["widen"] == 1
+    assert on_a_card["launches"] <= 24, on_a_card
+    assert on_a_card["waits"] == 0, on_a_card
+    assert was_read(last_verdict)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert not was_read(optimizer._pending_verdicts[0][0])
+
+
 def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
     """The flag is that of the same parameter's last step, a whole pass ago."""
     weights = parameters(5)
@@ -203,9 +246,9 @@ def test_a_step_in_backward_waits_for_no_parameter(on_a_card):
             last_verdicts = [verdict for verdict, *_ in optimizer._pending_verdicts]
             optimizer.zero_grad()
             sum(p.square().sum() for p in weights).backward()
-            assert all(map(was_read, last_verdicts))
-            assert not any(was_read(verdict) for verdict, *_ in optimizer._pending_verdicts)
-            assert len(optimizer._pending_verdicts) == (len(weights) if step else 0)
+            assert all(map(was_read, last_verdicts)), step
+            assert not any(was_read(verdict) for verdict, *_ in optimizer._pending_verdicts), step
+            assert len(optimizer._pending_verdicts) == (len(weights) if step else 0), step
     assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
 
@@ -374,7 +417,7 @@ class Numbers(optim.StiffnessAdamW):
         return super()._numbers(slot) | {"rate": 0.0}
 
 
-@pytest.mark.parametrize("kind", [optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named])
+@pytest.mark.parametrize("kind", [optim.FisherNaturalGradient, Mixed, Named])
 def test_optimizers_that_do_more_defer_no_verdict_of_a_plan(kind):
     assert not (kind.defers_verdict and kind.is_planned)
 
@@ -399,6 +442,30 @@ def test_optimizers_that_do_more_have_their_verdict_first(kind, is_steady):
     assert _plan.is_steady(optimizer, optimizer._slots()) == is_steady
 
 
+@pytest.mark.parametrize(
+    ("kind", "clip", "with_floats", "is_decided"),
+    [
+        (optim.RiemannianAdam, 2.0**4, False, True),
+        (optim.RiemannianAdam, 2.0**4, True, False),
+        (optim.RiemannianSGD, 2.0, False, True),
+        (optim.RiemannianSGD, 2.0**40, False, False),
+    ],
+    ids=["unit of S", "geoopt's arithmetic", "bound below 1", "bound above 1"],
+)
+@pytest.mark.usefixtures("on_a_card")
+def test_a_card_decides_on_riemannian_steps(kind, clip, with_floats, is_decided):
+    """But where the host steps too, or the square of a gradient of codes may overflow."""
+    weights = [fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)]
+    if with_floats:
+        weights.append(torch.nn.Parameter(normal(7)))
+    optimizer = kind(weights, 1e-3, float_lr=1e-3, clip=clip)
+    for p in weights:
+        p.grad = torch.ones(p.shape)
+    optimizer.step()
+    optimizer.step()
+    assert len(optimizer._pending_verdicts) == is_decided
+
+
 def test_eager_blocks_are_those_of_the_device(monkeypatch):
     """On a card moving a block takes longer than a launch, and temporaries stay small."""
     assert block_on(torch.device("cpu")) == BLOCK
@@ -412,7 +479,7 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch):
     (slot,) = slots
     assert len(list(blocks_of(slot))) == 3
     monkeypatch.setattr(
-        "fp8manifold.optim._step.block_on", lambda device: block_on(torch.device("cuda"))
+        "fp8manifold.optim._eager_step.block_on", lambda device: block_on(torch.device("cuda"))
     )
     assert len(list(blocks_of(slot))) == 1
 
@@ -488,7 +555,7 @@ def test_every_value_that_a_kernel_is_compiled_for_is_a_constant():
     known = as_constants(spec)
     assert as_constants(spec) is known
     for field in dataclasses.fields(spec):
-        assert type(getattr(known, field.name)) is language.constexpr
+        assert type(getattr(known, field.name)) is language.constexpr, field
     assert type(known.format.value.largest) is language.constexpr
     assert repr(known) == repr(spec)
     assert hash(known) == hash(spec)
@@ -553,10 +620,9 @@ def test_a_kernel_that_can_not_be_compiled_is_told_apart_from_a_card_without_mem
     error, raised, monkeypatch
 ):
     monkeypatch.setattr(launch, "options", dict)
-    table, chunks = SimpleNamespace(device=torch.device("cuda")), torch.zeros(1, 2)
     kernel = mock.Mock(**{"warmup.side_effect": error})
     with pytest.raises(raised, match=str(error)):
-        launch._compile(table, [(kernel, chunks, ())], chunks)
+        launch._compile(launch.Call(kernel, torch.zeros(1, 2), ()), torch.device("cuda"))
 
 
 def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch):
@@ -586,7 +652,7 @@ def test_an_installed_triton_is_not_imported_on_a_cpu():
         "import sys, torch, fp8manifold as fm\np = fm.FP8Parameter(torch.ones(2, 3), 'E4M3', "
         "seed=1); p.grad = torch.ones(2, 3)\nfm.optim.StiffnessAdamW([p], 1e-3).step(); "
         "p.dequantize()\nprint([m for m in sys.modules if m.startswith('fp8manifold._triton.') and "
-        "m.split('.')[-1] in ('step', 'arrays', 'format', 'chart', 'stages')])"
+        "m.split('.')[-1] in ('step', 'arrays', 'format', 'factors', 'stages')])"
     )
     process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -21,8 +21,16 @@ import torch
 
 from fp8manifold import _triton
 from fp8manifold._triton import launch, whole
-from fp8manifold._triton.kinds import Tile, TileScales, as_constants, format_of, widening_of
+from fp8manifold._triton.kinds import (
+    Statistics,
+    Tile,
+    TileScales,
+    as_constants,
+    format_of,
+    widening_of,
+)
 from fp8manifold.formats import as_format
+from fp8manifold.optim._factors import Preconditioner
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
 
@@ -90,6 +98,13 @@ VARIANTS = {
     },
     "free": {"direction": "sgd", "storage": "free", "has_moments": False, "weight": torch.float16},
     "muon": {"direction": "muon", "storage": "plain", "nesterov": True, "moments": "8bit"},
+    "adafactor": {
+        "direction": "sgd",
+        "storage": "codes",
+        "has_moments": False,
+        "preconditioner": Preconditioner.FACTORED,
+        "writeback": "stochastic",
+    },
     # rows that no block divides, and scales of blocks
     "long": CODES
     | {
@@ -329,6 +344,68 @@ def test_scales_that_double(name, bits, exponents, architecture, tmp_path):
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
 
 
+#: kernels of Adafactor's statistics, and what they are compiled for
+OF_ROWS = {
+    "coded": True,
+    "weight": "uint8",
+    "gradient": "float32",
+    "format": format_of(as_format("E4M3")),
+    "exponents": False,
+    "scales": TileScales.ROW,
+    "neighbours": 0,
+    "tile": 512,
+    "run": 32,
+    "aligned": True,
+}
+OF_BLOCKS = {"scales": TileScales.RUN, "neighbours": 32, "exponents": True, "gradient": "bfloat16"}
+OF_FLOATS = {"coded": False, "weight": "bfloat16", "scales": TileScales.ONE, "gradient": "float16"}
+PASSES = {
+    "rows": OF_ROWS,
+    "blocks": OF_ROWS | OF_BLOCKS,
+    "floats": OF_ROWS | OF_FLOATS,
+    "short rows": OF_ROWS | {"tile": 16, "aligned": False, "scales": TileScales.ELEMENT},
+}
+TOTALS = {"TILE": 512, "RUN": 32}
+BETWEEN_PASSES = {
+    "column": {"RUN": 32, **dict(zip(("J", "LANES"), launch._COLUMN_RUNS, strict=True))},
+    "row": TOTALS | {"AVERAGES": True, **dict(zip(("J", "LANES"), launch._ROW_RUNS, strict=True))},
+    "mean": TOTALS | {"J": launch._TOTAL_RUNS},
+    "clip": TOTALS | {"J": launch._TOTAL_RUNS},
+}
+
+
+def built_statistics(name, constants, architecture, tmp, warps):
+    from fp8manifold._triton import factors
+
+    pointers = {"table": "*i32", "chunks": "*i32", "report": "*i32"}
+    kernel = getattr(factors, f"{name}_kernel")
+    return build(kernel, pointers, constants, architecture, tmp, warps)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("name", ["square", "direction"])
+def test_passes_of_statistics(name, kind, architecture, tmp_path):
+    """Threads of one warp add up halves: there is no barrier, and no shared memory."""
+    known = Statistics(**PASSES[kind])
+    built = built_statistics(name, {"SPEC": known}, architecture, tmp_path, 1)
+    assert list(faults(built)) == []
+    assert not re.search(r"\b(ld|st)\.shared", built.ptx)
+    assert "bar.sync" not in built.ptx
+    # a thread has 16 elements of each of 4 rows
+    bytes_of_gradients = {"float32": 4, "bfloat16": 2, "float16": 2}[known.gradient] * known.aligned
+    assert wide("ld", built) >= 4 * bytes_of_gradients
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", BETWEEN_PASSES)
+def test_statistics_between_passes(name, architecture, tmp_path):
+    built = built_statistics(name, BETWEEN_PASSES[name], architecture, tmp_path, 4)
+    assert list(faults(built)) == []
+
+
 #: compute capabilities with products in 8 bits; a kernel, its input, what it is
 #: compiled for, and bytes a value
 WITH_UNITS = (89, 90, 100)
@@ -430,13 +507,16 @@ def test_the_page_has_the_recorded_costs_as_arithmetic():
         moved += 2 * (writeback == "residual8")
         needed = recorded[name]["instructions"]
         issue, move = needed * 124e6 / (132 * 128 * 1.74e9) * 1e3, moved * 124e6 / 3e12 * 1e3
-        assert f"| {name} | {needed:.0f} | {moved:g} | {issue:.2f} | {move:.2f} |\n" in page
+        assert f"| {name} | {needed:.0f} | {moved:g} | {issue:.2f} | {move:.2f} |\n" in page, name
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["operands"]["sm_90"]
     assert recorded.keys() == OPERANDS.keys()
     for name, (*_, moved) in OPERANDS.items():
         needed = recorded[name]["instructions"]
         issue, move = needed * 2**25 / (132 * 128 * 1.74e9) * 1e3, moved * 2**25 / 3e12 * 1e3
-        assert f"| {name} | {needed:.1f} | {moved} | {issue:.3f} | {move:.3f} |\n" in page
+        assert f"| {name} | {needed:.1f} | {moved} | {issue:.3f} | {move:.3f} |\n" in page, (
+            name,
+            moved,
+        )
 
 
 def costs(tmp):

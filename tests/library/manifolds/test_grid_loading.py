@@ -83,7 +83,7 @@ def test_values_between_the_points_are_rounded_to_them(assign) -> None:
 @both_assigns
 def test_codes_are_taken_exactly(assign) -> None:
     layer = grid(1)
-    stored = fm.quantize_model(nn.Linear(8, 4), "E4M3", "fp8", headroom=2.0)
+    stored = fm.quantize_model(nn.Linear(8, 4), "E4M3", "codes", headroom=2.0)
     layer.load_state_dict(stored.state_dict(), assign=assign)
     assert is_on_grid(layer)
     assert torch.equal(layer.weight, stored.weight.dequantize())
@@ -182,7 +182,7 @@ def test_a_half_precision_layer_without_the_points_is_refused() -> None:
 
 
 @both_assigns
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 def test_what_a_hook_makes_of_a_state_is_loaded(storage, assign) -> None:
     floats = normal(4, 8, seed=7)
     layer = fm.quantize_model(nn.Linear(8, 4), "E4M3", storage)

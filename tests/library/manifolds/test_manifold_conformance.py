@@ -71,7 +71,7 @@ def case(request, factor) -> SimpleNamespace:
     return case_of(request.param, factor)
 
 
-def test_points_and_vectors(case) -> None:
+def test_projections_land_and_checks_name_nan(case) -> None:
     projected = case.manifold.projx(case.outside)
     assert case.manifold.check_point_on_manifold(projected, explain=True) == (True, None)
     assert not case.manifold.check_point_on_manifold(case.outside)
@@ -162,7 +162,7 @@ def test_inner_is_an_inner_product(case) -> None:
     assert (manifold.inner(x, v * 0) == 0).all()
 
 
-def test_distance(case) -> None:
+def test_distance_is_the_norm_of_the_logarithm(case) -> None:
     manifold, x, y = case.manifold, case.x, case.y
     dist = manifold.dist(x, y)
     assert torch.allclose(dist, case.factor * case.base.dist(x, y), rtol=1e-14)

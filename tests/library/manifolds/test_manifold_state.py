@@ -100,7 +100,7 @@ def test_a_layer_registers_its_manifold() -> None:
 
 
 @every_manifold
-def test_to_float64(make) -> None:
+def test_a_manifold_in_float64_has_the_same_figures(make) -> None:
     manifold, wide = make(), make().to(torch.float64)
     assert wide.scale.dtype == torch.float64
     assert wide.format_fields.dtype == torch.int64

@@ -80,7 +80,7 @@ def adapted(peft, kind, model, target="fc"):
 
 @pytest.mark.extra("peft")
 @pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # IA3's own
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> None:
@@ -91,10 +91,10 @@ def test_a_merge_is_said_and_stays_on_the_grid(kind, safe, storage, peft) -> Non
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.merge_adapter(safe_merge=safe)
     assert not torch.equal(torch.as_tensor(layer.weight.detach()), old_weight)
-    assert storage == "fp8" or is_on_grid(layer)
+    assert storage == "codes" or is_on_grid(layer)
     with pytest.warns(UserWarning, match=MERGED):
         wrapped.unmerge_adapter()
-    assert storage == "fp8" or is_on_grid(layer)
+    assert storage == "codes" or is_on_grid(layer)
     with pytest.warns(UserWarning, match=MERGED):
         merged = wrapped.merge_and_unload(safe_merge=safe)
     assert type(merged.fc) is fm.QuantizedLinear
@@ -123,7 +123,7 @@ def test_a_merge_takes_a_scale_that_holds_the_sum(peft) -> None:
 
 @pytest.mark.extra("peft")
 def test_adapters_of_an_embedding_in_codes(peft) -> None:
-    model = quantized_net("fp8", embeddings="E4M3")
+    model = quantized_net("codes", embeddings="E4M3")
     wrapped = adapted(peft, "LoRA", model, "emb")
     old_values = model.emb.weight.dequantize()
     with pytest.warns(UserWarning, match=MERGED):
@@ -137,7 +137,7 @@ def values_of(layer) -> Tensor:
 
 
 @pytest.mark.extra("peft")
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoded_merged_and_quantised(kind, storage, peft) -> None:
     decoded = dequantize_model(adapted(peft, kind, quantized_net(storage)).eval())
@@ -169,7 +169,7 @@ UNDER_ADAPTERS = {"fc.base_layer", "head.base_layer"}
 
 @pytest.mark.extra("peft")
 @pytest.mark.parametrize("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
     names = r"fc\.lora_A\.default, fc\.lora_B\.default, head\.lora_A\.default and 1 more"
     with pytest.warns(UserWarning, match=names) as record:
@@ -182,7 +182,7 @@ def test_adapters_stay_and_are_named_once(formats, storage, peft) -> None:
 
 @pytest.mark.extra("peft")
 @pytest.mark.parametrize("formats", [{"base_layer": "E2M5"}, {"*": "E2M5", "lora_*": "none"}])
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 def test_adapters_that_a_pattern_leaves_out_stay_without_a_warning(formats, storage, peft) -> None:
     assert quantized(quantize_model(injected(peft), formats, storage=storage)) == UNDER_ADAPTERS
 
@@ -191,14 +191,16 @@ def test_adapters_that_a_pattern_leaves_out_stay_without_a_warning(formats, stor
 @pytest.mark.filterwarnings("ignore:PEFT's adapters, small and trained")
 @pytest.mark.parametrize("pattern", ["lora_B", "*.lora_B.*", "head.lora_B.default", "lora_*"])
 def test_a_pattern_that_names_them_takes_them(pattern, peft) -> None:
-    model = quantize_model(injected(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")
+    model = quantize_model(injected(peft), {"*": "E2M5", pattern: "E2M5"}, storage="codes")
     assert "head.lora_B.default" in quantized(model)
 
 
 @pytest.mark.extra("peft")
 def test_an_adapter_of_zeros_that_is_asked_for_learns(peft) -> None:
     """``lora_B`` begins with zeros: its scale is fitted in its first step."""
-    model = quantize_model(injected(peft), {"base_layer": "E4M3", "lora_*": "E2M5"}, storage="fp8")
+    model = quantize_model(
+        injected(peft), {"base_layer": "E4M3", "lora_*": "E2M5"}, storage="codes"
+    )
     b = model.get_submodule("head.lora_B.default").weight
     assert not b.codes.any()
     optimizer = fm.optim.StiffnessAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)

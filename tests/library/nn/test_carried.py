@@ -24,13 +24,13 @@ from fp8manifold import (
     LayerSpec,
     QuantizedLinear,
     dequantize_model,
-    exported_state_dict,
     quantization_report,
     quantize_model,
 )
+from fp8manifold.files import layout_state_dict
 from fp8manifold.nn._carried import turn, turn_back, turned_names
 
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 X = normal(3, 8)
 
 
@@ -196,7 +196,7 @@ def test_an_attribute_of_a_weight_without_a_place_is_refused() -> None:
     net = model()
     net[1].weight.codes = 1
     with pytest.raises(ValueError, match="the weight of '1' has the attribute 'codes'"):
-        quantize_model(net, "E4M3", "fp8")
+        quantize_model(net, "E4M3", "codes")
 
 
 def test_a_layer_in_two_places_comes_back_as_one() -> None:
@@ -306,7 +306,7 @@ def test_a_weight_that_is_computed_later_is_reported_as_it_is(compute, storage) 
     assert [layer.name for layer in report.left] == ["1"]
     assert "first" in report.left[0].detail
     assert report.parameters == sum(p.numel() for p in net.parameters())
-    assert report.quantized_parameters == 64 + 32 * (storage == "fp8")
+    assert report.quantized_parameters == 64 + 32 * (storage == "codes")
 
 
 @COMPUTED
@@ -315,7 +315,7 @@ def test_a_weight_that_is_computed_later_is_not_exported(compute, storage) -> No
     net = quantize_model(model(), "E4M3", storage)
     compute(net[1])
     with pytest.raises(ValueError, match=r"layer '1' can't be exported: it.* first$"):
-        exported_state_dict(net)
+        layout_state_dict(net)
 
 
 @storages

@@ -42,7 +42,7 @@ def fresh_compiler() -> None:
 def net(options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     floats = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-    return fm.quantize_model(floats, LayerSpec("E4M3", **options), "fp8")
+    return fm.quantize_model(floats, LayerSpec("E4M3", **options), "codes")
 
 
 def gradients(model: Any, layers: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 INITIALISERS = {
     "normal": lambda w, s: nn.init.normal_(w, std=s),
     "trunc_normal": lambda w, s: nn.init.trunc_normal_(w, std=s, a=-2 * s, b=2 * s),
@@ -157,7 +157,7 @@ def test_a_layer_begins_anew(bare, storage) -> None:
     """Trained, or on meta, given memory, and reset: a layer as if it had been made in
     the ordinary way.
     """
-    options = {"keep_remainder": storage == "fp8"}
+    options = {"keep_remainder": storage == "codes"}
     torch.manual_seed(1)
     expected = quantized_layer(storage, bias=bare, **options)
     with torch.device("meta" if bare else "cpu"):
@@ -197,11 +197,11 @@ def test_it_computes_what_fake_quantisation_by_hand_does(gpt, storage) -> None:
         scale = None if storage == "master" else fm.storage_scale(rows, "E4M3")
         conv.weight.data = fm.fake_quantize(rows, "E4M3", scale, granularity="channel").t()
         layer = convs(model)[name]
-        assert isinstance(layer, QuantizedLinear)
+        assert isinstance(layer, QuantizedLinear), name
         # The sum decodes a weight of codes, and takes the class of a point off it.
-        assert torch.equal(layer.quantized_weight().detach().t() + 0, conv.weight)
-        assert (layer.nf, layer.nx, layer.bias.numel()) == (conv.nf, conv.nx, conv.nf)
-        assert layer.weight_scale().numel() == conv.nf
+        assert torch.equal(layer.quantized_weight().detach().t() + 0, conv.weight), name
+        assert (layer.nf, layer.nx, layer.bias.numel()) == (conv.nf, conv.nx, conv.nf), name
+        assert layer.weight_scale().numel() == conv.nf, name
     torch.testing.assert_close(logits(model), logits(by_hand), rtol=1e-5, atol=1e-6)
     assert not torch.equal(logits(model), logits(gpt))
     assert "QuantizedConv1D" in str(fm.quantization_report(model))
@@ -224,7 +224,7 @@ def test_a_state_is_loaded(gpt, storage, assign) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize("storage", ["master", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "codes"])
 @ASSIGNS
 def test_a_state_of_floats_is_loaded(gpt, storage, assign) -> None:
     """A grid is left out, as its scales are part of its state."""
@@ -259,10 +259,10 @@ def test_the_way_back_gives_conv1d(gpt, storage) -> None:
     assert set(model.state_dict()) == set(gpt.state_dict())
     for name, conv in convs(gpt).items():
         back = model.get_submodule(name)
-        assert type(back) is type(conv)
-        assert back.weight.shape == conv.weight.shape
+        assert type(back) is type(conv), name
+        assert back.weight.shape == conv.weight.shape, name
         notes = {"note"} if name.endswith("c_fc") else set()
-        assert set(vars(back)) - set(vars(conv)) == notes
+        assert set(vars(back)) - set(vars(conv)) == notes, name
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -271,7 +271,7 @@ def test_gradients_and_hooks_of_a_transposed_weight(gpt) -> None:
     conv = model.transformer.h[0].attn.c_proj
     alone = copy.deepcopy(conv)
     alone.weight.grad = normal(32, 32)
-    assert torch.equal(quantize_model(alone, "E4M3", "fp8").weight.grad, normal(32, 32).t())
+    assert torch.equal(quantize_model(alone, "E4M3", "codes").weight.grad, normal(32, 32).t())
     conv.weight.register_hook(lambda g: g)
     with pytest.raises(ValueError, match="for the untransposed gradient: remove them"):
         quantize_model(model, {"c_proj": LayerSpec("E4M3")}, storage="master")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import LayerSpec, OperandSpec, QuantizedLinear, fake_quantize, quantize_model
 
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 #: inputs, and gradients of the outputs
 X = normal(6, 32, seed=11, std=2.0)
 G = normal(6, 64, seed=12, std=1e-4)
@@ -300,13 +300,14 @@ def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
     resumed = net("global")
     resumed.load_state_dict(through_disk(model.state_dict()))
     copied = copy.deepcopy(model)
-    for following in (model, copied, resumed):
+    followers = {"itself": model, "its copy": copied, "one that resumes": resumed}
+    for name, following in followers.items():
         following(X).backward(ones)
         scale = following[1].weight_gradient_scaler.value.item()
-        assert scale == pytest.approx(second.item(), rel=1e-5)
+        assert scale == pytest.approx(second.item(), rel=1e-5), name
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 @pytest.mark.parametrize(
     "option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"scale": 1.0}, {"ste": "clipped"}]
 )
@@ -327,14 +328,14 @@ def refused_for_no_operand(option):
     return pytest.raises(ValueError, match=f"the layer has {name}=.*which no operand takes")
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 @LAYER_OPTIONS
 def test_a_stored_weight_alone_takes_no_option_of_its_layer(option, storage) -> None:
     with refused_for_no_operand(option):
         layer_of(LayerSpec("E4M3", **option), storage)
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 @LAYER_OPTIONS
 def test_an_activation_takes_the_options_of_its_layer(option, storage) -> None:
     layer_of(LayerSpec("E4M3", "E4M3", **option), storage)
@@ -353,13 +354,13 @@ def test_an_option_that_every_operand_has_itself_is_refused(option) -> None:
 
 @pytest.mark.parametrize("option", [{"policy": "delayed"}, {"rounding": "nearest"}])
 def test_a_gradient_takes_policy_and_rounding(option) -> None:
-    layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "fp8")
+    layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "codes")
 
 
 def test_a_gradient_takes_no_ste() -> None:
     option = {"ste": "identity"}
     with refused_for_no_operand(option):
-        layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "fp8")
+        layer_of(LayerSpec("E4M3", gradient="E5M2", **option), "codes")
 
 
 @pytest.mark.parametrize("option", [{"rounding": "nearest"}, {"ste": "identity"}])
@@ -374,7 +375,7 @@ def test_an_operand_with_a_given_scale_takes_no_policy() -> None:
 
 
 @pytest.mark.parametrize("operand", ["weight", "activation", *BACKWARD])
-def test_blocks_must_fit(operand) -> None:
+def test_blocks_that_do_not_divide_a_row_are_refused(operand) -> None:
     kind = {operand.removesuffix("_gradient"): {"format": "E4M3", "granularity": "block"}}
     arguments = {"gradient": kind} if operand.endswith("gradient") else kind
     shape = (32, 40) if operand == "activation_gradient" else (40, 32)

@@ -85,7 +85,7 @@ SUBJECTS = {
     "unfinite": unfinite,
     "language": lambda: seeded(Language),
     "experts": lambda: fm.quantize_model(
-        seeded(Language), "E4M3", "fp8", parameters="*.up", tied="leave"
+        seeded(Language), "E4M3", "codes", parameters="*.up", tied="leave"
     ),
     "bare": bare,
     "buffered": two_buffers,
@@ -93,7 +93,7 @@ SUBJECTS = {
     "net": lambda: Net("E5M2"),
     "inputs": lambda: fm.quantize_model(nn.Linear(8, 4), fm.LayerSpec(activation="E4M3")),
     "exported": lambda: fm.quantize_model(
-        nn.Sequential(nn.Linear(8, 8)), "E4M3", "fp8", granularity="square"
+        nn.Sequential(nn.Linear(8, 8)), "E4M3", "codes", granularity="square"
     ),
 }
 HELPERS = {"described": described, "state": state, "parameter": parameter, "Net": Net}
@@ -165,7 +165,7 @@ REFUSED = {
     "is for weights",
     "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: "
     "granularity='square' needs",
-    "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'fp8', "
+    "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'codes', "
     "granularity='square', parameters='0')": (
         "ValueError: parameter '0.weight' is a convolution's"
     ),
@@ -220,13 +220,14 @@ FORMATS = {
 }
 OPTIONS = {
     "storage='gird'": "ValueError: did you mean 'grid'",
+    "storage='fp8'": "ValueError: is called storage='codes' now",
     "granularity='row', storage='grid'": "ValueError: granularity='row'",
     "rounding='up', storage='grid'": "ValueError: rounding='up'",
     "headroom='16', storage='grid'": "TypeError: headroom='16'",
     "seed=1.0, storage='grid'": "TypeError: seed=1.0",
-    "storage='grid', granularity='block'": "ValueError: granularity='block' needs storage='fp8' or "
+    "storage='grid', granularity='block'": "ValueError: granularity='block' needs storage='codes' or "
     "'master'",
-    "storage='grid', keep_remainder=True": "ValueError: keep_remainder=True needs storage='fp8'",
+    "storage='grid', keep_remainder=True": "ValueError: keep_remainder=True needs storage='codes'",
 }
 IN_EVERY_STORAGE = {
     "unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
@@ -235,9 +236,9 @@ IN_EVERY_STORAGE = {
     "twice, 'E4M3'": "layer '0' is shared",
 }
 DRAWS = {
-    "storage='fp8', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
-    "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid'",
-    "storage='master', headroom=2.0": "headroom=2.0 needs storage='fp8' or 'grid', not 'master'",
+    "storage='codes', draws='dithr'": "draws='dithr' is unknown & did you mean 'dither'?",
+    "storage='master', draws='dither'": "draws='dither' needs storage='codes' or 'grid'",
+    "storage='master', headroom=2.0": "headroom=2.0 needs storage='codes' or 'grid', not 'master'",
 }
 PARAMETERS = {
     "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters "
@@ -283,7 +284,7 @@ TENSORS = {
     "{'w_scale': full((4, 1), -0.3)}": "scale holds -0.3",
     "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
 }
-for storage in ("master", "grid", "fp8"):
+for storage in ("master", "grid", "codes"):
     REFUSED |= calls(f"quantize_model(..., '{storage}')", IN_EVERY_STORAGE, "ValueError: ")
 REFUSED |= {
     **calls("LayerSpec(...)", SPECS),
@@ -291,9 +292,9 @@ REFUSED |= {
     "quantize_model(tied, 'E4M3', tied='keep')": "ValueError: tied='keep' & refuse, untie, leave",
     "quantize_model(twice, 'E4M3', tied='untie')": "ValueError: layer '0' is shared",
     "quantize_model(half, 'E5M2', 'grid')": "ValueError: 'blocks.0.mlp.fc' is quantised already",
-    "quantize_model(two, 'E4M3', 'fp8', granularity='block')": "ValueError: of weight needs rows "
+    "quantize_model(two, 'E4M3', 'codes', granularity='block')": "ValueError: of weight needs rows "
     "whose length 32",
-    "quantize_model(nn.Linear(8, 4, dtype=float16), 'E4M3', 'fp8')": "TypeError: storage='fp8' "
+    "quantize_model(nn.Linear(8, 4, dtype=float16), 'E4M3', 'codes')": "TypeError: storage='codes' "
     "takes float32 or",
     "quantize_model({}, 'E4M3')": "TypeError: dict",
     "quantize_model(nn.Linear(8, 4).double(), 'E4M3')": "TypeError: torch.float64 & and "
@@ -303,21 +304,22 @@ REFUSED |= {
     "inputs.weight_codes()": "ValueError: this layer has weight=None",
     "quantization_report({})": "TypeError: not dict",
     "averaged_model(linear, use_buffers=True)": "ValueError: use_buffers=True",
+    "averaged_model(linear, decay=0.9)": "TypeError: averaged_model has no option 'decay'",
     **calls("quantize_model(linear, 'E4M3', ...)", DRAWS, "ValueError: "),
     **calls("quantize_model(linear, {'*': 'none'}, ...)", DRAWS, "ValueError: "),
     **calls("QuantizedLinear(linear, LayerSpec('E4M3'), ...)", DRAWS, "ValueError: "),
     # parameters and embeddings
-    **calls("quantize_model(language, 'E4M3', 'fp8', ...)", PARAMETERS),
+    **calls("quantize_model(language, 'E4M3', 'codes', ...)", PARAMETERS),
     "quantize_model(language, 'E4M3', 'grid', parameters='*')": "ValueError: not with "
     "storage='grid'",
-    "quantize_model(language, {'inner': 'E4M3'}, 'fp8', parameters='*.up')": "ValueError: give "
+    "quantize_model(language, {'inner': 'E4M3'}, 'codes', parameters='*.up')": "ValueError: give "
     "parameters=",
-    "quantize_model(linear, 'E4M3', 'fp8', embeddings='E4M3')": "ValueError: has no nn.Embedding",
-    "quantize_model(experts, {'*': 'none'}, 'fp8', parameters={'*.up': 'E5M2'})": "ValueError: "
+    "quantize_model(linear, 'E4M3', 'codes', embeddings='E4M3')": "ValueError: has no nn.Embedding",
+    "quantize_model(experts, {'*': 'none'}, 'codes', parameters={'*.up': 'E5M2'})": "ValueError: "
     "'experts.up'",
     # states that are loaded
     **calls("plain.load_state_dict(state(plain, ...))", STATES, "RuntimeError: "),
-    "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict())": "RuntimeError: "
+    "of('E5M2', 'codes').load_state_dict(of('E4M3', 'codes').state_dict())": "RuntimeError: "
     "lm_head.weight is of E4M3",
     "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: manifold "
     "is of E5M2",
@@ -327,34 +329,32 @@ REFUSED |= {
     "size "
     "mismatch",
     # files of earlier versions
-    **calls("unflatten_state_dict(flat, described(...))", HEADERS, "ValueError: "),
-    "unflatten_state_dict(flat, {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
-    "unflatten_state_dict(flat, {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
-    **calls("unflatten_state_dict(flat | ..., described())", TENSORS, "ValueError: "),
+    **calls("unflatten(flat, described(...))", HEADERS, "ValueError: "),
+    "unflatten(flat, {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
+    "unflatten(flat, {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
+    **calls("unflatten(flat | ..., described())", TENSORS, "ValueError: "),
     # models read and written
-    "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values "
+    "load_into(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values "
     "already",
-    "load_quantized(bare, {})": "ValueError: the weight of 'head' is shared",
-    "load_quantized(bare, {}, storage='grid')": "TypeError: has no option storage",
-    "load_quantized(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' "
+    "load_into(bare, {})": "ValueError: the weight of 'head' is shared",
+    "load_into(bare, {}, storage='grid')": "TypeError: has no option storage",
+    "load_into(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' "
     "has no values",
-    "exported_state_dict(two)": "ValueError: no quantised weight: call quantize_model",
-    "exported_state_dict({})": "TypeError: must be an nn.Module, not dict",
-    "exported_state_dict(two, 'compressed_tensors')": "ValueError: did you mean "
-    "'compressed-tensors'",
-    "exported_state_dict(exported, activations='fp8')": "ValueError: activations='fp8' is unknown: "
+    "layout_state_dict(two)": "ValueError: no quantised weight: call quantize_model",
+    "layout_state_dict({})": "TypeError: must be an nn.Module, not dict",
+    "layout_state_dict(two, 'compressed_tensors')": "ValueError: did you mean 'compressed-tensors'",
+    "layout_state_dict(exported, activations='fp8')": "ValueError: activations='fp8' is unknown: "
     "one of float, E4M3",
-    "exported_state_dict(exported, 'torchao', activations='E4M3')": "ValueError: "
+    "layout_state_dict(exported, 'torchao', activations='E4M3')": "ValueError: "
     "layout='compressed-tensors', "
     "not",
-    "exported_state_dict(exported, 'torchao')": "ValueError: takes one for a tensor, a row or a "
+    "layout_state_dict(exported, 'torchao')": "ValueError: takes one for a tensor, a row or a "
     "block of 32",
-    "exported_state_dict(half, 'fp8')": "ValueError: quantise with granularity='square'",
-    "exported_state_dict(quantize_model(linear, 'E5M2', granularity='square'), 'fp8')": "ValueError: "
+    "layout_state_dict(half, 'fp8')": "ValueError: quantise with granularity='square'",
+    "layout_state_dict(quantize_model(linear, 'E5M2', granularity='square'), 'fp8')": "ValueError: "
     "takes one "
     "of E4M3",
-    "export_model(exported, 'nowhere')": "TypeError: Sequential & save the tensors of "
-    "exported_state_dict",
+    "save(exported, 'nowhere')": "TypeError: Sequential & save its state_dict",
 }
 
 
@@ -377,11 +377,11 @@ def test_what_is_not_allowed_is_known_without_a_model(formats, storage) -> None:
 @pytest.mark.parametrize(
     ("storage", "codes", "message"),
     [
-        ("fp8", ("E5M2", "channel", (4, 4)), "'E5M2', 'channel'), and the layer's weight is"),
-        ("fp8", ("E4M3", "tensor", (4, 4)), "'E4M3', 'tensor'), and the layer's weight is"),
-        ("fp8", ("E4M3", "channel", (2, 4)), "(2, 4), 'E4M3', 'channel'), and the layer's"),
-        ("grid", ("E4M3", "channel", (4, 4)), "codes need storage='fp8' and a weight format"),
-        ("master", ("E4M3", "channel", (4, 4)), "codes need storage='fp8' and a weight format"),
+        ("codes", ("E5M2", "channel", (4, 4)), "'E5M2', 'channel'), and the layer's weight is"),
+        ("codes", ("E4M3", "tensor", (4, 4)), "'E4M3', 'tensor'), and the layer's weight is"),
+        ("codes", ("E4M3", "channel", (2, 4)), "(2, 4), 'E4M3', 'channel'), and the layer's"),
+        ("grid", ("E4M3", "channel", (4, 4)), "codes need storage='codes' and a weight format"),
+        ("master", ("E4M3", "channel", (4, 4)), "codes need storage='codes' and a weight format"),
     ],
     ids=["format", "granularity", "shape", "grid", "master"],
 )
@@ -399,5 +399,5 @@ def test_codes_of_the_layers_kind_are_assigned():
     layer = fm.quantize_model(nn.Linear(4, 4), "E4M3")
     layer.weight = fm.FP8Parameter(torch.ones(4, 4), "E4M3")
     assert torch.equal(layer.weight.dequantize(), torch.ones(4, 4))
-    tensors, _ = fm.exported_state_dict(layer)
+    tensors, _ = fm.files.layout_state_dict(layer)
     assert torch.equal(tensors["weight"].float() * tensors["weight_scale"], torch.ones(4, 4))

@@ -22,7 +22,7 @@ from fp8manifold import (
     quantize_model,
 )
 
-all_storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+all_storages = pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
 
 
@@ -104,7 +104,7 @@ def same_frozen(model: nn.Module, way: str) -> nn.Module:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("way", ["itself", "deepcopy", "state", "freeze"])
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 def test_a_frozen_scale_is_exported(storage, way, strict) -> None:
     spec = LayerSpec("E4M3", activation={"format": "E4M3", "policy": "static"})
     model = quantize_model(nn.Sequential(nn.Linear(8, 4)), spec, storage=storage).eval()
@@ -163,7 +163,7 @@ def test_static_scales_are_frozen_after_the_first_forward() -> None:
 
 @all_storages
 def test_gradients_flow_to_what_they_did_before(storage) -> None:
-    dtype = torch.bfloat16 if storage == "fp8" else torch.float64
+    dtype = torch.bfloat16 if storage == "codes" else torch.float64
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype).eval()
     model[0].weight.requires_grad_(False)
     quantize_model(model, "E4M3", storage)
@@ -184,7 +184,7 @@ def roundings_of(model) -> set[str]:
     return {layer.weight.manifold.rounding for layer in layers(model)}
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "codes"])
 def test_options_reach_the_weights(storage) -> None:
     options = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
     model = quantize_model(Model(), "E4M3", storage, seed=3, **options)
@@ -237,7 +237,7 @@ def test_dequantize_puts_plain_layers_back(storage) -> None:
     quantize_model(model, "E4M3", storage)
     fresh = Model()
     assert dequantize_model(fresh) is fresh
-    if storage == "fp8":
+    if storage == "codes":
         # Values of the grid are those that rounding once more gives.
         fresh = dequantize_model(quantize_model(fresh, "E4M3"))
         assert torch.equal(dequantize_model(model)(TOKENS), fresh(TOKENS))
@@ -263,7 +263,7 @@ def trained_loss(storage, make, formats="E4M3", steps=150) -> tuple[float, float
 
 TRAINERS = {
     "master-adamw": ("master", lambda p: torch.optim.AdamW(p, lr=0.01)),
-    "fp8-stiffness": ("fp8", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
+    "codes-stiffness": ("codes", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
     "grid-stiffness": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
     "grid-anneal": (
         "grid",

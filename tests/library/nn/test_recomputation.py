@@ -109,7 +109,7 @@ def without_fused_operators():
 )
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "nested"])
 @pytest.mark.parametrize("pattern", ["*", "layers.1"])
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "bare"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes", "bare"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, padding, copied) -> None:
     """Also where torch would compute a whole encoder by one fused operator.
@@ -117,7 +117,7 @@ def test_an_encoder_in_evaluation_calls_its_layers(mode, storage, pattern, paddi
     With storage "bare" nothing but weights is quantised.
     """
     if storage == "bare":
-        quantized = quantize_model(encoder(), {pattern: LayerSpec("E4M3")}, "fp8")
+        quantized = quantize_model(encoder(), {pattern: LayerSpec("E4M3")}, "codes")
     else:
         quantized = quantize_model(encoder(), {pattern: TOKENS}, storage)
     model = copied(quantized)

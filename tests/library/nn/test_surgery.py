@@ -16,10 +16,10 @@ import fp8manifold as fm
 from fp8manifold import (
     LayerSpec,
     QuantizedLinear,
-    check_formats,
     quantization_report,
     quantize_model,
 )
+from fp8manifold.files import check_formats
 
 
 class Mixture(nn.Module):
@@ -90,7 +90,7 @@ def formats_of(model: nn.Module) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 @pytest.mark.parametrize(
     "formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}]
 )
@@ -154,7 +154,7 @@ def test_the_more_literal_pattern_wins_and_of_two_alike_the_later(patterns, winn
 
 @pytest.mark.parametrize("call", [quantize_model, check_formats, QuantizedLinear])
 def test_one_byte_is_the_default_of(call) -> None:
-    assert inspect.signature(call).parameters["storage"].default == "fp8"
+    assert inspect.signature(call).parameters["storage"].default == "codes"
 
 
 def test_a_spec_with_formats_for_the_passes_has_codes_and_trains() -> None:
@@ -165,7 +165,7 @@ def test_a_spec_with_formats_for_the_passes_has_codes_and_trains() -> None:
     assert all(layer.weight.grad.isfinite().all() for layer in layers(model))
 
 
-def test_specs_and_dicts() -> None:
+def test_a_mapping_means_the_spec_of_its_entries() -> None:
     spec = LayerSpec(
         "E4M3", activation="E5M2", granularity="tensor", policy="static", ste="clipped"
     )
@@ -206,7 +206,7 @@ def test_specs_and_dicts() -> None:
         {"*": "E4M3", "lm_head": {"weight": {"format": "E4M3", "rounding": "nearest"}}},
     ],
 )
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> None:
     model = Model(tied=True)
     shared = {"lm_head": ("embedding.weight", "lm_head.weight")}
@@ -226,7 +226,7 @@ def test_what_is_allowed_is_known_without_a_model(storage, formats, tied) -> Non
     assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 def test_what_none_names_may_be_anything(storage) -> None:
     model = Model(tied=True)
     model.lm_head.weight.data[3, 2] = math.nan
@@ -237,7 +237,9 @@ def test_what_none_names_may_be_anything(storage) -> None:
     assert set(formats_of(model).values()) == {"E4M3", "E5M2"}
 
 
-@pytest.mark.parametrize(("storage", "kind"), [("fp8", fm.FP8Parameter), ("master", nn.Parameter)])
+@pytest.mark.parametrize(
+    ("storage", "kind"), [("codes", fm.FP8Parameter), ("master", nn.Parameter)]
+)
 def test_a_tied_head_is_untied(storage, kind) -> None:
     model = quantize_model(Model(tied=True), "E4M3", storage, tied="untie")
     assert model.lm_head.weight is not model.embedding.weight

@@ -35,6 +35,7 @@ from fp8manifold import optim
 from fp8manifold._triton import launch
 from fp8manifold.optim import _plan
 from fp8manifold.optim._plan import Plan
+from fp8manifold.optim._triton_step import TritonStep
 
 STEPS = 9
 
@@ -69,10 +70,10 @@ def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factor
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
             optimizer.step()
-        assert optimizer_bits(steady) == optimizer_bits(planned)
+        assert optimizer_bits(steady) == optimizer_bits(planned), t
         assert [p.filled is None for p in everyone(steady)[:2]] == [
             p.filled is None for p in everyone(planned)[:2]
-        ]
+        ], t
     assert steady.skipped_steps == planned.skipped_steps == len(bad_entries)
     # Of other scales native code reads copies, and a steady plan can't.
     is_read_in_place = granularity in ("channel", "tensor") or (granularity == "block" and factors)
@@ -251,8 +252,8 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
                 group["lr"] = 1.0 if t == 3 else 1e-3
             optimizer.step()
             if t == 3:
-                assert not everyone(optimizer)[0][1].any()
-        assert optimizer_bits(steady) == optimizer_bits(planned)
+                assert not everyone(optimizer)[0][1].any(), t
+        assert optimizer_bits(steady) == optimizer_bits(planned), t
     assert (steady.fitted_scales > 0) == moves
     assert served == [True, True, False]
 
@@ -261,6 +262,7 @@ def with_idle_kernels(monkeypatch):
     """Let a GPU's kernels do nothing."""
     idle = type("Idle", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})
     monkeypatch.setattr(launch, "_kernels", lambda: (idle(),) * 3)
+    monkeypatch.setattr(launch, "_factor_kernels", lambda: launch.FactorKernels(*[idle()] * 6))
     monkeypatch.setattr(launch, "options", dict)
 
 
@@ -303,6 +305,29 @@ def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
             p.grad = torch.cat([torch.zeros(1), p.grad.flatten()])[1:].view(p.shape)
         optimizer.step()
     assert served == [True, True, False]
+
+
+def test_launches_of_other_shapes_have_another_signature(monkeypatch):
+    """A graph's memory for statistics is of the size that its shapes need."""
+    as_on_a_card(monkeypatch)
+    with_idle_kernels(monkeypatch)
+    signatures, make_step = [], TritonStep.__init__
+
+    def keep(step, *args, **options):
+        make_step(step, *args, **options)
+        signatures.append(step.signature)
+
+    monkeypatch.setattr(TritonStep, "__init__", keep)
+    values = torch.ones(509 * 483)
+    for shape in ((509, 483), (483, 509)):
+        parameter = torch.nn.Parameter(values.view(shape))
+        optimizer = optim.StiffnessAdafactor([parameter], lr=0.1)
+        for _ in range(3):
+            parameter.grad = torch.ones(shape)
+            optimizer.step()
+    *_, (_, addresses, words), (_, other_addresses, other_words) = signatures
+    assert addresses == other_addresses
+    assert words != other_words
 
 
 OF_USERS = {

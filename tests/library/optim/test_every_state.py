@@ -139,6 +139,11 @@ SPECIAL = {
         "momentum": {"writeback": "momentum"},
     },
     "StiffnessLion": {"betas": {"betas": (0.5, 0.9)}},
+    "StiffnessAdafactor": {
+        "beta2_decay, d": {"beta2_decay": -0.5, "d": 2.0},
+        "eps": {"eps": (1e-4, 1e-2)},
+        "flatten, stiffness": {"matrix_shape": "flatten", "stiffness": 0.5},
+    },
     "StiffnessMuon": {"betas": {"betas": (0.8, 0.9)}, "adam_eps": {"adam_eps": 1e-6}},
     "FisherNaturalGradient": {
         "diagonal": {"representation": "diagonal"},
@@ -301,8 +306,8 @@ def test_a_copy_steps_as_the_original(name, options):
     state = frozen(optimizer.state_dict())
     optimizer.step()
     for label, twin in copies.items():
-        assert type(twin) is type(optimizer)
-        assert public <= vars(twin).keys()
+        assert type(twin) is type(optimizer), label
+        assert public <= vars(twin).keys(), label
         assert frozen(twin.state_dict()) == state, label
         twins = twin.param_groups[0]["params"]
         for p, gradient in zip(twins, gradients, strict=True):
@@ -453,7 +458,7 @@ def go_on_from_an_old_file(source, target):
 
 
 every_training = pytest.mark.parametrize("kind", OPTIMIZERS)
-every_storage = pytest.mark.parametrize("storage", ["fp8", "grid"])
+every_storage = pytest.mark.parametrize("storage", ["codes", "grid"])
 
 
 @every_training
@@ -601,7 +606,7 @@ def test_another_schedule_of_a_loaded_state_is_not_warned_of():
 
 def two_layers():
     torch.manual_seed(0)
-    return fm.quantize_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), "E4M3", "fp8")
+    return fm.quantize_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), "E4M3", "codes")
 
 
 def step_with(net, optimizer, bad, everywhere=False):
@@ -667,6 +672,7 @@ def test_the_count_is_saved_and_begins_anew_with_a_step():
         ("StiffnessAdamW", "torch.optim.AdamW"),
         ("StiffnessSGD", "torch.optim.SGD"),
         ("StiffnessMuon", "torch.optim.Muon"),
+        ("StiffnessAdafactor", "torch.optim.Adafactor"),
         ("RiemannianAdam", "torch.optim.Adam"),
         ("RiemannianSGD", "geoopt.optim.RiemannianSGD"),
     ],

@@ -21,7 +21,7 @@ from nanogpt_bench.model.gpt import GPTShape, build_model
 
 pytestmark = pytest.mark.extra("nngeometry")
 every_representation = pytest.mark.parametrize("representation", nngeometry.ENTRY_OF_METRIC)
-STORAGES = ("plain", "grid", "fp8")
+STORAGES = ("plain", "grid", "codes")
 
 
 class Tagger(nn.Module):
@@ -38,7 +38,7 @@ class Tagger(nn.Module):
         return self.head(self.norm(torch.tanh(self.hidden(self.embedding(tokens)))))
 
 
-def tagger(storage="fp8", fmt="E4M3", seed=0):
+def tagger(storage="codes", fmt="E4M3", seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Tagger()
@@ -102,7 +102,7 @@ def test_step_is_the_damped_natural_one(storage, bounds):
     put_gradients(model)
     start, gradient, t = value_of(weight).clone(), weight.grad.clone(), torch.ones_like(weight.grad)
     if storage != "plain":
-        scale = weight.expanded_scale() if storage == "fp8" else weight.manifold.scale
+        scale = weight.expanded_scale() if storage == "codes" else weight.manifold.scale
         stiffness = fm.ulp(start / scale, "E4M3") * scale
         t = (stiffness / stiffness.mean()).clamp(*bounds)
     optimizer.step()
@@ -129,7 +129,7 @@ def test_direction_averages_and_decays():
         train(model, optimizer, 1, step)
         buffer_before, buffer = buffer, optimizer.state[weight]["momentum_buffer"].clone()
         direction = (buffer - 0.75 * buffer_before) / 0.25
-        assert direction.square().mean().sqrt().item() == pytest.approx(1.0, rel=1e-4)
+        assert direction.square().mean().sqrt().item() == pytest.approx(1.0, rel=1e-4), step
         expected = old_values * (1 - 0.005) - 0.01 / (1 - 0.75**step) * buffer
         torch.testing.assert_close(values([weight])[0], expected)
 
@@ -149,7 +149,7 @@ def test_other_parameters_take_the_step_of_stiffness_adamw(storage):
             q.grad = p.grad
         optimizer.step()
         reference.step()
-        assert same_bits(values(model.parameters())[:-1], values(twin.parameters())[:-1])
+        assert same_bits(values(model.parameters())[:-1], values(twin.parameters())[:-1]), step
     assert "exp_avg" in optimizer.state[model.hidden.weight]
     assert "momentum_buffer" in optimizer.state[model.head.weight]
 
@@ -191,8 +191,11 @@ def test_each_group_has_a_representation_and_another_takes_the_place_of_the_firs
     ):
         optimizer.param_groups[0]["representation"] = representation
         train(model, optimizer, 1, step)
-        assert entries(head) == names
-        assert entries(model.hidden.weight) == {"inverse_inputs", "inverse_outputs"}
+        assert entries(head) == names, (step, representation)
+        assert entries(model.hidden.weight) == {"inverse_inputs", "inverse_outputs"}, (
+            step,
+            representation,
+        )
 
 
 @every_representation
@@ -432,7 +435,7 @@ def test_selected_are_the_weights_that_belong_to_one_linear_layer_alone():
     assert not selected(shared, shared.parameters())
 
 
-@pytest.mark.parametrize("storage", ["plain", "master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["plain", "master", "grid", "codes"])
 def test_factors_are_those_of_quantised_inputs_and_of_output_gradients(storage):
     model = build_model(GPTShape(2, 2, 16, 8, vocab_size=31, bias=True), seed=1)
     if storage != "plain":
@@ -483,8 +486,8 @@ def test_outputs_that_an_activation_overwrites_do_no_harm():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
     expected = nn.Sequential(model[0], nn.ReLU(), model[2])
     metrics = [measured("diagonal", m, layers_of(m), [normal(9, 6)]) for m in (model, expected)]
-    for a, b in zip(*metrics, strict=True):
-        assert torch.equal(a["fisher_diagonal"], b["fisher_diagonal"])
+    for index, (a, b) in enumerate(zip(*metrics, strict=True)):
+        assert torch.equal(a["fisher_diagonal"], b["fisher_diagonal"]), index
 
 
 @every_representation

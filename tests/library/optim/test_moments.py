@@ -16,8 +16,8 @@ from scalar_grid import Codes, exponent_of, f32
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessMuon
+from fp8manifold.optim._eager_step import _root_codes, _to_bfloat16
 from fp8manifold.optim._spec import MOMENT_FORMAT, MOMENTUM_FORMAT
-from fp8manifold.optim._step import _root_codes, _to_bfloat16
 from fp8manifold.random_bits import word_range
 
 DRAWS = torch.arange(1 << 16, dtype=torch.int32)

@@ -203,7 +203,7 @@ def test_a_run_loads_into_its_own_past_and_a_file_is_not_changed(name):
         for later in range(t + 1, t + 3):
             run.step(later)
             assert run.state_bits() == trajectory[later], f"back to {t}, differs after {later}"
-        assert frozen(states[t]) == saved_bits
+        assert frozen(states[t]) == saved_bits, t
 
 
 @by_name

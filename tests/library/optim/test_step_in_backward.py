@@ -34,6 +34,10 @@ OPTIMIZERS = {
         m.parameters(), 1e-2, stiffness=optim.anneal(1.0, 0.0, 3)
     ),
     "lion": lambda m: optim.StiffnessLion(m.parameters(), 1e-3),
+    "adafactor": lambda m: optim.StiffnessAdafactor(m.parameters()),
+    "adafactor_8bit": lambda m: optim.StiffnessAdafactor(
+        m.parameters(), momentum=0.9, moments="8bit"
+    ),
     "sgd": lambda m: optim.StiffnessSGD(m.parameters(), 1e-2, momentum=0.9),
     "riemannian": lambda m: optim.RiemannianAdam(m.parameters(), 0.1, float_lr=1e-3),
 }
@@ -57,7 +61,7 @@ def network(storage):
 SMALL = 1e-3
 
 
-def stepping(name="adamw", storage="fp8", *, measured=False, **options):
+def stepping(name="adamw", storage="codes", *, measured=False, **options):
     """Return a network, its optimizer, and the handle of steps in the backward pass."""
     model, optimizer = ordinary(name, storage)
     handle = optim.step_in_backward(optimizer, **options)
@@ -71,7 +75,7 @@ def measure(model, handle):
         loss(model).backward()
 
 
-def ordinary(name="adamw", storage="fp8"):
+def ordinary(name="adamw", storage="codes"):
     model = network(storage)
     return model, OPTIMIZERS[name](model)
 
@@ -91,7 +95,7 @@ def everything(model, optimizer):
     return [frozen(dict(model.state_dict())), frozen(optimizer.state_dict())]
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master", None])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_an_ordinary_step(name, storage):
     """Every optimizer and storage: weights and state are the same after four steps."""
@@ -228,7 +232,7 @@ def test_groups_of_a_loaded_state_and_those_that_come_later_are_stepped():
 
 
 def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to():
-    model = network("fp8")
+    model = network("codes")
     optimizer = optim.StiffnessMuon.for_model(model, 1e-2, on_nonfinite="raise")
     optim.step_in_backward(optimizer)
     model[3].weight.register_hook(lambda g: g * float("nan"))
@@ -287,7 +291,7 @@ def test_what_it_cannot_be_over_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     old_state = everything(model, optimizer)
-    with pytest.raises(RuntimeError, match="one process, and here are 2"):
+    with pytest.raises(RuntimeError, match="one process, and there are 2"):
         loss(model).backward()
     assert everything(model, optimizer) == old_state
 
@@ -322,7 +326,7 @@ def test_steps_end_with_their_optimizer(keeps_handle):
 
 
 def test_an_optimizer_without_a_variable_is_refused_in_the_first_pass():
-    model = network("fp8")
+    model = network("codes")
     handle = optim.step_in_backward(OPTIMIZERS["muon"](model))
     with pytest.raises(RuntimeError, match="has been deleted: keep it in a variable"):
         loss(model).backward()
@@ -390,7 +394,7 @@ def rounded_sums(model, optimizer):
 
 
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("storage", ["fp8", None])
+@pytest.mark.parametrize("storage", ["codes", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
     (plain, whole), (model, optimizer) = ordinary(name, storage), ordinary(name, storage)
@@ -405,12 +409,12 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name, storage, clips):
         optimizer.zero_grad()
         for tokens in BATCHES:
             part_of_loss(model, tokens).backward()
-        for gradient, rounded in zip(
-            [p.grad for p in model.parameters()], sums.values(), strict=True
+        for index, (gradient, rounded) in enumerate(
+            zip([p.grad for p in model.parameters()], sums.values(), strict=True)
         ):
-            assert isinstance(gradient, GradientSum)
-            assert gradient.stored.dtype is torch.bfloat16
-            assert torch.equal(gradient.float(), rounded.float())
+            assert isinstance(gradient, GradientSum), index
+            assert gradient.stored.dtype is torch.bfloat16, index
+            assert torch.equal(gradient.float(), rounded.float()), index
         if clips:
             norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in (plain, model)]
             assert torch.equal(*norms)
@@ -548,7 +552,7 @@ def clipped_by_hand(model, optimizer, steps, previous, max_norm, spike=1.0):
     return previous
 
 
-@pytest.mark.parametrize("storage", ["fp8", None])
+@pytest.mark.parametrize("storage", ["codes", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
     """With clip="exact" the first pass measures the norm and the second steps."""
@@ -563,9 +567,9 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
     for i in range(3):
         optimizer.zero_grad()
         measure(model, handle)
-        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is None for p in model.parameters()), i
         loss(model).backward()
-        assert torch.equal(nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i])
+        assert torch.equal(nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i]), i
         optimizer.step()
     assert everything(model, optimizer) == everything(plain, whole)
     assert float(norms[0]) > 10 * SMALL
@@ -594,7 +598,7 @@ def losses_around_a_spike(name, clip):
     """Losses of a small classifier; the loss of one batch is multiplied by 1,000."""
     torch.manual_seed(0)
     layers = [nn.Embedding(32, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)]
-    model = fm.quantize_model(nn.Sequential(*layers), "E4M3", storage="fp8")
+    model = fm.quantize_model(nn.Sequential(*layers), "E4M3", storage="codes")
     optimizer = OPTIMIZERS[name](model)
     if clip == "previous":
         optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
@@ -730,7 +734,7 @@ def test_recomputation_in_a_pass_belongs_to_it():
     """Each recomputed layer has a run of autograd for itself."""
     torch.manual_seed(0)
     parts = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 4)])
-    model = fm.quantize_model(parts, "E4M3", storage="fp8")
+    model = fm.quantize_model(parts, "E4M3", storage="codes")
     optimizer = optim.StiffnessAdamW(model.parameters(), 1e-2)
     optim.step_in_backward(optimizer, clip="previous", max_norm=1.0, first="measure")
     inputs = torch.randn(4, 8, requires_grad=True)
@@ -838,7 +842,7 @@ def test_half_a_pass_under_exact_clipping_is_measured_again(ends_step):
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad, raises):
     """As clip_grad_norm_ and a step of all would."""
-    model = network("fp8")
+    model = network("codes")
     optimizer = optim.StiffnessAdamW(model.parameters(), on_nonfinite="raise" if raises else "skip")
     handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
     model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
@@ -960,11 +964,11 @@ def test_loading_a_state_forgets_the_step_under_way():
 
 
 def test_norms_of_bfloat16_gradients_are_float32():
-    model = network("fp8").to(torch.bfloat16)
+    model = network("codes").to(torch.bfloat16)
     optimizer = OPTIMIZERS["adamw"](model)
     optim.step_in_backward(optimizer, clip="previous", max_norm=math.inf)
     loss(model).backward()
-    plain = network("fp8").to(torch.bfloat16)
+    plain = network("codes").to(torch.bfloat16)
     loss(plain).backward()
     whole = torch.cat([p.grad.float().flatten() for p in plain.parameters() if p.grad is not None])
     torch.testing.assert_close(
@@ -1023,7 +1027,7 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_options_that_do_not_go_together_are_refused(case):
     options, message, error = BAD_OPTIONS[case]
-    optimizer = OPTIMIZERS["adamw"](network("fp8"))
+    optimizer = OPTIMIZERS["adamw"](network("codes"))
     with pytest.raises(error, match=message):
         optim.step_in_backward(optimizer, **options)
     optim.step_in_backward(optimizer)

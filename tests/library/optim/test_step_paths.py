@@ -14,7 +14,7 @@ from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _step
+from fp8manifold.optim import _eager_step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import View
 
@@ -53,7 +53,7 @@ def same_steps(kind, make, options, factors, steps=4):
         expected, stepped = everything(eager), everything(native)
         different = [name for name in expected if expected[name] != stepped[name]]
         assert not different, f"step {t + 1}"
-        assert expected.keys() == stepped.keys()
+        assert expected.keys() == stepped.keys(), t
     assert all(a != b for a, b in zip(first, snapshot(native)["parameters"], strict=True))
 
 
@@ -257,5 +257,5 @@ def test_other_positions_have_other_draws(planned_slot, offset, other):
 )
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(case, block, monkeypatch):
     """Eager steps take some rows at a time; their number does not change a bit."""
-    monkeypatch.setattr(_step, "block_on", lambda _: block)
+    monkeypatch.setattr(_eager_step, "block_on", lambda _: block)
     same_steps(*CASES[case], factors=False, steps=2)

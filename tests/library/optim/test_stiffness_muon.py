@@ -31,10 +31,10 @@ def test_float_parameters_take_torchs_steps(nesterov, adjust):
     muon = torch.optim.Muon(parameters, **options)
     stiffness_muon = StiffnessMuon(twins, **options, ns_dtype=torch.bfloat16)
     cases.take_steps((muon, stiffness_muon), (parameters, twins), range(100))
-    for p, q in zip(parameters, twins, strict=True):
-        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+    for index, (p, q) in enumerate(zip(parameters, twins, strict=True)):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6), index
         momentum = stiffness_muon.state[q]["momentum_buffer"]
-        assert torch.equal(muon.state[p]["momentum_buffer"], momentum)
+        assert torch.equal(muon.state[p]["momentum_buffer"], momentum), index
 
 
 CYCLES = {

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_cases import llama, transformers
+from hf_cases import llama, numbers_tokenizer, transformers
 from optimizer_cases import frozen
 from surgery_models import model_bits
 from test_huggingface import Lines, losses
 from torch import nn
 
 import fp8manifold as fm
-from fp8manifold import huggingface, quantize_model
+from fp8manifold import quantize_model
 from fp8manifold.huggingface import trainer_optimizer
 
 # What other libraries announce is their own business.
@@ -25,7 +25,7 @@ STEPS = 6
 
 
 def quantised():
-    return fm.huggingface.attach(fm.quantize_model(llama(), "E4M3", "fp8", tied="leave"))
+    return fm.quantize_model(llama(), "E4M3", "codes", tied="leave")
 
 
 def settings(folder, micro_batches, **changes):
@@ -92,6 +92,8 @@ def made_by_hand(model, rule):
     decays = [(n, p) for n, p in model.named_parameters() if "norm" not in n]
     norms = [(n, p) for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    if rule == "adafactor":
+        return fm.optim.StiffnessAdafactor(groups, 1e-2, momentum=0.9, moments="8bit")
     return fm.optim.StiffnessAdamW(groups, 1e-2, betas=(0.9, 0.999), eps=1e-8, moments="8bit")
 
 
@@ -105,12 +107,14 @@ IN_BACKWARD = {
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@pytest.mark.parametrize("rule", ["adamw", "muon", "adafactor"])
 def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
     rule, in_backward, micro_batches, tmp_path
 ):
     options = {"moments": "8bit", "in_backward": in_backward}
-    decay = 0.1 if rule == "adamw" else 0.0
+    if rule == "adafactor":
+        options["momentum"] = 0.9
+    decay = 0.0 if rule == "muon" else 0.1
     whole, plain, again = quantised(), quantised(), quantised()
     arguments = transformers.TrainingArguments(
         **settings(tmp_path / "whole", micro_batches, weight_decay=decay)
@@ -166,19 +170,6 @@ def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path):
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
 
 
-def numbers_tokenizer():
-    import tokenizers
-
-    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(45))])}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(
-            tokenizers.models.WordLevel(words, unk_token="<unk>")
-        ),
-        pad_token="<pad>",
-        eos_token="</s>",
-    )
-
-
 def preferences_trainer(model, folder, **options):
     """A DPOTrainer of TRL, whose first loss is log 2 where the reference is the model."""
     import datasets
@@ -204,22 +195,19 @@ def preferences_trainer(model, folder, **options):
 
 
 @pytest.mark.extra("trl", "datasets")
-@pytest.mark.parametrize("attached", ["attached", "read", "quantised"])
-def test_a_float_reference_of_a_quantised_model_is_refused(attached, tmp_path):
+@pytest.mark.parametrize("kind", ["read", "quantised"])
+def test_a_float_reference_of_a_quantised_model_is_refused(kind, tmp_path):
     import trl
 
     # TRL imports its trainers when they are asked for, and only those that are imported by
     # now are guarded.
     assert trl.DPOTrainer
     llama().save_pretrained(tmp_path / "floats")
-    options = {}
-    if attached == "read":
-        options["quantization_config"] = huggingface.quantization_config("E4M3", tied="leave")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", **options)
-    if attached != "read":
+    if kind == "read":
+        model = fm.load(tmp_path / "floats", "E4M3", tied="leave")
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
         quantize_model(model, "E4M3", tied="leave")
-    if attached == "attached":
-        huggingface.attach(model)
     with pytest.raises(ValueError, match="the reference would be read in float from"):
         preferences_trainer(model, tmp_path)
 
@@ -237,8 +225,9 @@ def test_a_float_model_beside_a_quantised_one_has_a_float_reference(tmp_path):
 
 @pytest.mark.extra("trl", "datasets")
 @pytest.mark.parametrize("reference", ["copy", "folder"])
-def test_the_reference_of_a_quantised_model_is_quantised(reference, tmp_path):
-    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+def test_the_reference_of_a_quantised_model_has_its_values(reference, tmp_path):
+    """From a folder of its own as floats, which are the values of its codes."""
+    model = quantize_model(llama(), "E4M3", tied="leave")
     options = {}
     if reference == "copy":
         options["ref_model"] = copy.deepcopy(model)
@@ -246,7 +235,10 @@ def test_the_reference_of_a_quantised_model_is_quantised(reference, tmp_path):
         model.save_pretrained(tmp_path / "codes")
         model.config._name_or_path = str(tmp_path / "codes")
     trainer = preferences_trainer(model, tmp_path, **options)
-    assert model_bits(trainer.ref_model) == model_bits(model)
+    expected = fm.dequantize_model(copy.deepcopy(model)).state_dict()
+    values = fm.dequantize_model(copy.deepcopy(trainer.ref_model)).state_dict()
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
@@ -323,7 +315,8 @@ def test_what_is_read_of_the_arguments():
 def test_what_cannot_be_is_refused():
     arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[])
     with pytest.raises(
-        ValueError, match="rule='moun' is unknown: one of adamw, muon; did you mean 'muon'"
+        ValueError,
+        match="rule='moun' is unknown: one of adamw, muon, adafactor; did you mean 'muon'",
     ):
         trainer_optimizer(arguments, "moun")
     with pytest.raises(

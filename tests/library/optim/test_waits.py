@@ -210,8 +210,9 @@ CHANGED = {
 }
 
 
+@pytest.mark.parametrize("use", ["cast", "transposed cast", "detached", "layer", "backward"])
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
+def test_a_cast_of_a_weight_that_has_changed_is_refused(change, use):
     """Its codes have other values by now; a clone has its own."""
     w, x = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1), normal(4, 32).requires_grad_()
     w.grad = torch.ones(w.shape)
@@ -222,15 +223,16 @@ def test_a_cast_of_a_weight_that_has_changed_is_refused(change):
         old_values = clone.dequantize()
         assert torch.equal(cast.dequantize(), old_values)
         CHANGED[change](w)
-        for use in (
-            cast.dequantize,
-            view.dequantize,
-            cast.detach,
-            lambda: F.linear(x, w),  # autocast keeps its casts
-            y.float().sum().backward,
-        ):
-            with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
-                use()
+        uses = {
+            "cast": cast.dequantize,
+            "transposed cast": view.dequantize,
+            "detached": cast.detach,
+            # Autocast keeps its casts.
+            "layer": lambda: F.linear(x, w),
+            "backward": y.float().sum().backward,
+        }
+        with pytest.raises(RuntimeError, match="whose codes it shares has changed since"):
+            uses[use]()
     assert torch.equal(clone.dequantize(), old_values)
     with torch.autocast("cpu", torch.bfloat16):
         F.linear(x, w).float().sum().backward()
@@ -256,7 +258,7 @@ def test_a_cast_is_not_written_to(write):
 
 
 def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own():
-    module = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), "E4M3", storage="fp8")
+    module = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), "E4M3", storage="codes")
     original = copy.deepcopy(module)
     with torch.autocast("cpu", torch.bfloat16):
         module.to(torch.bfloat16)
@@ -286,7 +288,7 @@ def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_under_autocast_codes_are_decoded_and_not_copied(gradients):
     spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)
-    model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="fp8")
+    model = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), spec, storage="codes")
     with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
         model(normal(4, 32)).float().sum().backward()
     of_codes = {name.split()[0] for name in reads.counts if name.endswith("of codes")}

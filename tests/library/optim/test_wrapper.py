@@ -58,7 +58,7 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
         put_gradients([weight], t)
         old_values, gradient = values([weight])[0], weight.grad.clone()
         optimizer.step()
-        assert cases.on_grid(weight)
+        assert cases.on_grid(weight), t
         if t == 0:  # afterwards S_ref is that of the first step
             update = (old_values - 0.02 * gradient) - old_values
             target = old_values + update * ratio(old_values, ROWS, 1.0)
@@ -66,9 +66,9 @@ def test_a_grid_is_rounded_once_from_the_scaled_update(writeback):
             draws = {"seed": 9, "step": 0, "stream": stream} if writeback == "stochastic" else {}
             expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
             # The factor may differ in its last bit.
-            assert (weight.detach() == expected).double().mean() > 0.98
+            assert (weight.detach() == expected).double().mean() > 0.98, t
             largest_ulp = fm.ulp(old_values / ROWS, "E4M3").max() * ROWS.max()
-            assert (weight.detach() - expected).abs().max() <= largest_ulp
+            assert (weight.detach() - expected).abs().max() <= largest_ulp, t
 
 
 def test_by_default_the_manifold_says_how_to_round():
@@ -99,7 +99,7 @@ def test_scale_and_exponent_follow_their_schedules():
         expected = (
             old_values - 0.01 * (1 - share / 2) * ratio(old_values, 1.0, 1 - share) * weight.grad
         )
-        assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=1e-14)
+        assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=1e-14), t
 
 
 def test_the_reference_is_kept_between_refreshes():
@@ -130,9 +130,9 @@ def test_a_gradient_is_scaled_and_put_back():
         original = gradient.clone()
         step_from(optimizer, plain, original * 0.5 * ratio(values([weight])[0], 1.0, 1.0))
         reference.step()
-        assert weight.grad is gradient
-        assert torch.equal(weight.grad, original)
-        assert (weight - plain).abs().max() < 1e-13
+        assert weight.grad is gradient, t
+        assert torch.equal(weight.grad, original), t
+        assert (weight - plain).abs().max() < 1e-13, t
 
 
 def test_gradients_are_put_back_when_the_optimizer_fails():
@@ -226,7 +226,7 @@ def test_resume_is_exact_mid_schedule(inner):
         put_gradients(copies, t)
         optimizer.step()
         resumed.step()
-        assert same_bits(values(weights), values(copies))
+        assert same_bits(values(weights), values(copies)), t
 
 
 def test_an_optimizer_that_needs_a_closure_says_so():

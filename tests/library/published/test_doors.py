@@ -16,6 +16,8 @@ import pytest
 import torch
 from fp8_folders import float_model, make
 from hf_cases import gpt2, llama, logits, transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 from surgery_models import model_bits
 from torch import nn
 
@@ -29,6 +31,8 @@ TOKENS = torch.arange(12).view(2, 6)
 PUBLISHED = ["squares", "rows", "tensor", "gpt-oss", "mxfp8", "squares, experts"]
 SAVED = ["floats of ours", "codes of ours"]
 FOLDERS = ["floats", *PUBLISHED, *SAVED, "gguf"]
+#: one file without the settings of a class, as ComfyUI has it
+IMAGE_MODEL = "image model"
 FORMATS = {"*": "E4M3", "lm_head": "none"}
 READS_ALONE = """
 import json, sys, torch, transformers
@@ -79,6 +83,11 @@ def write_gguf(model: Any, path: Path) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, value in model.state_dict().items():
         stem, suffix = name.rsplit(".", 1)
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        count = heads.get(stem.rpartition(".")[2])
+        if count is not None:
+            # llama.cpp rotates neighbours, where transformers rotates the halves of a head
+            value = value.unflatten(0, (count, 2, -1)).transpose(1, 2).reshape(value.shape)
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", value.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -98,13 +107,17 @@ def formats_of(name: str) -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("doors")
-    paths = {name: root / name.replace(" ", "-").replace(",", "") for name in FOLDERS}
+    names = [*FOLDERS, IMAGE_MODEL]
+    paths = {name: root / name.replace(" ", "-").replace(",", "") for name in names}
     for name in PUBLISHED:
         make(name, paths[name])
     llama(tied=False).save_pretrained(paths["floats"])
     model = learnt(fm.quantize_model(llama(), {"*": "E4M3"}, tied="leave"))
     fm.save(model, paths["floats of ours"])
     fm.save(model, paths["codes of ours"], "codes")
+    paths[IMAGE_MODEL].mkdir()
+    quantized = fm.quantize_model(llama(tied=False), FORMATS, granularity="tensor")
+    fm.files.save_state(quantized.state_dict(), paths[IMAGE_MODEL] / "model.safetensors")
     paths["gguf"].mkdir()
     pytest.importorskip("gguf")
     write_gguf(llama(tied=False), paths["gguf"] / "model.gguf")
@@ -139,14 +152,14 @@ def test_published_codes_are_written_back_to_the_byte(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model = fm.load(folders[name])
-    assert model_bits(model) == model_bits(fm.load_fp8(folders[name]))
+    assert model_bits(model) == model_bits(fm.load(folders[name]))
     model.save_pretrained(tmp_path)
-    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    del written[SIDE_FILE]
-    assert written == {path.name: path.read_bytes() for path in folders[name].iterdir()}
+    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    del saved[SIDE_FILE]
+    assert saved == {path.name: path.read_bytes() for path in folders[name].iterdir()}
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", [*FOLDERS, IMAGE_MODEL])
 def test_transformers_reads_the_same_with_the_package_and_without(
     name: str, folders: dict[str, Path], read_alone: Any
 ) -> None:
@@ -163,6 +176,27 @@ def test_transformers_reads_the_same_with_the_package_and_without(
         assert torch.equal(result, alone)
 
 
+@pytest.mark.parametrize("name", ["squares", "squares, experts", "gpt-oss", "floats of ours"])
+def test_transformers_reads_the_numbers_of_the_model(
+    name: str, folders: dict[str, Path], read_alone: Any
+) -> None:
+    """Those of compressed-tensors round inputs, too.
+
+    `test_published_folders` compares the weights that others decode.
+    """
+    assert torch.equal(logits(fm.load(folders[name])).float(), read_alone[name])
+
+
+@pytest.mark.parametrize("name", ["floats", "gguf"])
+def test_transformers_reads_the_floats_that_load_rounds(
+    name: str, folders: dict[str, Path], read_alone: Any
+) -> None:
+    torch.testing.assert_close(read_alone[name], logits(llama(tied=False)), rtol=0, atol=1e-6)
+    rounded = logits(fm.load(folders[name], FORMATS))
+    assert not torch.equal(rounded, read_alone[name])
+    torch.testing.assert_close(rounded, read_alone[name], rtol=0, atol=0.1)
+
+
 def test_floats_of_ours_are_the_numbers_of_the_model(
     folders: dict[str, Path], read_alone: Any
 ) -> None:
@@ -172,13 +206,26 @@ def test_floats_of_ours_are_the_numbers_of_the_model(
     assert not any(isinstance(parameter, fm.FP8Tensor) for parameter in floats.parameters())
 
 
+def test_an_image_model_is_read_as_a_state_and_refused_otherwise(
+    folders: dict[str, Path], read_alone: Any
+) -> None:
+    folder = folders[IMAGE_MODEL]
+    with pytest.raises(FileNotFoundError, match=r"fm\.files\.load_state"):
+        fm.load(folder)
+    assert isinstance(read_alone[IMAGE_MODEL], str)
+    state = fm.files.load_state(folder, dtype=torch.float32)
+    quantized = fm.quantize_model(llama(tied=False), FORMATS, granularity="tensor")
+    for name, parameter in quantized.named_parameters():
+        assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(parameter)), name
+
+
 def test_codes_of_ours_are_refused_by_others(read_alone: Any) -> None:
     """No file has a name from which transformers reads weights."""
     assert read_alone["codes of ours"] == "OSError"
 
 
 @pytest.mark.parametrize("layout", [None, "floats", "codes"])
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 @pytest.mark.parametrize("maker", [llama, gpt2])
 def test_a_model_comes_back_to_the_bit(
     maker: Any, storage: Any, layout: Any, tmp_path: Path
@@ -317,7 +364,7 @@ def test_what_an_option_can_not_mean_is_refused(
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_options_of_codes_reach_published_weights(rounding: Any, folders: dict[str, Path]) -> None:
     model = fm.load(folders["rows"], rounding=rounding, seed=7)
-    assert model_bits(model) == model_bits(fm.load_fp8(folders["rows"], rounding=rounding, seed=7))
+    assert model_bits(model) == model_bits(fm.load(folders["rows"], rounding=rounding, seed=7))
 
 
 def test_floats_that_were_changed_are_refused(tmp_path: Path) -> None:
@@ -346,7 +393,7 @@ def test_a_save_replaces_an_earlier_one(first: Any, second: Any, tmp_path: Path)
     again = fm.load(tmp_path)
     for name, weight in later.named_parameters():
         if isinstance(weight, fm.FP8Tensor):
-            assert torch.equal(again.get_parameter(name).codes, weight.codes)
+            assert torch.equal(again.get_parameter(name).codes, weight.codes), name
     assert (tmp_path / CODES_FILE).exists() is (second == "codes")
     assert (tmp_path / SIDE_FILE).exists() is (second != "fp8")
 
@@ -390,6 +437,55 @@ def test_a_side_file_that_is_not_whole_is_refused(
     fm.save(fm.quantize_model(llama(), {"*": "E4M3"}, tied="leave"), tmp_path)
     change(tmp_path / SIDE_FILE)
     with pytest.raises(ValueError, match=message):
+        fm.load(tmp_path)
+
+
+def retold(path: Path, change: Any) -> None:
+    """Write a file of safetensors again, with its tensors changed."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    change(tensors)
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda codes: codes.float(),
+        lambda codes: codes.view(torch.float8_e4m3fn),
+        lambda codes: codes.short() + 256,
+    ],
+    ids=["floats", "float8", "int16"],
+)
+def test_codes_of_another_dtype_are_refused(change: Any, tmp_path: Path) -> None:
+    fm.save(fm.quantize_model(llama(), {"*": "E4M3"}, tied="leave"), tmp_path, "codes")
+    name = "model.layers.0.mlp.up_proj.weight_codes"
+    retold(
+        tmp_path / "codes.safetensors",
+        lambda tensors: tensors.update({name: change(tensors[name])}),
+    )
+    with pytest.raises(ValueError, match="and not U8"):
+        fm.load(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["exceptions", "exception_codes"])
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_codes_that_floats_lack_are_read_with_their_positions(
+    change: str, part: str, tmp_path: Path
+) -> None:
+    model = fm.quantize_model(llama(), {"*": "E4M3"}, tied="leave")
+    model.model.layers[0].mlp.up_proj.weight.codes[0, :5] = 0xFF  # NaN, the second code
+    fm.save(model, tmp_path)
+    name = f"model.layers.0.mlp.up_proj.weight_{part}"
+
+    def changed(tensors: Any) -> None:
+        part_of_file = tensors.pop(name)
+        if change == "cut":
+            tensors[name] = part_of_file[:-1].clone()
+
+    retold(tmp_path / SIDE_FILE, changed)
+    with pytest.raises(ValueError, match="file is not whole"):
         fm.load(tmp_path)
 
 

@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 import fp8manifold as fm
-from fp8manifold import (
-    LayerSpec,
-    QuantizedLinear,
-    export_model,
-    exported_state_dict,
-    quantize_model,
-)
+from fp8manifold import LayerSpec, QuantizedLinear, quantize_model
+from fp8manifold.files import layout_state_dict
 
 #: what other libraries' imports announce is their own business
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,9 +25,9 @@ TOKENS = torch.arange(10).view(2, 5)
 every_storage = pytest.mark.parametrize(
     ("storage", "granularity"),
     [
-        ("fp8", "tensor"),
-        ("fp8", "channel"),
-        ("fp8", "block"),
+        ("codes", "tensor"),
+        ("codes", "channel"),
+        ("codes", "block"),
         ("grid", "tensor"),
         ("grid", "channel"),
         ("master", "tensor"),
@@ -60,7 +55,7 @@ def assert_same(model: Any, reloaded: Any, outputs: bool = True) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear) and layer.weight_format is not None:
             reloaded_layer = reloaded.get_submodule(name)
-            assert type(reloaded_layer) is nn.Linear
+            assert type(reloaded_layer) is nn.Linear, name
             values = plain_values(reloaded_layer.weight)
             expected = plain_values(layer.quantized_weight())
             assert torch.equal(values.view(torch.int32), expected.view(torch.int32)), name
@@ -71,7 +66,7 @@ def assert_same(model: Any, reloaded: Any, outputs: bool = True) -> None:
 def test_transformers_reads_compressed_tensors(storage, granularity, dequantize, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, storage, granularity=granularity, tied="leave")
     settings = copy.deepcopy(model.config.to_dict())
-    export_model(model, tmp_path)
+    fm.save(model, tmp_path, "compressed-tensors")
     assert model.config.to_dict() | {"dtype": None} == settings | {"dtype": None}
     assert "hf_quantizer" not in vars(model)
     options = {}
@@ -91,9 +86,9 @@ def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
     The logits are those of inputs that are rounded by hand.
     """
     model = quantize_model(
-        llama(), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=granularity, tied="leave"
+        llama(), {"*": "E4M3", "lm_head": "none"}, "codes", granularity=granularity, tied="leave"
     )
-    export_model(model, tmp_path, activations="E4M3")
+    fm.save(model, tmp_path, "compressed-tensors", activations="E4M3")
     (group,) = (
         transformers.AutoConfig.from_pretrained(tmp_path)
         .quantization_config["config_groups"]
@@ -106,7 +101,7 @@ def test_a_server_may_round_what_it_multiplies(granularity, tmp_path):
     # MXFP8, whose weights become bfloat16: against the same folder with exact inputs.
     if granularity == "block":
         assert all(inputs[key] == weights[key] for key in ("strategy", "group_size", "scale_dtype"))
-        export_model(model, tmp_path / "exact")
+        fm.save(model, tmp_path / "exact", "compressed-tensors")
         exact, rounded = (
             logits(read_model(folder, torch.bfloat16)) for folder in (tmp_path / "exact", tmp_path)
         )
@@ -150,13 +145,13 @@ def test_transformers_reads_what_was_trained_in_squares(vocabulary, dequantize, 
     }
     model = llama(False, **sizes)
     with_unlike_scales(model)
-    quantize_model(model, {"*": "E4M3"}, "fp8", granularity="square")
+    quantize_model(model, {"*": "E4M3"}, "codes", granularity="square")
     optimizer = fm.optim.StiffnessMuon.for_model(model, lr=0.02, moments="8bit")
     for _ in range(2):
         model(TOKENS, labels=TOKENS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    export_model(model, tmp_path, "fp8")
+    fm.save(model, tmp_path, "fp8")
     described = transformers.AutoConfig.from_pretrained(tmp_path).quantization_config
     assert (described["quant_method"], described["weight_block_size"]) == ("fp8", [128, 128])
     saved = safetensors.load_file(tmp_path / "model.safetensors")
@@ -175,29 +170,29 @@ def test_transformers_reads_what_was_trained_in_squares(vocabulary, dequantize, 
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             values = reloaded.get_submodule(name).weight.detach()
-            assert values.dtype == dtype
+            assert values.dtype == dtype, name
             assert torch.equal(values, layer.weight.dequantize().to(dtype)), name
     if dtype is torch.float32:
         assert torch.equal(logits(reloaded), logits(model))
 
 
 def test_partial_squares_are_written_as_their_layout_has_them():
-    layer = quantize_model(nn.Linear(300, 200), "E4M3", "fp8", granularity="square")
+    layer = quantize_model(nn.Linear(300, 200), "E4M3", "codes", granularity="square")
     with pytest.warns(
         UserWarning, match=r"'0\.weight' of shape \(200, 300\) ends in partial squares"
     ):
-        tensors, config = exported_state_dict(nn.Sequential(layer), "fp8")
+        tensors, config = layout_state_dict(nn.Sequential(layer), "fp8")
     with pytest.warns(
         UserWarning, match=r"'0\.weight' of shape .* and 2 more end in partial squares"
     ) as record:
-        exported_state_dict(nn.Sequential(layer, *(copy.deepcopy(layer) for _ in range(2))), "fp8")
+        layout_state_dict(nn.Sequential(layer, *(copy.deepcopy(layer) for _ in range(2))), "fp8")
     assert len(record) == 1
     assert "\n" not in str(record[0].message)
     codes, scale = tensors["0.weight"], tensors["0.weight_scale_inv"]
     assert scale.shape == (2, 3)
     for i in range(200):
         row = codes[i].float() * scale[i // 128].repeat_interleave(128)[:300]
-        assert torch.equal(row, layer.weight.dequantize()[i])
+        assert torch.equal(row, layer.weight.dequantize()[i]), i
     assert config["modules_to_not_convert"] == []
 
 
@@ -205,26 +200,26 @@ def test_partial_squares_are_written_as_their_layout_has_them():
 @pytest.mark.parametrize("fmt", ["E4M3", "E5M2"])
 def test_torchao_reads_its_own(fmt, storage, granularity, tmp_path):
     model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
-    tensors, _ = exported_state_dict(model, "torchao")
+    tensors, _ = layout_state_dict(model, "torchao")
     reloaded = llama()
     tied = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     reloaded.load_state_dict(tensors | tied, assign=True)
     assert_same(model, reloaded)
-    export_model(model, tmp_path / fmt, "torchao")
+    fm.save(model, tmp_path / fmt, "torchao")
     assert_same(model, read_model(tmp_path / fmt))
 
 
 def test_scales_of_bfloat16_weights_are_float32():
-    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
-    tensors, _ = exported_state_dict(model)
+    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "codes", tied="leave")
+    tensors, _ = layout_state_dict(model)
     assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
 def test_bfloat16_weights_are_exact_too(layout, tmp_path):
-    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
-    export_model(model, tmp_path, layout)
-    wanted = quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave")
+    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "codes", tied="leave")
+    fm.save(model, tmp_path, layout)
+    wanted = quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "codes", tied="leave")
     assert_same(wanted, read_model(tmp_path, torch.bfloat16), outputs=False)
 
 
@@ -237,16 +232,16 @@ def test_granularities_and_layers_are_mixed(tmp_path):
         "q_proj": LayerSpec("E4M3", granularity="tensor"),
         "o_proj": LayerSpec("E4M3", granularity="block"),
     }
-    model = quantize_model(llama(), formats, "fp8", tied="untie")
-    _, described = exported_state_dict(model)
+    model = quantize_model(llama(), formats, "codes", tied="untie")
+    _, described = layout_state_dict(model)
     assert described["format"] == "mixed-precision"
     assert [len(group["targets"]) for group in described["config_groups"].values()] == [2, 7, 2]
     assert len(described["ignore"]) == 4
-    export_model(model, tmp_path / "one")
+    fm.save(model, tmp_path / "one", "compressed-tensors")
     assert model.config.tie_word_embeddings
     # dequantize=True would read one kind of scale alone.
     assert_same(model, read_model(tmp_path / "one", torch.bfloat16), outputs=False)
-    export_model(model, tmp_path / "other", "torchao")
+    fm.save(model, tmp_path / "other", "torchao")
     assert_same(model, read_model(tmp_path / "other"))
 
 
@@ -257,10 +252,10 @@ def test_granularities_and_layers_are_mixed(tmp_path):
             "master",
             LayerSpec("E4M3", activation="E5M2", policy="delayed", rounding="split"),
         ),
-        ("fp8", LayerSpec("E4M3", activation="E5M2")),
+        ("codes", LayerSpec("E4M3", activation="E5M2")),
         ("grid", LayerSpec("E4M3", activation="E5M2")),
     ],
-    ids=["master", "fp8", "grid"],
+    ids=["master", "codes", "grid"],
 )
 def test_what_belongs_to_training_is_not_exported(storage, spec):
     """Counts, measured scales and manifolds; what somebody has registered in a layer
@@ -268,7 +263,7 @@ def test_what_belongs_to_training_is_not_exported(storage, spec):
     """
     model = quantize_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), spec, storage)
     model[0].register_buffer("mine", torch.ones(1))
-    tensors, _ = exported_state_dict(model)
+    tensors, _ = layout_state_dict(model)
     assert sorted(tensors) == [
         "0.bias",
         "0.mine",
@@ -282,17 +277,17 @@ def test_what_belongs_to_training_is_not_exported(storage, spec):
 
 
 def test_a_layer_by_itself_and_special_codes():
-    layer: Any = quantize_model(nn.Linear(4, 2, bias=False), "E4M3", "fp8")
+    layer: Any = quantize_model(nn.Linear(4, 2, bias=False), "E4M3", "codes")
     codes = torch.tensor(
         [[0, 128, 127, 255], [1, 129, 126, 254]], dtype=torch.uint8
     )  # NaN and -0 among them
     layer.weight.codes.copy_(codes)
-    tensors, described = exported_state_dict(layer)
+    tensors, described = layout_state_dict(layer)
     assert sorted(tensors) == ["weight", "weight_scale"]
     assert torch.equal(tensors["weight"].view(torch.uint8), codes)
     assert torch.equal(tensors["weight_scale"], layer.weight.scale)
     assert described["ignore"] == []
-    values = exported_state_dict(layer, "torchao")[0]["weight"].dequantize()
+    values = layout_state_dict(layer, "torchao")[0]["weight"].dequantize()
     assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
 
 
@@ -306,14 +301,14 @@ FORMATS_OF = {
 @pytest.mark.parametrize("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
 @pytest.mark.parametrize("layout", FORMATS_OF)
 def test_formats_with_a_dtype_are_exported_and_others_refused_by_name(layout, name):
-    model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
+    model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "codes")
     if name not in FORMATS_OF[layout]:
         allowed = ", ".join(FORMATS_OF[layout])
         line = f"layer '0' is in {name}, and layout='{layout}' takes one of {allowed}$"
         with pytest.raises(ValueError, match=line):
-            exported_state_dict(model, layout)
+            layout_state_dict(model, layout)
         return
-    tensors, _ = exported_state_dict(model, layout)
+    tensors, _ = layout_state_dict(model, layout)
     values = tensors["0.weight"]
     if layout == "torchao":
         values = values.dequantize()
@@ -323,24 +318,28 @@ def test_formats_with_a_dtype_are_exported_and_others_refused_by_name(layout, na
 
 
 def test_what_no_layout_takes_is_refused(tmp_path):
-    quantized = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", "fp8")
+    quantized = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", "codes")
     quantized.append(nn.Linear(4, 4))
     quantized[1].weight = fm.FP8Parameter(quantized[1].weight)
-    tensors, _ = exported_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
+    tensors, _ = layout_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
     assert torch.equal(tensors["1.weight"], quantized[1].weight.dequantize())
     with pytest.raises(
         ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is transformers' Conv1D"
     ):
-        export_model(quantize_model(gpt2(), {"*": "E4M3"}, "fp8", tied="leave"), tmp_path)
+        fm.save(
+            quantize_model(gpt2(), {"*": "E4M3"}, "codes", tied="leave"),
+            tmp_path,
+            "compressed-tensors",
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("exponent", [-126, 0, 127])
 def test_block_scales_are_written_as_they_are_kept(exponent):
     spec = LayerSpec("E4M3", granularity="block")
-    layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "fp8")
+    layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "codes")
     layer.weight.set_scale_(2.0**exponent)
-    scales = exported_state_dict(layer)[0]["weight_scale"]
+    scales = layout_state_dict(layer)[0]["weight_scale"]
     assert scales.tolist() == [[exponent + 127] * 2]
     assert torch.equal(scales, layer.weight.exponents)
 
@@ -360,7 +359,7 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float(scale, entry, dtype
     with torch.no_grad():
         layer.weight.zero_()
     layer.weight_scaler.value.fill_(scale)
-    scales = exported_state_dict(layer)[0]["weight_scale"]
+    scales = layout_state_dict(layer)[0]["weight_scale"]
     assert scales.tolist() == [[entry, entry]]
     assert scales.dtype is dtype
 
@@ -393,12 +392,12 @@ def test_names_are_those_of_the_model_inside_wrappers(wrapped, layout):
     model = quantize_model(
         llama(), {"*": "E4M3"}, granularity=granularity, tied="leave", embeddings="E5M2"
     )
-    tensors, described = exported_state_dict(model, layout)
-    wrapped_tensors, same = exported_state_dict(wrapped(model), layout)
+    tensors, described = layout_state_dict(model, layout)
+    wrapped_tensors, same = layout_state_dict(wrapped(model), layout)
     assert same == described
     assert wrapped_tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert wrapped_tensors[name].dtype == tensor.dtype
+        assert wrapped_tensors[name].dtype == tensor.dtype, name
         assert torch.equal(wrapped_tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
@@ -406,7 +405,7 @@ def test_names_are_those_of_the_model_inside_wrappers(wrapped, layout):
 def test_a_folder_is_that_of_the_model_inside_wrappers(wrapped, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, tied="leave")
     expected = logits(model)
-    export_model(wrapped(model), tmp_path)
+    fm.save(wrapped(model), tmp_path, "compressed-tensors")
     assert "hf_quantizer" not in vars(model)
     assert torch.equal(logits(read_model(tmp_path)), expected)
 
@@ -420,11 +419,11 @@ def test_a_model_with_adapters_is_refused(part, tmp_path):
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     exported = adapted if part == "adapters" else adapted.base_model.model
     with pytest.raises(ValueError, match=r"of PEFT: merge the adapters with .* or take them out"):
-        exported_state_dict(exported)
-    with pytest.raises(ValueError, match=r"of PEFT: merge the adapters with .* or take them out"):
-        export_model(exported, tmp_path)
+        layout_state_dict(exported)
+    with pytest.raises(ValueError, match=r"an adapter of PEFT.* merge_and_unload\(\) returns"):
+        fm.save(exported, tmp_path, "compressed-tensors")
     assert list(tmp_path.iterdir()) == []
-    export_model(adapted.unload(), tmp_path)
+    fm.save(adapted.unload(), tmp_path, "compressed-tensors")
     assert_same(model, read_model(tmp_path))
 
 
@@ -438,15 +437,15 @@ def test_a_weight_that_a_hook_of_the_model_renames_is_refused():
     with pytest.raises(
         ValueError, match=r"state_dict has no tensor '0\.weight', a quantised weight"
     ):
-        exported_state_dict(model)
+        layout_state_dict(model)
 
 
 def test_a_weight_that_the_class_leaves_out_is_refused(tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, tied="leave")
     name = "model.layers.0.mlp.up_proj.weight"
     model._keys_to_ignore_on_save = {name}
-    with pytest.raises(RuntimeError, match="wrote 13 of 14 weights in codes"):
-        export_model(model, tmp_path)
+    with pytest.raises(RuntimeError, match="writes 13 of 14 weights in codes"):
+        fm.save(model, tmp_path, "compressed-tensors")
 
 
 @pytest.mark.parametrize(
@@ -454,9 +453,9 @@ def test_a_weight_that_the_class_leaves_out_is_refused(tmp_path):
     [("torchao.quantization", "torchao"), ("transformers.quantizers.base", "hf")],
 )
 def test_a_missing_package_is_named(module, extra, monkeypatch, tmp_path):
-    model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    model = quantize_model(llama(), {"*": "E4M3"}, "codes", tied="leave")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
         ImportError, match=rf"needs {module.split('.')[0]}: pip install 'fp8manifold\[{extra}\]'"
     ):
-        export_model(model, tmp_path, "torchao")
+        fm.save(model, tmp_path, "torchao")

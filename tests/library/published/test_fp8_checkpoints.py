@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from fp8_folders import make, rewritten, tensors_of, transformers
+from surgery_models import model_bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import QuantizedLinear, load_fp8, save_fp8
+from fp8manifold import QuantizedLinear, load, save
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
@@ -29,11 +30,13 @@ def adamw(model: Any) -> Any:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    """Return what a folder has, without the counts beside it."""
+    paths = [path for path in folder.iterdir() if path.is_file() and path.suffix != ".grids"]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def saved_files(model: Any, folder: Path, **options: Any) -> dict[str, bytes]:
-    save_fp8(model, folder, **options)
+    save(model, folder, **options)
     return files(folder)
 
 
@@ -58,18 +61,21 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["squares, shards", "squares, experts", "rows", "mxfp4"])
 def test_a_published_model_is_averaged_in_floats(name: str, tmp_path: Path) -> None:
-    make(name, folder := tmp_path / "published")
-    model = load_fp8(folder)
+    folder = tmp_path / "published"
+    make(name, folder)
+    model = load(folder)
     average = fm.averaged_model(model)
     # transformers refuses Module.float of a quantised model
     floats = fm.dequantize_model(nn.Module.float(copy.deepcopy(model)))
     for _ in range(2):
         average.update_parameters(model)
     assert not average.module.is_quantized
-    for parameter, values in zip(average.module.parameters(), floats.parameters(), strict=True):
-        assert type(parameter) is nn.Parameter
-        assert parameter.dtype is torch.float32
-        assert torch.equal(parameter, values)
+    for index, (parameter, values) in enumerate(
+        zip(average.module.parameters(), floats.parameters(), strict=True)
+    ):
+        assert type(parameter) is nn.Parameter, index
+        assert parameter.dtype is torch.float32, index
+        assert torch.equal(parameter, values), index
     average.module.save_pretrained(tmp_path / "average")
 
 
@@ -79,17 +85,14 @@ def test_a_published_model_is_averaged_in_floats(name: str, tmp_path: Path) -> N
 def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path / "published")
     (folder / "tokenizer.model").write_bytes(b"\0words")
-    model = load_fp8(folder)
+    model = load(folder)
     assert saved_files(model, tmp_path / "same") == files(folder)
     (folder / "pytorch_model.bin").write_bytes(b"a second copy of the weights")
-    assert "pytorch_model.bin" not in saved_files(load_fp8(folder), tmp_path / "without it")
+    assert "pytorch_model.bin" not in saved_files(load(folder), tmp_path / "without it")
     (folder / "pytorch_model.bin").unlink()
     train(model, adamw(model), 1)
     model.save_pretrained(tmp_path / "saved")
-    again, info = transformers().AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
-    assert not any(info.values()), info
+    again = load(tmp_path / "saved")
     expected = saved_files(model, tmp_path / "trained")
     assert expected.keys() == files(folder).keys()
     assert expected != files(folder)
@@ -100,23 +103,26 @@ def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Pat
 def test_saved_settings_name_no_path_and_say_that_the_source_is_to_be_given(tmp_path: Path) -> None:
     folder = make("rows", tmp_path / "published")
     (folder / "tokenizer.model").write_bytes(b"words")
-    model = load_fp8(folder)
+    model = load(folder)
     model.save_pretrained(tmp_path / "saved")
     assert all(str(tmp_path).encode() not in data for data in files(tmp_path / "saved").values())
     assert str(tmp_path) not in repr(model.config)
-    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.model").unlink()
     with pytest.warns(
-        UserWarning, match=r"tokenizer\.model; the model's settings do not say .*: give source="
+        UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any more: give source="
     ):
-        save_fp8(again, tmp_path / "again")
+        save(again, tmp_path / "again")
     assert files(tmp_path / "again").keys() == files(folder).keys() - {"tokenizer.model"}
+    save(again, tmp_path / "again", source=folder)
+    assert files(tmp_path / "again").keys() == files(folder).keys()
     (folder / "tokenizer.model").unlink()
     with pytest.warns(
         UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any more: give source="
     ):
-        save_fp8(model, tmp_path / "again")
+        save(model, tmp_path / "again")
     with refused(FileNotFoundError, "'nowhere' is no folder"):
-        save_fp8(model, tmp_path / "again", source="nowhere")
+        save(model, tmp_path / "again", source="nowhere")
 
 
 def test_a_conversion_that_is_not_known_is_refused(
@@ -130,7 +136,7 @@ def test_a_conversion_that_is_not_known_is_refused(
     mapping = importlib.import_module("transformers.conversion_mapping")
     monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [turned])
     with refused(ValueError, "down_proj.weight", "by Transpose, which can't be read"):
-        load_fp8(folder)
+        load(folder)
 
 
 def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(
@@ -149,9 +155,11 @@ def test_a_model_whose_layers_are_initialised_by_the_module_around_them_is_read(
     }
     config = transformers().T5Config(**sizes, decoder_start_token_id=0)
     model = transformers().T5ForConditionalGeneration(config).to(torch.bfloat16)
-    fm.export_model(fm.quantize_model(model, "E4M3", tied="leave"), tmp_path / "published")
+    fm.save(
+        fm.quantize_model(model, "E4M3", tied="leave"), tmp_path / "published", "compressed-tensors"
+    )
     expected = transformers().AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "published")
-    loaded = load_fp8(tmp_path / "published")
+    loaded = load(tmp_path / "published")
     assert sum(isinstance(module, QuantizedLinear) for module in loaded.modules()) > 10
     inputs = {"input_ids": TOKENS, "labels": TOKENS}
     assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
@@ -166,7 +174,7 @@ def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(
     those of single rows.
     """
     folder = make("tensor, experts", tmp_path / "published")
-    model = load_fp8(folder, dtype=torch.float32)
+    model = load(folder, dtype=torch.float32)
     weight = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
     assert (
         weight.granularity,
@@ -185,14 +193,17 @@ def test_rows_with_one_scale_in_the_file_share_it_when_they_are_written(
     assert (weight.dequantize() - old_values).abs().max() <= weight.scale.max() * 2**-9
     assert saved_files(model, tmp_path / "again") == files_after
     assert torch.equal(
-        load_fp8(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits
+        load(tmp_path / "trained", dtype=torch.float32)(TOKENS).logits, model(TOKENS).logits
     )
     model.save_pretrained(tmp_path / "saved")
-    again = transformers().AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", dtype=torch.float32
-    )
+    again = load(tmp_path / "saved", dtype=torch.float32)
     assert saved_files(again, tmp_path / "again", source=folder) == files_after
-    train(model, optimizer, 1)
+    # what resumes goes on like the run that has saved
+    resumed = fm.optim.StiffnessAdamW(again.parameters(), lr=1e-2, writeback=writeback)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2)
+    train(again, resumed, 2)
+    assert model_bits(again) == model_bits(model)
 
 
 def test_transposed_experts_are_trained_as_the_file_has_them(
@@ -200,7 +211,7 @@ def test_transposed_experts_are_trained_as_the_file_has_them(
 ) -> None:
     folder = make("gpt-oss", tmp_path / "published")
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    model = load_fp8(folder, dtype=torch.float32, experts_implementation="eager").train()
+    model = load(folder, dtype=torch.float32, experts_implementation="eager").train()
     plain = fm.dequantize_model(copy.deepcopy(model))
     reference = transformers().GptOssForCausalLM(plain.config).model.layers[0].mlp.experts
     assert type(plain.model.layers[0].mlp.experts) is type(reference)
@@ -222,13 +233,11 @@ def test_transposed_experts_are_trained_as_the_file_has_them(
     for loss in losses:
         loss.backward()
     assert torch.equal(codes.grad.mT, floats.grad)
-    exported, _ = fm.exported_state_dict(fm.quantize_model(copy.deepcopy(model), "E4M3"))
+    exported, _ = fm.files.layout_state_dict(fm.quantize_model(copy.deepcopy(model), "E4M3"))
     assert torch.equal(exported[name], floats)
     train(model, adamw(model), 1)
     model.save_pretrained(tmp_path / "saved")
-    again = transformers().AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", dtype=torch.float32
-    )
+    again = load(tmp_path / "saved", dtype=torch.float32)
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     assert (
         saved_files(again, tmp_path / "again", source=folder)
@@ -266,20 +275,19 @@ def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
         )
         return trainer.model
 
-    model = trained(load_fp8(folder), "run")
-    halfway = library.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
+    model = trained(load(folder), "run")
+    halfway = load(tmp_path / "run" / "checkpoint-2")
     again = trained(halfway, "resumed", resume=True)
-    assert (
-        saved_files(again, tmp_path / "again")
-        == saved_files(model, tmp_path / "trained")
-        != files(folder)
-    )
+    resumed = saved_files(again, tmp_path / "again")
+    # Of the folder that it was read from, which is the trainer's.
+    del resumed["trainer_state.json"]
+    assert resumed == saved_files(model, tmp_path / "trained") != files(folder)
 
 
 @pytest.mark.parametrize("name", ["tensor", "modelopt", "tensor of fp8, static"])
 def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path / "published")
-    model = load_fp8(folder, activations="as stored")
+    model = load(folder, activations="as stored")
     layer = model.model.layers[0].mlp.up_proj
     ends = ("input_scale", "activation_scale")
     scale = next(
@@ -293,9 +301,9 @@ def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
     train(model, adamw(model), 1)
     assert torch.equal(layer(x), nn.functional.linear(rounded, layer.weight.dequantize()))
     model.save_pretrained(tmp_path / "saved")
-    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved", activations="as stored")
     assert torch.equal(model(TOKENS).logits, again(TOKENS).logits)
-    save_fp8(again, tmp_path / "trained")
+    save(again, tmp_path / "trained")
     saved = tensors_of(tmp_path / "trained")
     assert all(
         torch.equal(saved[key], value)
@@ -306,21 +314,21 @@ def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
 
 def test_compiled_it_warns_of_inputs_beyond_the_stored_scale(tmp_path: Path) -> None:
     make("modelopt", tmp_path / "published")
-    model = load_fp8(tmp_path / "published", activations="as stored", dtype=torch.float32).eval()
+    model = load(tmp_path / "published", activations="as stored", dtype=torch.float32).eval()
     compiled, expected = torch.compile(model, backend="eager"), model(TOKENS[:, :4]).logits
     with pytest.warns(fm.SaturationWarning, match="a frozen E4M3 scale saturates"):
         assert torch.equal(compiled(TOKENS[:, :4]).logits, expected)
 
 
 @pytest.mark.parametrize("name", ["squares", "rows, bfloat16", "modelopt"])
-def test_load_quantized_reads_them_into_any_module(name: str, tmp_path: Path) -> None:
+def test_load_into_reads_them_into_any_module(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path / "published")
     config = transformers().AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         empty = transformers().AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    expected = load_fp8(folder, seed=3)
+    expected = load(folder, seed=3)
     empty.model.rotary_emb = expected.model.rotary_emb
-    model = fm.load_quantized(empty, folder, "as stored", seed=3).eval()
+    model = fm.files.load_into(empty, folder, "as stored", seed=3).eval()
     assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
     assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
     states = model.state_dict(), expected.state_dict()
@@ -331,11 +339,11 @@ def test_load_quantized_reads_them_into_any_module(name: str, tmp_path: Path) ->
         if not key.endswith("_traits")
     )
     with refused(ValueError, "parameter", "has values already"):
-        fm.load_quantized(model, folder, "as stored")
+        fm.files.load_into(model, folder, "as stored")
     with refused(TypeError, "needs files"):
-        fm.load_quantized(empty, {}, "as stored")
+        fm.files.load_into(empty, {}, "as stored")
     with pytest.raises(TypeError, match="granularity"):
-        fm.load_quantized(empty, folder, "as stored", granularity="tensor")
+        fm.files.load_into(empty, folder, "as stored", granularity="tensor")
 
 
 def test_floats_are_never_rounded(tmp_path: Path) -> None:
@@ -345,12 +353,12 @@ def test_floats_are_never_rounded(tmp_path: Path) -> None:
     with refused(
         ValueError, norm, "'model.safetensors'", "F32", "torch.bfloat16", "dtype=torch.float32"
     ):
-        load_fp8(folder)
-    model = load_fp8(folder, dtype=torch.float32)
+        load(folder)
+    model = load(folder, dtype=torch.float32)
     assert saved_files(model, tmp_path / "same") == files(folder)
     model.model.norm.weight.data.fill_(1 / 3)
     model.model.embed_tokens.weight.data.fill_(0.5)
-    save_fp8(model, tmp_path / "changed")
+    save(model, tmp_path / "changed")
     saved, published = tensors_of(tmp_path / "changed"), tensors_of(folder)
     assert torch.equal(saved.pop("model.norm.weight"), third)
     assert all(saved[name].dtype == published[name].dtype for name in saved)
@@ -366,28 +374,28 @@ def test_what_the_model_has_no_place_for_is_copied(tmp_path: Path) -> None:
     }
     first = next(iter(tensors_of(folder)))
     rewritten(folder, lambda name, value: {name: value, **(drafts if name == first else {})}, None)
-    model = load_fp8(folder)
+    model = load(folder)
     assert saved_files(model, tmp_path / "same") == files(folder)
     moved = folder.rename(tmp_path / "moved")
     with refused(FileNotFoundError, str(folder), "layers.61", "give source="):
-        save_fp8(model, tmp_path / "lost")
+        save(model, tmp_path / "lost")
     assert not (tmp_path / "lost").exists()
     assert saved_files(model, tmp_path / "found", source=moved) == files(moved)
     rewritten(moved, lambda name, value: {} if name in drafts else {name: value}, None)
     moved.rename(folder)
     with refused(ValueError, "layers.61", "has changed since"):
-        save_fp8(model, tmp_path / "lost")
+        save(model, tmp_path / "lost")
 
 
 def test_it_can_be_written_over_what_was_read(tmp_path: Path) -> None:
     folder = make("squares, tied", tmp_path / "published")
-    model = load_fp8(folder)
+    model = load(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     published = files(folder)
     assert saved_files(model, folder) == published
     train(model, adamw(model), 1)
-    save_fp8(model, folder)
-    assert torch.equal(load_fp8(folder)(TOKENS).logits, model(TOKENS).logits)
+    save(model, folder)
+    assert torch.equal(load(folder)(TOKENS).logits, model(TOKENS).logits)
 
 
 Change = Callable[[str, Tensor], dict[str, Tensor]]
@@ -441,7 +449,7 @@ def test_what_does_not_fit_is_refused_by_its_name(
     folder = make(name, tmp_path / "published")
     rewritten(folder, change, None)
     with refused(ValueError, *words.split(" & ")):
-        load_fp8(folder)
+        load(folder)
 
 
 def test_scales_that_do_not_align_in_a_fused_weight_are_refused(tmp_path: Path) -> None:
@@ -452,50 +460,51 @@ def test_scales_that_do_not_align_in_a_fused_weight_are_refused(tmp_path: Path) 
 
     def narrow(name: str, value: Tensor) -> dict[str, Tensor]:
         is_expert = "experts" in name and not name.endswith("_scale_inv")
-        return {name: (value[:, :96] if "down" in name else value[:96]) if is_expert else value}
+        if not is_expert:
+            return {name: value}
+        return {name: value[:, :96] if "down" in name else value[:96]}
 
     rewritten(folder, narrow, None)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
     with refused(ValueError, "experts.0.gate_proj.weight", "square", "0 to 96 of 192 rows"):
-        load_fp8(folder)
+        load(folder)
 
 
 def test_calls_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     library = transformers()
     folder = make("squares", tmp_path / "published")
     with refused(ValueError, "activations='as stored'", "the files have none", "input_scale"):
-        load_fp8(folder, activations="as stored")
+        load(folder, activations="as stored")
     with refused(TypeError, "torch.float16"):
-        load_fp8(folder, dtype=torch.float16)
+        load(folder, dtype=torch.float16)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Nothing"]}))
     with refused(ValueError, "architectures=['Nothing']"):
-        load_fp8(folder)
+        load(folder)
     config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
-    with refused(ValueError, "down_proj.weight", "F8_E4M3", "fm.load_fp8 can read"):
-        library.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=fm.huggingface.quantization_config()
-        )
-    model = load_fp8(folder)  # tensors say what they are
+    model = load(folder)  # tensors say what they are
     coded = {
         name for name, weight in model.named_parameters() if isinstance(weight, fm.FP8Parameter)
     }
-    assert fm.published_weights(folder).keys() == coded
+    assert fm.files.stored_weights(folder).keys() == coded
     floats = library.LlamaForCausalLM(
         library.LlamaConfig(**{k: v for k, v in config.items() if k != "dtype"})
     )
     for unread in (floats, torch.nn.Linear(2, 2)):
-        with refused(ValueError, "was not read by fm.load_fp8", "fm.export_model"):
-            save_fp8(unread, tmp_path / "trained")
+        with refused(
+            (ValueError, TypeError),
+            "no quantised layer" if unread is floats else "not a transformers model",
+        ):
+            save(unread, tmp_path / "trained")
     floats.save_pretrained(tmp_path / "floats")
-    assert fm.published_weights(tmp_path / "floats") == {}
-    with refused(ValueError, "no weight in FP8 codes", "from_pretrained"):
-        load_fp8(tmp_path / "floats")
+    assert fm.files.stored_weights(tmp_path / "floats") == {}
+    with refused(ValueError, "has floats: give formats=", "from_pretrained"):
+        load(tmp_path / "floats")
     (folder / "config.json").unlink()
     with refused(FileNotFoundError, "config.json"):
-        load_fp8(folder)
+        load(folder)
     fm.dequantize_model(model)
-    with refused(ValueError, "was decoded since", "save_pretrained for floats"):
-        save_fp8(model, tmp_path / "trained")
+    with refused(ValueError, "no quantised layer", "save_pretrained"):
+        save(model, tmp_path / "trained")

@@ -22,7 +22,8 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.utils import prune
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
+from fp8manifold import LayerSpec, QuantizedLinear, quantize_model
+from fp8manifold._doors import quantizer
 from fp8manifold.nn._saved import spec_as_json
 
 #: what other libraries announce is their own business
@@ -35,7 +36,6 @@ DELAYED = LayerSpec(
     rounding="split",
 )
 MAKERS = pytest.mark.parametrize("maker", [llama, gpt2])
-huggingface.register()
 
 
 def learnt(model: Any, steps: int = 2) -> Any:
@@ -51,20 +51,20 @@ def learnt(model: Any, steps: int = 2) -> Any:
 
 
 @MAKERS
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 @pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
 def test_a_model_comes_back_to_the_bit(maker, storage, tied, tmp_path):
     tmp_path = tmp_path / tied
     ties = "refuse" if tied == "was not" else tied
     model = quantize_model(maker(tied != "was not"), {"*": "E4M3"}, storage, tied=ties)
-    huggingface.attach(learnt(model)).save_pretrained(tmp_path)
-    loaded = read_folder(tmp_path)
+    learnt(model).save_pretrained(tmp_path)
+    loaded = fm.load(tmp_path)
     assert model_bits(loaded) == model_bits(model)
     assert torch.equal(logits(loaded), logits(model))
     head, embedding = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
     assert (head is embedding) == (tied == "leave")
     loaded.save_pretrained(tmp_path / "again")
-    assert model_bits(read_folder(tmp_path / "again")) == model_bits(model)
+    assert model_bits(fm.load(tmp_path / "again")) == model_bits(model)
     assert model_bits(learnt(loaded)) == model_bits(learnt(model))  # and goes on as it would have
 
 
@@ -86,7 +86,7 @@ def test_each_part_of_a_weight_is_named_whole(part, count):
     model = quantize_model(
         llama(), DELAYED, tied="leave", parameters={"*embed_tokens.weight": "E4M3"}
     )
-    huggingface.attach(model)
+    quantizer.attach(model)
     patterns = []
     for conversion in model.hf_quantizer.get_weight_conversions():
         patterns += conversion.source_patterns
@@ -99,11 +99,11 @@ def test_each_part_of_a_weight_is_named_whole(part, count):
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 def test_every_format_and_scale_comes_back(name, granularity, tmp_path):
     options: Any = {"granularity": granularity, "tied": "leave", "seed": 3, "rounding": "nearest"}
-    model = huggingface.attach(quantize_model(llama(), {"*": name}, "fp8", **options))
+    model = quantize_model(llama(), {"*": name}, "codes", **options)
     folder = tmp_path / f"{name}-{granularity}"
     model.save_pretrained(folder, max_shard_size="20KB" if granularity == "channel" else "1GB")
     assert (len(list(folder.glob("*.safetensors"))) > 2) == (granularity == "channel")
-    assert model_bits(read_folder(folder)) == model_bits(model)
+    assert model_bits(fm.load(folder)) == model_bits(model)
 
 
 FIXED = {"format": "E4M3", "ste": "clipped", "scale": 0.25}
@@ -133,44 +133,37 @@ def test_what_layers_are_made_as_comes_back(maker, tmp_path):
     formats = {"*": "none", "q_proj" if maker is llama else "c_attn": DELAYED}
     model = quantize_model(maker(), formats, "master", tied="leave", defer_weight_gradients=True)
     formats = {"*": "none", "mlp": "E5M2", "lm_head": "none"}
-    quantize_model(model, formats, "fp8", seed=5, headroom=4.0, keep_remainder=True)
-    huggingface.attach(learnt(model, 3)).save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert settings["quant_method"] == "fp8manifold"
-    assert [len(group["seeds"]) for group in settings["layers"]] == (
-        [2, 6] if maker is llama else [2, 4]
-    )
-    loaded = read_folder(tmp_path)
+    quantize_model(model, formats, "codes", seed=5, headroom=4.0, keep_remainder=True)
+    learnt(model, 3).save_pretrained(tmp_path)
+    loaded = fm.load(tmp_path)
     assert model_bits(loaded) == model_bits(model)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
-            assert settings_of(loaded.get_submodule(name)) == settings_of(layer)
+            assert settings_of(loaded.get_submodule(name)) == settings_of(layer), name
     assert model_bits(learnt(loaded)) == model_bits(learnt(model))
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("storage", ["codes", "grid"])
 def test_the_retraction_comes_back(storage, tmp_path):
     euclidean = {"retraction": "euclidean"}
     model = quantize_model(llama(), {"*": "none", "mlp": "E5M2"}, storage, **euclidean)
-    huggingface.attach(model).save_pretrained(tmp_path)
-    layers = [
-        layer for layer in read_folder(tmp_path).modules() if isinstance(layer, QuantizedLinear)
-    ]
+    model.save_pretrained(tmp_path)
+    layers = [layer for layer in fm.load(tmp_path).modules() if isinstance(layer, QuantizedLinear)]
     assert {layer.weight.manifold.retraction for layer in layers} == {"euclidean"}
 
 
 @pytest.mark.parametrize("maker", [llama, gpt2])
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 @pytest.mark.parametrize(
     ("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
 def test_a_model_is_read_in_the_dtype_asked_for(maker, storage, saved, wanted, tmp_path):
     model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
-    huggingface.attach(model).save_pretrained(tmp_path)
-    loaded = read_folder(tmp_path, dtype=wanted)
+    model.save_pretrained(tmp_path)
+    loaded = fm.load(tmp_path, dtype=wanted)
     assert {p.dtype for p in loaded.parameters()} == {wanted}
     for name, p in model.to(wanted).named_parameters():
-        assert torch.equal(loaded.get_parameter(name), p)
+        assert torch.equal(loaded.get_parameter(name), p), name
     torch.testing.assert_close(
         logits(loaded), logits(model), rtol=0.05, atol=0.05
     )  # .to() casts positions, too
@@ -179,11 +172,11 @@ def test_a_model_is_read_in_the_dtype_asked_for(maker, storage, saved, wanted, t
 
 def test_scales_are_not_cast_with_the_model(tmp_path):
     """A number that bfloat16 does not have."""
-    model: Any = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    model: Any = quantize_model(llama(), {"*": "E4M3"}, "codes", tied="leave")
     scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(1 / 3)
-    huggingface.attach(model).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert torch.equal(
-        read_folder(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale
+        fm.load(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale
     )
 
 
@@ -235,18 +228,16 @@ def test_a_trainer_goes_on_where_it_was(maker, optimizer, tmp_path):
     """A checkpoint that a model made anew takes up is an uninterrupted run: losses,
     weights and states.
     """
-    storage: Any = "master" if optimizer == "adamw" else "fp8"
+    storage: Any = "master" if optimizer == "adamw" else "codes"
     whole, again = (
         quantize_model(maker(), {"*": DELAYED, "mlp": "E4M3"}, storage, tied="leave")
         for _ in range(2)
     )
-    ended = trained(huggingface.attach(whole), tmp_path / "whole", optimizer)
-    resumed = trained(
-        huggingface.attach(again), tmp_path / "cut", optimizer, tmp_path / "whole" / "checkpoint-3"
-    )
+    ended = trained(whole, tmp_path / "whole", optimizer)
+    resumed = trained(again, tmp_path / "cut", optimizer, tmp_path / "whole" / "checkpoint-3")
     assert losses(resumed)[-3:] == losses(ended)[-3:]
     assert model_bits(again) == model_bits(whole)
-    assert model_bits(read_folder(tmp_path / "whole" / "checkpoint-6")) == model_bits(whole)
+    assert model_bits(fm.load(tmp_path / "whole" / "checkpoint-6")) == model_bits(whole)
     assert frozen(resumed.optimizer.state_dict()) == frozen(ended.optimizer.state_dict())
 
 
@@ -256,35 +247,19 @@ def test_a_trainer_goes_on_from_what_was_read(options, tmp_path):
     a model out of a folder.
     """
     spec = DELAYED if "bf16" in options else LayerSpec("E4M3", activation="E4M3", gradient="E5M2")
-    huggingface.attach(quantize_model(llama(), {"*": spec}, "fp8", tied="leave")).save_pretrained(
-        tmp_path / "start"
-    )
-    whole, again = read_folder(tmp_path / "start"), read_folder(tmp_path / "start")
+    quantize_model(llama(), {"*": spec}, "codes", tied="leave").save_pretrained(tmp_path / "start")
+    whole, again = fm.load(tmp_path / "start"), fm.load(tmp_path / "start")
     trained(whole, tmp_path / "whole", "8bit", **options)
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3", **options)
     assert model_bits(again) == model_bits(whole)
-    assert model_bits(whole) != model_bits(read_folder(tmp_path / "start"))
-
-
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
-def test_layers_are_placed_by_accelerate(device_map, tmp_path):
-    """Whose estimates count a byte for each of these weights."""
-    model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
-    model.save_pretrained(tmp_path)
-    assert model_bits(read_folder(tmp_path, device_map=device_map)) == model_bits(model)
-    sizes = {
-        name: model.hf_quantizer.param_element_size(model, name, x)
-        for name, x in model.named_parameters()
-    }
-    assert {size for name, size in sizes.items() if "_proj" in name} == {1}
-    assert sizes["model.embed_tokens.weight"] == 4
+    assert model_bits(whole) != model_bits(fm.load(tmp_path / "start"))
 
 
 def test_what_is_saved_is_what_the_model_is_now(tmp_path):
-    model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
-    quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "fp8")
+    model = quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "codes")
+    quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "codes")
     model.save_pretrained(tmp_path / "more")
-    assert model_bits(read_folder(tmp_path / "more")) == model_bits(model)
+    assert model_bits(fm.load(tmp_path / "more")) == model_bits(model)
     fm.dequantize_model(model).save_pretrained(tmp_path / "floats")
     assert "quantization_config" not in json.loads(
         (tmp_path / "floats" / "config.json").read_text()
@@ -292,58 +267,9 @@ def test_what_is_saved_is_what_the_model_is_now(tmp_path):
     assert torch.equal(logits(read_folder(tmp_path / "floats")), logits(model))
 
 
-def test_the_base_of_a_model_is_read_and_written(tmp_path):
-    model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="untie")
-    huggingface.attach(model).save_pretrained(tmp_path / "whole")
-    base = transformers.AutoModel.from_pretrained(tmp_path / "whole")
-    assert model_bits(base) == model_bits(model.model)
-    base.save_pretrained(tmp_path / "base")
-    huggingface.register()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base"
-    )  # its output layer is drawn
-    assert model_bits(loaded.model) == model_bits(base)
-    assert type(loaded.lm_head) is nn.Linear
-
-
-def test_a_model_is_read_under_another_head(tmp_path):
-    model = quantize_model(llama(tied=False), "E4M3")
-    huggingface.attach(model).save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert model_bits(loaded.model) == model_bits(model.model)
-    assert type(loaded.score) is nn.Linear
-
-
 @MAKERS
-def test_a_model_is_dequantised_and_exported(maker, tmp_path):
-    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
-    quantizer, expected = model.hf_quantizer, logits(model)
-    if maker is llama:
-        fm.export_model(model, tmp_path)
-        assert model.hf_quantizer is quantizer
-        assert model.config.quantization_config.quant_method == "fp8manifold"
-    floats = model.dequantize()
-    assert not any(isinstance(module, QuantizedLinear) for module in floats.modules())
-    assert not hasattr(floats, "hf_quantizer")
-    torch.testing.assert_close(logits(floats), expected, rtol=1e-5, atol=1e-6)
-
-
-@MAKERS
-def test_a_model_that_is_dequantised_is_no_quantised_one(maker, tmp_path):
-    """By the library's function as by the method of transformers."""
-    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
-    floats = fm.dequantize_model(copy.deepcopy(model))
-    assert not floats.is_quantized
-    assert copy.deepcopy(floats).half().dtype is torch.float16
-    floats.float().save_pretrained(tmp_path)
-    assert torch.equal(logits(read_folder(tmp_path)), logits(floats))
-    assert model.is_quantized
-    assert model.config.quantization_config.quant_method == "fp8manifold"
-
-
-@MAKERS
-def test_a_model_that_is_attached_is_averaged(maker, tmp_path):
-    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
+def test_a_model_is_averaged(maker, tmp_path):
+    model = quantize_model(maker(), {"*": "E4M3"}, "codes", tied="leave")
     average = fm.averaged_model(model)
     first = fm.dequantize_model(copy.deepcopy(model))
     average.update_parameters(model)
@@ -357,7 +283,6 @@ def test_a_model_that_is_attached_is_averaged(maker, tmp_path):
         torch.testing.assert_close(averages[name], (one + two) / 2)
     average.module.save_pretrained(tmp_path)
     assert torch.equal(logits(read_folder(tmp_path)), logits(average.module))
-    assert model.is_quantized
 
 
 READS_A_PICKLE = """
@@ -368,37 +293,37 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-def test_an_attached_model_is_read_from_a_pickle_by_another_process(tmp_path):
-    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+def test_a_model_is_read_from_a_pickle_by_another_process(tmp_path):
+    model = quantize_model(llama(), "E4M3", tied="leave")
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps(model))
     command = [sys.executable, "-W", "ignore", "-c", READS_A_PICKLE, path, tmp_path / "saved"]
     subprocess.run(command, check=True, timeout=300)
-    assert model_bits(read_folder(tmp_path / "saved")) == model_bits(model)
+    assert model_bits(fm.load(tmp_path / "saved")) == model_bits(model)
 
 
 def test_names_that_a_module_has_not_are_no_classes():
     with pytest.raises(AttributeError, match="no attribute 'Fp8ManifoldTrainer'"):
-        huggingface.Fp8ManifoldTrainer  # noqa: B018
+        quantizer.Fp8ManifoldTrainer  # noqa: B018
 
 
 def test_a_weight_that_is_computed_later_is_not_saved(tmp_path):
-    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+    model = quantize_model(llama(), "E4M3", tied="leave")
     prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)
     with pytest.raises(ValueError, match=r"layer '.*up_proj' can't be saved: its weight is comp"):
         model.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["model", "copy", "base"])
-def test_a_model_is_saved_without_attach(part, tmp_path):
-    model = quantize_model(llama(), "E4M3", "fp8", tied="leave")
+def test_a_part_of_a_model_is_saved(part, tmp_path):
+    model = quantize_model(llama(), "E4M3", "codes", tied="leave")
     saved = {"model": model, "copy": copy.deepcopy(model), "base": model.model}[part]
     saved.save_pretrained(tmp_path)
-    assert not huggingface.is_attached(saved)
+    assert not quantizer.is_attached(saved)
     assert model_bits(fm.load(tmp_path)) == model_bits(saved)
 
 
-def unattached(kind: str, folder: Path) -> Any:
+def quantised_or_read(kind: str, folder: Path) -> Any:
     """Return a model that was quantised or read here, in float32."""
     if kind == "quantised":
         return quantize_model(llama(), {"*": "E4M3"}, tied="leave")
@@ -408,8 +333,8 @@ def unattached(kind: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["quantised", "rows", "squares, experts", "gpt-oss"])
-def test_a_trainer_saves_and_resumes_without_attach(kind, tmp_path):
-    whole, again = (unattached(kind, tmp_path / "source") for _ in range(2))
+def test_a_trainer_saves_and_resumes(kind, tmp_path):
+    whole, again = (quantised_or_read(kind, tmp_path / "source") for _ in range(2))
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
     assert model_bits(again) == model_bits(whole)
@@ -458,19 +383,19 @@ def test_a_trainer_that_is_imported_later_reads_side_files(tmp_path):
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("storage", ["fp8", "master"])
+@pytest.mark.parametrize("storage", ["codes", "master"])
 def test_floats_are_saved_as_floats(storage, tmp_path):
     model = quantize_model(llama(), "E4M3", storage, tied="leave")
-    if storage == "fp8":
+    if storage == "codes":
         fm.dequantize_model(model)
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
-def test_a_folder_without_register_is_refused_by_transformers(tmp_path, monkeypatch):
+def test_a_folder_of_an_earlier_version_is_refused_without_this_package(tmp_path, monkeypatch):
     """Whose codes have another shape than a float weight."""
     model = quantize_model(llama(), "E4M3", tied="leave")
-    huggingface.attach(model).save_pretrained(tmp_path)
+    quantizer.attach(model).save_pretrained(tmp_path)
     auto = sys.modules["transformers.quantizers.auto"]
     for mapping in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
         monkeypatch.delitem(mapping, "fp8manifold")
@@ -482,7 +407,6 @@ def test_a_folder_without_register_is_refused_by_transformers(tmp_path, monkeypa
 @pytest.mark.parametrize("by_position", [True, False], ids=["by position", "by name"])
 def test_a_given_state_is_saved(tied, by_position, tmp_path):
     model = quantize_model(llama(), {"*": "E4M3"}, tied=tied, embeddings={"*": "E5M2"})
-    huggingface.attach(model)
     expected = model_bits(model)
     best = copy.deepcopy(model.state_dict())
     learnt(model)
@@ -490,9 +414,9 @@ def test_a_given_state_is_saved(tied, by_position, tmp_path):
         model.save_pretrained(tmp_path / "best", True, best)
     else:
         model.save_pretrained(tmp_path / "best", state_dict=best)
-    assert model_bits(read_folder(tmp_path / "best")) == expected
+    assert model_bits(fm.load(tmp_path / "best")) == expected
     model.save_pretrained(tmp_path / "last")
-    assert model_bits(read_folder(tmp_path / "last")) == model_bits(model) != expected
+    assert model_bits(fm.load(tmp_path / "last")) == model_bits(model) != expected
 
 
 def of_another_format(state: Any) -> None:
@@ -509,7 +433,7 @@ def of_another_format(state: Any) -> None:
     ids=["a part", "floats", "another format"],
 )
 def test_a_given_state_of_another_model_is_refused(change, message, tmp_path):
-    model = huggingface.attach(quantize_model(llama(), "E4M3", tied="leave"))
+    model = quantize_model(llama(), "E4M3", tied="leave")
     state = model.state_dict()
     change(state)
     with pytest.raises(ValueError, match=message):
@@ -537,8 +461,8 @@ def test_a_model_with_wrapped_modules_comes_back(wrap, tmp_path):
         for _ in range(2)
     )
     wrap(model)
-    huggingface.attach(model).save_pretrained(tmp_path)
-    assert model_bits(read_folder(tmp_path)) == model_bits(again)
+    model.save_pretrained(tmp_path)
+    assert model_bits(fm.load(tmp_path)) == model_bits(again)
 
 
 @WRAPPED
@@ -546,11 +470,10 @@ def test_a_trainer_goes_on_with_wrapped_modules(wrap, tmp_path):
     whole, again = (quantize_model(llama(), {"*": "E4M3"}, tied="leave") for _ in range(2))
     for model in (whole, again):
         wrap(model)
-        huggingface.attach(model)
     trained(whole, tmp_path / "whole", "8bit")
     trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3")
     assert model_bits(again) == model_bits(whole)
-    read_again = read_folder(tmp_path / "whole" / "checkpoint-6")
+    read_again = fm.load(tmp_path / "whole" / "checkpoint-6")
     assert torch.equal(logits(read_again), logits(whole))
 
 
@@ -560,33 +483,26 @@ def test_embeddings_that_the_class_leaves_out_are_saved_in_codes(tmp_path):
         sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
     config = transformers.MarianConfig(**sizes, decoder_start_token_id=0, eos_token_id=1)
     model = quantize_model(transformers.MarianMTModel(config), "E4M3", embeddings="E4M3")
-    huggingface.attach(model).save_pretrained(tmp_path)
-    again = transformers.MarianMTModel.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    again = fm.load(tmp_path)
     assert model_bits(again) == model_bits(model)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_head_in_codes_that_is_tied_later_is_refused(moment, tmp_path):
+def test_a_head_in_codes_that_is_tied_later_is_refused(tmp_path):
     model = quantize_model(llama(tied=False), "E4M3", embeddings="E4M3")
-    if moment == "after":
-        huggingface.attach(model)
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match=r"'lm_head\.weight', .* is also 'model\.embed_tokens"):
         model.save_pretrained(tmp_path)
 
 
-def test_what_can_not_be_attached_is_refused():
-    with pytest.raises(TypeError, match="Linear, not a transformers model: save its state_dict"):
-        huggingface.attach(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="no quantised layer: call quantize_model first"):
-        huggingface.attach(llama())
+def test_a_layer_on_the_continuous_manifold_is_not_saved(tmp_path):
     model = quantize_model(llama(), {"*": "none", "q_proj": "E4M3"}, "grid")
     layer = model.model.layers[0].self_attn.q_proj
     layer.manifold = fm.StiffnessManifold("E4M3", layer.weight_scale())
     with pytest.raises(
         ValueError, match=r"'model\.layers\.0\.self_attn\.q_proj' is on a StiffnessManifold"
     ):
-        huggingface.attach(model)
+        fm.save(model, tmp_path)
 
 
 TAMPERED: list[tuple[dict[str, Any], str]] = [
@@ -608,22 +524,22 @@ TAMPERED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), TAMPERED)
 def test_a_folder_that_was_tampered_with_is_refused(changes, message, tmp_path):
-    huggingface.attach(
-        quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8")
+    quantizer.attach(
+        quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "codes")
     ).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     settings = json.loads(path.read_text())
     settings["quantization_config"]["layers"][0] |= changes
     path.write_text(json.dumps(settings))
     with pytest.raises((ValueError, RuntimeError), match=message):
-        read_folder(tmp_path)
+        fm.load(tmp_path)
 
 
 def test_a_missing_or_old_package_is_named(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
         with pytest.raises(ImportError, match=r"needs transformers 5 or newer, not 4\.57\.1"):
-            huggingface._classes.__wrapped__()
+            quantizer._classes.__wrapped__()
     monkeypatch.setitem(sys.modules, "transformers.quantizers.auto", None)
     with pytest.raises(ImportError, match=r"needs transformers: pip install 'fp8manifold\[hf\]'"):
-        huggingface.register()
+        quantizer.register()

@@ -1,4 +1,4 @@
-"""Options of ``load_fp8``, which are those of ``from_pretrained``: each does what it
+"""Options of ``load``, which are those of ``from_pretrained``: each does what it
 does there, or is refused by its name.
 """
 
@@ -26,6 +26,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "model.dtype == torch.bfloat16"),
     "torch_dtype": ({"torch_dtype": torch.float32}, "model.dtype == torch.float32"),
     "torch_dtype by name": ({"torch_dtype": "float32"}, "model.dtype == torch.float32"),
+    "dtype auto": ({"dtype": "auto"}, "model.dtype == torch.bfloat16"),
+    "torch_dtype auto": ({"torch_dtype": "auto"}, "model.dtype == torch.bfloat16"),
     "dtype by name": ({"dtype": "float32"}, "model.dtype == torch.float32"),
     "device_map": ({"device_map": "cpu"}, "model.device.type == 'cpu'"),
     "device_map of the whole": ({"device_map": {"": "cpu"}}, "model.device.type == 'cpu'"),
@@ -49,19 +51,19 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_option_does_what_it_does_in_from_pretrained(
     options: dict[str, Any], expected: str, folder: Path, tmp_path: Path
 ) -> None:
-    model = fm.load_fp8(folder, **options)
+    model = fm.load(folder, **options)
     assert eval(expected, {"torch": torch, "model": model})
     assert not model.training
-    fm.save_fp8(model, tmp_path / "same")
+    fm.save(model, tmp_path / "same")
     for path in folder.iterdir():
         assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_generation_config_that_is_given_stays(folder: Path) -> None:
     config = transformers().GenerationConfig(max_new_tokens=7)
-    model = fm.load_fp8(folder, generation_config=config)
+    model = fm.load(folder, generation_config=config)
     assert model.generation_config.max_new_tokens == 7
-    assert fm.load_fp8(folder).generation_config.max_new_tokens is None
+    assert fm.load(folder).generation_config.max_new_tokens is None
 
 
 ONE = "a model is read to one device: give device="
@@ -76,12 +78,21 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "device_map={'model': 0, 'lm_head': 'cpu'}: " + ONE,
     ),
     "two devices": ({"device": "cuda:0", "device_map": "cpu"}, ValueError, "give device alone"),
+    "the CPU and another device": (
+        {"device": "cpu", "device_map": "cuda:0"},
+        ValueError,
+        "give device alone",
+    ),
     "two dtypes": (
         {"dtype": torch.float32, "torch_dtype": torch.bfloat16},
         ValueError,
         "give dtype alone",
     ),
-    "dtype auto": ({"dtype": "auto"}, TypeError, "dtype=auto"),
+    "bfloat16 and another dtype": (
+        {"dtype": torch.bfloat16, "torch_dtype": torch.float32},
+        ValueError,
+        "give dtype alone",
+    ),
     "torch_dtype float16": ({"torch_dtype": torch.float16}, TypeError, "torch.float16"),
     "variant": ({"variant": "fp16"}, ValueError, "variant='fp16': the files are"),
     "config": ({"config": "other"}, ValueError, "config='other': settings are those"),
@@ -112,18 +123,18 @@ def test_an_option_without_a_meaning_is_refused_in_one_line(
     options: dict[str, Any], error: type[Exception], words: str, folder: Path
 ) -> None:
     with pytest.raises(error) as caught:
-        fm.load_fp8(folder, **options)
+        fm.load(folder, **options)
     message = str(caught.value)
     assert [part for part in words.split(" & ") if part not in message] == [], message
     assert "\n" not in message
 
 
-def test_a_folder_inside(folder: Path, tmp_path: Path) -> None:
+def test_subfolder_reads_a_folder_inside(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "inside")
-    model = fm.load_fp8(tmp_path, subfolder="inside")
+    model = fm.load(tmp_path, subfolder="inside")
     assert model.name_or_path == str(tmp_path / "inside")
-    assert fm.published_weights(tmp_path, subfolder="inside") == fm.published_weights(folder)
-    fm.save_fp8(model, tmp_path / "out")
+    assert fm.files.stored_weights(tmp_path, subfolder="inside") == fm.files.stored_weights(folder)
+    fm.save(model, tmp_path / "out")
     expected = (folder / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
 
@@ -132,13 +143,13 @@ def test_a_folder_inside(folder: Path, tmp_path: Path) -> None:
     "options", [{"attn_implementation": "eager"}, {"use_cache": False}], ids=str
 )
 def test_headers_need_no_options_of_a_model(options: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(TypeError, match="published_weights has no option"):
-        fm.published_weights(folder, **options)
+    with pytest.raises(TypeError, match="stored_weights has no option"):
+        fm.files.stored_weights(folder, **options)
 
 
 @pytest.mark.parametrize("path_type", [str, Path], ids=["name", "path"])
 def test_a_model_says_where_it_was_read(path_type: Any, folder: Path) -> None:
-    model = fm.load_fp8(path_type(folder))
+    model = fm.load(path_type(folder))
     names = [model.name_or_path, model.model.name_or_path, model.config.name_or_path]
     assert names == [str(folder)] * 3
 
@@ -148,14 +159,14 @@ def test_a_model_says_where_it_was_read(path_type: Any, folder: Path) -> None:
 def test_an_adapter_names_the_folder_as_its_base(part: str, folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    model = fm.load_fp8(folder)
+    model = fm.load(folder)
     model = model if part == "whole" else model.model
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = get_peft_model(model, config).eval()
     tokens = torch.arange(12).view(1, 12)
     expected = adapted(tokens)[0]
     adapted.save_pretrained(tmp_path / "adapter")
-    base = fm.load_fp8(LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path)
+    base = fm.load(LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path)
     base = base if part == "whole" else base.model
     again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(again(tokens)[0], expected)

@@ -15,7 +15,8 @@ from surgery_models import model_bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import load_quantized, quantize_model
+from fp8manifold import quantize_model
+from fp8manifold.files import load_into
 
 
 class Small(nn.Module):
@@ -72,9 +73,9 @@ def test_the_bits_of_quantising_the_float_model(
         name: x for name, x in state.items() if name != "head.weight" or tied == "was not"
     }
     safetensors.save_file(file_state, tmp_path / "model.safetensors")
-    wanted = quantize_model(model, formats, "fp8", **options)
+    wanted = quantize_model(model, formats, "codes", **options)
     sources = {"state": state, "folder": tmp_path, "file": tmp_path / "model.safetensors"}
-    loaded = load_quantized(bare(dtype, tied != "was not"), sources[kind], formats, **options)
+    loaded = load_into(bare(dtype, tied != "was not"), sources[kind], formats, **options)
     assert model_bits(loaded) == model_bits(wanted)
     assert (loaded.head.weight is loaded.tokens.weight) == (tied == "leave")
     assert not any(p.is_meta for p in loaded.parameters())
@@ -98,13 +99,13 @@ def test_shards_of_another_dtype(kind: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     model = valued_model(tied=False)
     model.load_state_dict(state)
-    wanted = model_bits(quantize_model(model, "E4M3", "fp8"))
+    wanted = model_bits(quantize_model(model, "E4M3", "codes"))
     sources = {
         "folder": tmp_path,
         "files": [tmp_path / file for file in parts],
         "index": tmp_path / "model.safetensors.index.json",
     }
-    assert model_bits(load_quantized(bare(tied=False), sources[kind])) == wanted
+    assert model_bits(load_into(bare(tied=False), sources[kind])) == wanted
 
 
 class Watched(Mapping[str, Tensor]):
@@ -136,9 +137,9 @@ def test_no_more_than_one_float_tensor_is_alive() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     watched = Watched(state)
-    loaded = load_quantized(model, watched)
+    loaded = load_into(model, watched)
     assert watched.most == 1
-    assert model_bits(loaded) == model_bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
+    assert model_bits(loaded) == model_bits(quantize_model(nn.Sequential(*layers), "E4M3", "codes"))
 
 
 #: what replaces tensors of a state, where None removes one, and the refusal
@@ -193,7 +194,7 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(
     model = bare()
     old_parameters = [(name, id(p)) for name, p in model.named_parameters()]
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-        load_quantized(model, source_of(state, tmp_path), tied="leave")
+        load_into(model, source_of(state, tmp_path), tied="leave")
     assert [(name, id(p)) for name, p in model.named_parameters()] == old_parameters
     assert type(model.one) is nn.Linear
 
@@ -202,17 +203,15 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     model = bare()
     model.register_buffer("angles", torch.zeros(2, device="meta"), persistent=False)
     model.angles = torch.zeros(2)
-    assert load_quantized(model, state_of(valued_model()), tied="leave").angles.tolist() == [0, 0]
+    assert load_into(model, state_of(valued_model()), tied="leave").angles.tolist() == [0, 0]
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
-        load_quantized(bare(), tmp_path, tied="leave")
+        load_into(bare(), tmp_path, tied="leave")
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        load_quantized(bare(), tmp_path / "none.safetensors", tied="leave")
+        load_into(bare(), tmp_path / "none.safetensors", tied="leave")
     for name in ("a", "b"):
         safetensors.save_file({"w": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="give one of them"):
-        load_quantized(
-            bare(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tied="leave"
-        )
+        load_into(bare(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tied="leave")
 
 
 def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
@@ -221,9 +220,9 @@ def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
         linear = nn.Linear(1100, 2000)  # rounded some rows at a time
     with torch.device("meta"):
         model = nn.Linear(1100, 2000)
-    loaded = load_quantized(model, state_of(linear), "E4M3", keep_remainder=True)
+    loaded = load_into(model, state_of(linear), "E4M3", keep_remainder=True)
     assert model_bits(loaded) == model_bits(
-        quantize_model(linear, "E4M3", "fp8", keep_remainder=True)
+        quantize_model(linear, "E4M3", "codes", keep_remainder=True)
     )
     assert isinstance(loaded, fm.QuantizedLinear)
 
@@ -288,7 +287,7 @@ def refusal_line(layout: str, name: str, file: str = "") -> str:
     reason = f"and {name}_scale is missing"
     if scale_name:
         scales = name.removesuffix("weight") + scale_name
-        reason = f"with the scales {scales!r}, which fm.load_fp8 can read"
+        reason = f"with the scales {scales!r}, which fm.load can read"
     return f"{name}{of_file} holds codes ({kind}), {reason}: {WANTED}"
 
 
@@ -298,26 +297,26 @@ def refusal_line(layout: str, name: str, file: str = "") -> str:
     ids=["memory", "folder"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_load_quantized(layout: str, source_of: Any, file: str, tmp_path: Path) -> None:
+def test_load_into(layout: str, source_of: Any, file: str, tmp_path: Path) -> None:
     """It refuses codes where it would quantise floats, and the model stays without values."""
     state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
     model = bare(tied=False)
     with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME, file))}$"):
-        load_quantized(model, source_of(state, tmp_path), "E4M3")
+        load_into(model, source_of(state, tmp_path), "E4M3")
     assert model.one.weight.is_meta
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("raw")])
-def test_load_quantized_of_tensors_that_are_made_when_asked_for(layout: str) -> None:
+def test_load_into_of_tensors_that_are_made_when_asked_for(layout: str) -> None:
     """It refuses codes without scales, too."""
     state = in_codes(state_of(valued_model(tied=False)), layout, NAME)
     model = bare(tied=False)
     with pytest.raises(ValueError, match=f"^{re.escape(refusal_line(layout, NAME))}$"):
-        load_quantized(model, Watched(state), "E4M3")
+        load_into(model, Watched(state), "E4M3")
     assert model.one.weight.is_meta
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master", "embedded"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master", "embedded"])
 @pytest.mark.parametrize(
     "layout", [name for name in LAYOUTS if "weight_scale" not in LAYOUTS[name][2] or "int8" in name]
 )
@@ -331,7 +330,7 @@ def test_load_state_dict(layout: str, storage: Any) -> None:
     net.one = nn.Embedding(64, 32) if embedded else net.one
     state = in_codes(state_of(net), layout, NAME)
     model: Any = quantize_model(
-        net, "E4M3", "fp8" if embedded else storage, embeddings="E4M3" if embedded else None
+        net, "E4M3", "codes" if embedded else storage, embeddings="E4M3" if embedded else None
     )
     old_weight = torch.as_tensor(model.one.weight.detach()).clone()
     with pytest.raises(RuntimeError, match=re.escape(refusal_line(layout, NAME))):
@@ -340,7 +339,7 @@ def test_load_state_dict(layout: str, storage: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, F8, E8M0])
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 def test_layers_of_codes_are_not_quantised(dtype: torch.dtype, storage: Any) -> None:
     layer = nn.Linear(32, 4)
     layer.weight = nn.Parameter(codes(torch.ones(4, 32), dtype), requires_grad=False)

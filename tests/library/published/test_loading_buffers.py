@@ -1,4 +1,4 @@
-"""Models made without values whose buffers no file holds: ``load_quantized`` computes
+"""Models made without values whose buffers no file holds: ``load_into`` computes
 them as the model does, or names them.
 """
 
@@ -58,11 +58,11 @@ def test_buffers_are_those_of_the_model_that_was_made_with_values(name: str) -> 
         empty = MODELS[name]()
     expected = buffers_of(floats)
     state = floats.state_dict()
-    model = fm.load_quantized(empty, state, "E4M3", tied="leave")
+    model = fm.files.load_into(empty, state, "E4M3", tied="leave")
     buffers = buffers_of(model)
     assert all(torch.equal(buffers[entry], value) for entry, value in expected.items())
     assert all(buffers[entry].dtype == value.dtype for entry, value in expected.items())
-    quantised = fm.quantize_model(floats, "E4M3", "fp8", tied="leave")
+    quantised = fm.quantize_model(floats, "E4M3", "codes", tied="leave")
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         output = model.eval()(tokens).logits
@@ -77,8 +77,8 @@ def test_codes_are_read_into_a_model_without_values(tmp_path: Path) -> None:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder)
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = fm.load_quantized(empty, folder, "as stored", seed=3)
-    assert torch.equal(logits(model), logits(fm.load_fp8(folder, seed=3)))
+    model = fm.files.load_into(empty, folder, "as stored", seed=3)
+    assert torch.equal(logits(model), logits(fm.load(folder, seed=3)))
 
 
 class Rotated(nn.Module):
@@ -124,7 +124,7 @@ def test_a_module_computes_its_own(kind: type[Rotated]) -> None:
         empty = kind()
     rng_state = torch.random.get_rng_state()
     state = {"layer.weight": torch.ones(32, 32), "layer.bias": torch.ones(32)}
-    model = fm.load_quantized(empty, state)
+    model = fm.files.load_into(empty, state)
     assert torch.equal(model.angles, torch.arange(32.0))
     assert torch.equal(model.known, torch.ones(2))
     assert torch.equal(torch.random.get_rng_state(), rng_state)
@@ -138,7 +138,7 @@ def test_what_nothing_computes_is_refused_by_name(kind: type[Rotated]) -> None:
         empty = Inside(kind())
     state = {"model.layer.weight": torch.ones(32, 32), "model.layer.bias": torch.ones(32)}
     with pytest.raises(ValueError, match=r"'model\.angles' has no values.*reset_parameters\(\)"):
-        fm.load_quantized(empty, state)
+        fm.files.load_into(empty, state)
     assert empty.model.angles.is_meta
     assert type(empty.model.layer) is nn.Linear
     assert torch.equal(empty.model.known, torch.ones(2))

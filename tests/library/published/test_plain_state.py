@@ -15,11 +15,12 @@ from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import exported_state_dict, quantize_model
+from fp8manifold import quantize_model
+from fp8manifold.files import layout_state_dict
 
 
 def quantized_net(
-    fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any
+    fmt: str = "E4M3", seed: int = 0, storage: Any = "codes", width: int = 64, **options: Any
 ) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -45,8 +46,8 @@ def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_
     state = through_file(model, tmp_path / "m")
     assert loaded.load_state_dict(state, assign=assign).missing_keys == []
     for index in (0, 2):
-        assert same_store(model[index].weight, original[index].weight)
-        assert same_store(loaded[index].weight, original[index].weight)
+        assert same_store(model[index].weight, original[index].weight), index
+        assert same_store(loaded[index].weight, original[index].weight), index
     weight = model[0].weight
     loaded_weight = loaded[0].weight
     assert loaded_weight.seed == weight.seed
@@ -68,8 +69,25 @@ def test_every_trait_survives(tmp_path: Path) -> None:
     loaded = quantized_net("P3109_8P3F", seed=1).bfloat16()
     loaded.load_state_dict(through_file(model, tmp_path / "m"), assign=True)
     for index in (0, 2):
-        assert loaded[index].weight._traits() == model[index].weight._traits()
-        assert loaded[index].weight.requires_grad
+        assert loaded[index].weight._traits() == model[index].weight._traits(), index
+        assert loaded[index].weight.requires_grad, index
+
+
+@pytest.mark.parametrize("own", [{}, {"rounding": "nearest"}, {"draws": "dither"}], ids=str)
+@pytest.mark.parametrize("saved", [{}, {"rounding": "nearest"}, {"draws": "dither"}], ids=str)
+def test_options_of_rounding_are_those_of_the_state(own: Any, saved: Any) -> None:
+    model, loaded = quantized_net(**saved), quantized_net(seed=1, **own)
+    loaded.load_state_dict(model.state_dict())
+    for index in (0, 2):
+        assert loaded[index].weight._traits() == model[index].weight._traits(), index
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.weight"])
+def test_a_state_without_a_count_is_refused(name: str) -> None:
+    state = quantized_net().state_dict()
+    del state[f"{name}_counter"]
+    with pytest.raises(RuntimeError, match=f"{name} has {name}_traits and no {name}_counter"):
+        quantized_net().load_state_dict(state)
 
 
 def test_the_names_and_what_is_left_as_it_is() -> None:
@@ -92,7 +110,7 @@ def test_names_are_those_after_a_way_to_floats_and_back(storage: Any) -> None:
     assert names == again.state_dict().keys()
 
 
-@pytest.mark.parametrize("storage", ["grid", "master", "fp8"])
+@pytest.mark.parametrize("storage", ["grid", "master", "codes"])
 def test_every_storage_takes_them(storage: Any) -> None:
     model, loaded = quantized_net(), quantized_net(storage=storage, seed=1)
     state = model.state_dict()
@@ -101,8 +119,8 @@ def test_every_storage_takes_them(storage: Any) -> None:
     loaded.load_state_dict(state)
     for index in (0, 2):
         value = loaded[index].weight.detach()
-        value = value.dequantize() if storage == "fp8" else value.as_subclass(Tensor)
-        assert torch.equal(value, model[index].weight.dequantize())
+        value = value.dequantize() if storage == "codes" else value.as_subclass(Tensor)
+        assert torch.equal(value, model[index].weight.dequantize()), index
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -111,7 +129,7 @@ def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
         quantized_net(granularity=granularity),
         quantized_net(granularity=granularity, seed=1),
     )
-    tensors, _ = exported_state_dict(model)
+    tensors, _ = layout_state_dict(model)
     assert tensors["0.weight_scale"].dtype == (
         torch.uint8 if granularity == "block" else torch.float32
     )
@@ -164,7 +182,7 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master", "embedded"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master", "embedded"])
 @pytest.mark.parametrize("name", ["E4M3", "E2M5"])
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
     """An average over states averages the codes, which mean nothing as numbers.
@@ -173,7 +191,7 @@ def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: b
     """
     model: Any = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4))
     if storage == "embedded":
-        first = second = quantize_model(model, name, "fp8", embeddings=name).state_dict()
+        first = second = quantize_model(model, name, "codes", embeddings=name).state_dict()
     else:
         model = quantized_net(name, storage=storage)
         first, second = (quantized_net(name, seed).state_dict() for seed in (0, 1))
@@ -195,11 +213,11 @@ def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) 
     second.load_state_dict(state)
     assert same_store(first.weight, second.weight)
     floats = nn.Linear(4, 2, bias=False)
-    floats.load_state_dict(fm.unflatten_state_dict(state | {"other": torch.ones(1)}), strict=False)
+    floats.load_state_dict(fm.files.unflatten(state | {"other": torch.ones(1)}), strict=False)
     assert torch.equal(floats.weight.detach(), first.weight.dequantize())
     with pytest.raises(RuntimeError, match=r"Unexpected key.* .weight_scale"):
         floats.load_state_dict(state)
-    assert fm.unflatten_state_dict(
+    assert fm.files.unflatten(
         {"b": torch.ones(1)}, {"fp8": "no prefix", "format": "pt"}
     ).keys() == {"b"}
 
@@ -231,7 +249,7 @@ def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None
         "a.w_counter": torch.tensor(3),
         "a.w_remainder": remainder,
     }
-    state = fm.unflatten_state_dict(tensors, header)
+    state = fm.files.unflatten(tensors, header)
     weight: Any = state.pop("a.w")
     assert state == {}
     # The counter is the file's, and p's own is another.
@@ -252,4 +270,4 @@ def test_published_scales_are_looked_up_by_name() -> None:
     for name in names:
         assert torch.equal(
             module.get_parameter(name).dequantize(), state[name].float() * state[f"{name}_scale"]
-        )
+        ), name

@@ -94,7 +94,7 @@ def test_partial_squares_of_any_size(
     ],
 )
 @pytest.mark.parametrize("scale", [torch.uint8, E8M0])
-def test_packed_codes(
+def test_two_codes_in_a_byte_are_read_as_two_columns(
     dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[int, ...], scale: torch.dtype
 ) -> None:
     packed = torch.randint(0, 256, shape, dtype=torch.uint8)
@@ -131,7 +131,9 @@ def test_packed_codes(
         ("weight", "weight_scale", "weight"),
     ],
 )
-def test_names(codes_name: str, scale_name: str, name: str) -> None:
+def test_names_of_codes_and_scales_give_that_of_the_weight(
+    codes_name: str, scale_name: str, name: str
+) -> None:
     stored = only({scale_name: S, codes_name: W})
     assert (stored.name, stored.codes, stored.scale) == (name, codes_name, scale_name)
 

@@ -11,7 +11,8 @@ from safetensors import torch as safetensors
 from torch import nn
 
 import fp8manifold as fm
-from fp8manifold import huggingface, quantize_model
+from fp8manifold import quantize_model
+from fp8manifold._doors import quantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -120,9 +121,9 @@ def test_a_model_of_diffusers_is_refused(within, tmp_path):
     ):
         saved.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="UNet2DModel, not a transformers model"):
-        huggingface.attach(model)
+        quantizer.attach(model)
     with pytest.raises(TypeError, match="UNet2DModel, not a transformers model"):
-        fm.export_model(model, tmp_path)
+        fm.save(model, tmp_path, "compressed-tensors")
     floats = fm.dequantize_model(model)
     floats.save_pretrained(tmp_path)
     again = diffusers.UNet2DModel.from_pretrained(tmp_path)

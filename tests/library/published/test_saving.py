@@ -1,4 +1,4 @@
-"""``save_fp8`` of models that were changed after ``load_fp8``, and into folders of
+"""``save`` of models that were changed after ``load``, and into folders of
 earlier saves: what is read is what was trained, or nothing is written.
 """
 
@@ -20,6 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import fp8manifold as fm
+from fp8manifold._base.tensor_writer import write_tensors
+from fp8manifold._doors import quantizer
 
 #: what other libraries announce is their own business
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def trained(folder: Path) -> Any:
     """A model each of whose parameters differs from the files."""
-    model = fm.load_fp8(folder)
+    model = fm.load(folder)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-1)
@@ -43,7 +45,9 @@ def trained(folder: Path) -> Any:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    """Return what a folder has, without the counts beside it."""
+    paths = [path for path in folder.iterdir() if path.is_file() and path.suffix != ".grids"]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def compiled(model: Any) -> Any:
@@ -85,9 +89,9 @@ def test_weights_are_found_under_the_names_of_wrappers(
     wrapped: Change, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model = trained(folders["squares, shards"])
-    fm.save_fp8(model, tmp_path / "plain")
+    fm.save(model, tmp_path / "plain")
     assert files(tmp_path / "plain") != files(folders["squares, shards"])
-    fm.save_fp8(wrapped(model), tmp_path / "wrapped")
+    fm.save(wrapped(model), tmp_path / "wrapped")
     assert files(tmp_path / "wrapped") == files(tmp_path / "plain")
 
 
@@ -137,14 +141,14 @@ REFUSED: list[tuple[str, Change, str]] = [
     (
         "squares, shards",
         in_a_wrapper_of_the_user,
-        "'model.layers.2. & 'model-0000 & 'model.layers.2.inner. & fm.export_model",
+        "'model.layers.2. & 'model-0000 & 'model.layers.2.inner. & layout='floats'",
     ),
     ("squares, shards", base_alone, "'lm_head.weight' & no place in the model any more"),
     ("squares, shards", without_the_last_layer, "'model.layers.3. & no place in the model"),
     ("squares, shards", without_a_layer_inside, "'model.layers.3. & no place in the model"),
     ("squares, shards", with_a_parametrisation, "'lm_head.weight' & which has 'lm_head.param"),
-    ("squares, shards", with_a_head_more, "has 'score.weight' & fm.export_model"),
-    ("squares, tied", with_a_head_untied, "has 'lm_head.weight' & fm.export_model"),
+    ("squares, shards", with_a_head_more, "has 'score.weight' & layout='floats'"),
+    ("squares, tied", with_a_head_untied, "has 'lm_head.weight' & layout='floats'"),
 ]
 
 
@@ -157,9 +161,9 @@ def test_a_tensor_that_lost_its_place_is_refused_by_name(
 ) -> None:
     model = trained(folders[name])
     if settings == "settings of older versions":
-        model.config.quantization_config.published.pop("copied", None)
+        quantizer.published_of(model).pop("copied", None)
     with pytest.raises(ValueError, match=r"the files|read from") as caught:
-        fm.save_fp8(change(model), tmp_path / "out")
+        fm.save(change(model), tmp_path / "out")
     message = str(caught.value)
     assert [part for part in words.split(" & ") if part not in message] == [], message
     assert "\n" not in message
@@ -170,8 +174,8 @@ def test_the_base_of_a_tied_model_is_the_whole_of_it(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model = trained(folders["squares, tied"])
-    fm.save_fp8(model, tmp_path / "whole")
-    fm.save_fp8(model.model, tmp_path / "base")
+    fm.save(model, tmp_path / "whole")
+    fm.save(model.model, tmp_path / "base")
     assert files(tmp_path / "base") == files(tmp_path / "whole")
 
 
@@ -180,8 +184,8 @@ def test_a_compiled_model_is_saved_over_its_source(
 ) -> None:
     folder = shutil.copytree(folders["squares, shards"], tmp_path / "published")
     model = trained(folder)
-    fm.save_fp8(model, tmp_path / "expected")
-    fm.save_fp8(compiled(model), folder)
+    fm.save(model, tmp_path / "expected")
+    fm.save(compiled(model), folder)
     assert files(folder) == files(tmp_path / "expected")
 
 
@@ -191,12 +195,12 @@ def test_what_never_had_a_place_is_copied(settings: str, tmp_path: Path) -> None
     drafts = {"model.layers.61.enorm.weight": torch.ones(128, dtype=torch.bfloat16)}
     first = next(iter(tensors_of(folder)))
     rewritten(folder, lambda name, value: {name: value} | (drafts if name == first else {}), None)
-    model = fm.load_fp8(folder)
-    published = model.config.quantization_config.published
+    model = fm.load(folder)
+    published = quantizer.published_of(model)
     assert published["copied"] == list(drafts)
     if settings == "settings of older versions":
         published.pop("copied")
-    fm.save_fp8(model, tmp_path / "same")
+    fm.save(model, tmp_path / "same")
     assert files(tmp_path / "same") == files(folder)
 
 
@@ -239,7 +243,7 @@ def test_adapters_are_not_left_out(
 
     model = get_peft_model(trained(folders["squares, shards"]), config())
     with pytest.raises(ValueError, match="for which the files") as caught:
-        fm.save_fp8(outside(model), tmp_path / "out")
+        fm.save(outside(model), tmp_path / "out")
     assert [part for part in words.split(" & ") if part not in str(caught.value)] == []
     assert not (tmp_path / "out").exists()
 
@@ -248,14 +252,14 @@ def test_adapters_are_not_left_out(
 def test_adapters_that_were_merged_are_written(folders: dict[str, Path], tmp_path: Path) -> None:
     from peft import get_peft_model
 
-    base = fm.load_fp8(folders["squares, shards"])
+    base = fm.load(folders["squares, shards"])
     original = copy.deepcopy(base)
     model = get_peft_model(base, modules_to_save())
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(-1)
     merged = model.merge_and_unload()
-    fm.save_fp8(merged, tmp_path / "merged")
-    again = fm.load_fp8(tmp_path / "merged")
+    fm.save(merged, tmp_path / "merged")
+    again = fm.load(tmp_path / "merged")
     tokens = torch.arange(12).view(1, 12)
     assert torch.equal(again(tokens).logits, merged(tokens).logits)
     assert torch.equal(again.lm_head.weight, -original.lm_head.weight)
@@ -273,16 +277,16 @@ def logits(model: Any) -> torch.Tensor:
 
 def exported(folders: dict[str, Path], out: Path) -> Any:
     """Write a small model in one file, which no earlier save has a tensor of."""
-    model = fm.dequantize_model(fm.load_fp8(folders["squares"], dtype=torch.float32))
-    fm.quantize_model(model, {"*": "E4M3", "lm_head": "none"}, "fp8", granularity="square")
-    fm.export_model(model, out, layout="fp8")
+    model = fm.dequantize_model(fm.load(folders["squares"], dtype=torch.float32))
+    fm.quantize_model(model, {"*": "E4M3", "lm_head": "none"}, "codes", granularity="square")
+    fm.save(model, out, layout="fp8")
     return model
 
 
 def saved(name: str) -> Callable[[dict[str, Path], Path], Any]:
     def save(folders: dict[str, Path], out: Path) -> Any:
-        model = fm.load_fp8(folders[name], dtype=torch.float32)
-        fm.save_fp8(model, out)
+        model = fm.load(folders[name], dtype=torch.float32)
+        fm.save(model, out)
         return model
 
     return save
@@ -304,7 +308,7 @@ def test_files_of_an_earlier_save_are_not_read(
     (tmp_path / "pytorch_model.bin").write_bytes(b"of the user")
     SAVES[first](folders, tmp_path)
     model = SAVES[second](folders, tmp_path)
-    assert torch.equal(logits(fm.load_fp8(tmp_path, dtype=torch.float32)), logits(model))
+    assert torch.equal(logits(fm.load(tmp_path, dtype=torch.float32)), logits(model))
     assert torch.equal(logits(served(tmp_path, torch.float32)), logits(model))
     names = {path.name for path in tmp_path.glob("model*")}
     shards = {path.name for path in folders["squares, shards"].glob("model*")}
@@ -328,9 +332,9 @@ def test_what_would_be_read_beside_the_weights_is_refused(
 def test_settings_of_a_server_are_replaced_by_those_of_the_same_layout(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = fm.load_fp8(folders["modelopt"])
-    fm.save_fp8(model, tmp_path)
-    fm.save_fp8(model, tmp_path)
+    model = fm.load(folders["modelopt"])
+    fm.save(model, tmp_path)
+    fm.save(model, tmp_path)
     assert files(tmp_path) == files(folders["modelopt"])
 
 
@@ -339,26 +343,26 @@ def test_another_file_of_weights_beside_an_unusual_name_is_refused(
 ) -> None:
     folder = shutil.copytree(folders["squares"], tmp_path / "published")
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    model = fm.load_fp8(folder)
+    model = fm.load(folder)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "others.safetensors").write_bytes(b"of the user")
     with pytest.raises(ValueError, match=r"others\.safetensors.* would be read with"):
-        fm.save_fp8(model, tmp_path / "out")
+        fm.save(model, tmp_path / "out")
     (tmp_path / "out" / "others.safetensors").rename(tmp_path / "out" / "model.safetensors")
-    fm.save_fp8(model, tmp_path / "out")
+    fm.save(model, tmp_path / "out")
     assert files(tmp_path / "out") == files(folder)
 
 
 def test_an_index_that_cannot_be_read_is_replaced(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("half of an ind")
-    fm.save_fp8(fm.load_fp8(folders["squares"]), tmp_path)
+    fm.save(fm.load(folders["squares"]), tmp_path)
     assert files(tmp_path) == files(folders["squares"])
 
 
 def test_a_save_that_fails_changes_nothing(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fm.save_fp8(fm.load_fp8(folders["squares"]), tmp_path)
+    fm.save(fm.load(folders["squares"]), tmp_path)
     old_files = files(tmp_path)
     calls = []
 
@@ -366,13 +370,13 @@ def test_a_save_that_fails_changes_nothing(
         calls.append(args)
         if len(calls) > 1:
             raise OSError("no space left on the device")
-        save_file(*args)
+        write_tensors(*args)
 
-    monkeypatch.setattr("safetensors.torch.save_file", failing)
+    monkeypatch.setattr("fp8manifold._doors.published.write_tensors", failing)
     with pytest.raises(OSError, match="no space left"):
-        fm.save_fp8(fm.load_fp8(folders["squares, shards"]), tmp_path)
+        fm.save(fm.load(folders["squares, shards"]), tmp_path)
     assert files(tmp_path) == old_files
-    assert len(list(tmp_path.iterdir())) == len(old_files)
+    assert len(list(tmp_path.iterdir())) == len(old_files) + 1
 
 
 # Files that are added to a folder, of which transformers reads one set alone.
@@ -410,7 +414,7 @@ def test_it_reads_the_files_that_transformers_reads(
 ) -> None:
     """In the files that are not to be read norms are 0, which logits would show."""
     folder = shutil.copytree(folders["squares"], tmp_path / "published")
-    expected = logits(fm.load_fp8(folder, dtype=torch.float32))
+    expected = logits(fm.load(folder, dtype=torch.float32))
     copies = {path.name for path in folder.glob("*.safetensors")}
     add_files(folder)
 
@@ -425,10 +429,10 @@ def test_it_reads_the_files_that_transformers_reads(
     rewritten(changed, zeroed, None)
     for path in changed.iterdir():
         path.rename(folder / path.name)
-    model = fm.load_fp8(folder, dtype=torch.float32)
+    model = fm.load(folder, dtype=torch.float32)
     assert torch.equal(logits(model), expected)
     assert torch.equal(logits(served(folder, torch.float32)), expected)
-    assert fm.published_weights(folder)
-    fm.save_fp8(model, tmp_path / "out")
-    assert torch.equal(logits(fm.load_fp8(tmp_path / "out", dtype=torch.float32)), expected)
+    assert fm.files.stored_weights(folder)
+    fm.save(model, tmp_path / "out")
+    assert torch.equal(logits(fm.load(tmp_path / "out", dtype=torch.float32)), expected)
     assert torch.equal(logits(served(tmp_path / "out", torch.float32)), expected)

@@ -22,7 +22,7 @@ from fp8manifold.optim._plan import Plan
 def matrices():
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
-    return fm.quantize_model(net, "E4M3", "fp8", seed=1)
+    return fm.quantize_model(net, "E4M3", "codes", seed=1)
 
 
 def muon(net):
@@ -199,7 +199,7 @@ def net(fmt, **spec):
         for i, p in enumerate(layers.parameters()):
             sizes = torch.exp2(normal(len(p), *[1] * (p.dim() - 1), seed=i + 5).mul(2).round())
             p.copy_(normal(*p.shape, seed=i, std=0.1) * sizes)
-    return fm.quantize_model(layers, fm.LayerSpec(fmt, **spec), "fp8", seed=1)
+    return fm.quantize_model(layers, fm.LayerSpec(fmt, **spec), "codes", seed=1)
 
 
 def passed(module, x, again):
@@ -225,16 +225,16 @@ def trained(fmt, spec, options, *, again=False):
     for step in range(3):
         x = normal(2, 16, 64, seed=step).to(dtype)
         rows_passed, whole_passed = (passed(module, x, again) for module in (parts, whole))
-        assert same_bits(rows_passed, whole_passed)
+        assert same_bits(rows_passed, whole_passed), step
         # The case's products or granularity show: plain decoded weights give other outputs.
-        assert step or not torch.equal(rows_passed[0], net(fmt).to(dtype)(x))
+        assert step or not torch.equal(rows_passed[0], net(fmt).to(dtype)(x)), step
         parts.reshard()
         if policy is not None:
             return  # gradients are float32 here, and bfloat16 there
-        for p, q in zip(parts.parameters(), whole.parameters(), strict=True):
+        for index, (p, q) in enumerate(zip(parts.parameters(), whole.parameters(), strict=True)):
             mine, rows = p.grad._local_tensor, own_rows(q.grad, p.grad._local_tensor)
             if dist.get_world_size() == 2:  # the mean over which is exact
-                assert torch.equal(mine, rows)
+                assert torch.equal(mine, rows), (step, index)
             torch.testing.assert_close(mine, rows)
             mine.copy_(rows)
         for optimizer in optimizers:

@@ -68,10 +68,10 @@ def started_by_ddp(storage, **options):
     """Models that are others in every rank after DDP's own start, and after two steps."""
     rank = dist.get_rank()
     net = model(
-        storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {})
+        storage=storage, seed=rank, **({"keep_remainder": True} if storage == "codes" else {})
     )
     wrapped = DistributedDataParallel(net, **options)
-    if storage == "fp8":
+    if storage == "codes":
         assert bits_with_remainders(net) == bits_with_remainders(model(seed=0, keep_remainder=True))
         assert all(p.detach().shape == p.shape for p in net.parameters())
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
@@ -80,13 +80,13 @@ def started_by_ddp(storage, **options):
     return stored(net)
 
 
-@pytest.mark.parametrize("storage", ["fp8", "master", "grid"])
+@pytest.mark.parametrize("storage", ["codes", "master", "grid"])
 def test_ddps_own_start_sends_codes(pool, storage):
     equal_everywhere(pool.run(started_by_ddp, storage))
 
 
 def test_ddp_without_its_own_start_sends_codes_too(pair):
-    equal_everywhere(pair.run(started_by_ddp, "fp8", init_sync=False))
+    equal_everywhere(pair.run(started_by_ddp, "codes", init_sync=False))
 
 
 def as_launched():  # the variables by which libraries find a launcher's processes
@@ -186,11 +186,11 @@ def trained_by_others(folder):
     runs = []
     for name in ("whole", "cut"):
         net = fm.quantize_model(
-            llama(), {"*": DELAYED, "mlp": "E4M3"}, "fp8", tied="leave", seed=dist.get_rank()
+            llama(), {"*": DELAYED, "mlp": "E4M3"}, "codes", tied="leave", seed=dist.get_rank()
         )
         resume = Path(folder, "whole", "checkpoint-3") if name == "cut" else None
-        trainer = trained(fm.huggingface.attach(net), Path(folder, name), "muon", resume)
-        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        trainer = trained(net, Path(folder, name), "muon", resume)
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel), name
         runs.append((model_bits(net)["tensors"], losses(trainer)[-3:]))
     assert runs[0][0] == runs[1][0]
     return {
@@ -213,7 +213,7 @@ def another(difference, start):
         rows=7 if difference == "rows" and rank else 22,
     )
     if difference == "format" and rank:
-        net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
+        net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "codes")
     return refusal(
         lambda: fm.distributed.sync(net) if start == "sync" else DistributedDataParallel(net)
     )
@@ -397,7 +397,7 @@ def with_nan_in_one(on_nonfinite, kind):
         if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             net[0].weight.grad[0, 0] = torch.inf
         messages += refusal(optimizer.step)
-        assert step or stored(net) == old_state
+        assert step or stored(net) == old_state, step
     return optimizer.skipped_steps, messages, stored(net) != old_state
 
 
@@ -416,7 +416,7 @@ def magnitudes(scale):
     delayed = fm.OperandSpec("E4M3", policy="delayed", history=4)
     gradient = delayed if scale == "delayed" else fm.OperandSpec("E4M3", scale="global")
     spec = fm.LayerSpec("E4M3", activation=delayed, gradient=gradient)
-    net = synced(fm.quantize_model(model(storage="float"), spec, "fp8", seed=3))
+    net = synced(fm.quantize_model(model(storage="float"), spec, "codes", seed=3))
     wrapped = DistributedDataParallel(net, init_sync=False)
     largest = []
     for step in range(3):
@@ -570,7 +570,7 @@ def moved_after_the_start(storage, differs):
     return stored(net)
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("storage", ["codes", "grid", "master"])
 def test_a_model_may_be_moved_after_the_start(pair, storage):
     equal_everywhere(pair.run(moved_after_the_start, storage, False))
 
@@ -597,7 +597,7 @@ def with_uneven_inputs(scales, **options):
     activation = None if scales == "none" else {"format": "E4M3", "policy": scales}
     net = synced(
         fm.quantize_model(
-            model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8"
+            model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "codes"
         )
     )
     fm.distributed.sync(net)
@@ -618,15 +618,15 @@ def with_uneven_inputs(scales, **options):
 def test_joining_processes_are_refused_before_anybody_waits(pair, scales):
     advice = "give each the same number of batches, or Join throw_on_early_termination=True"
     for message, steps, _ in pair.run(with_uneven_inputs, scales, limit=60):
-        assert message.endswith(advice)
-        assert steps == 0
+        assert message.endswith(advice), steps
+        assert steps == 0, steps
 
 
 def test_joining_processes_that_end_together_are_taken(pair):
     results = pair.run(with_uneven_inputs, "delayed", throw_on_early_termination=True)
     for message, steps, _ in results:
-        assert "exhausted" in message
-        assert steps == 2
+        assert "exhausted" in message, steps
+        assert steps == 2, steps
     equal_everywhere([weights for _, _, weights in results])
 
 
@@ -657,11 +657,11 @@ def sharded_state(name, writeback, moments):
         if step != 2:
             optimizer_alone.step()
         optimizer.step()
-    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+    for index, (p, q) in enumerate(zip(net.parameters(), alone.parameters(), strict=True)):
         # the noise of floats' moments is told apart by their order in the optimizer
         assert bits_of(p) == bits_of(q) or (
             moments != "float32" and not isinstance(p, fm.FP8Tensor)
-        )
+        ), index
     return stored(net)
 
 
@@ -684,7 +684,7 @@ def with_one_parameter(outcome):
     """
     rank, gradient = dist.get_rank(), torch.full((8, 64), 0.5)
     net = synced(
-        fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank)
+        fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "codes", seed=rank)
     )
     alone = copy.deepcopy(net)
     options = {"lr": 0.01, "on_nonfinite": "raise" if outcome == "raises" else "skip"}
@@ -721,7 +721,7 @@ DIFFERS = "is not the same in every process"
     [
         (partial(changed_after_the_start, "2.weight"), f"'2.weight' {DIFFERS} (1 of 7 are not)"),
         (partial(changed_after_the_start, "1.bias"), f"'1.bias' {DIFFERS} (1 of 7 are not)"),
-        (partial(moved_after_the_start, "fp8", True), f"'4.weight' {DIFFERS}"),
+        (partial(moved_after_the_start, "codes", True), f"'4.weight' {DIFFERS}"),
         (of_other_sizes, "another shape of magnitudes there"),
         (in_buckets, "give parameters_as_bucket_view=False"),
     ],

@@ -45,8 +45,8 @@ def check_same(net, alone, *, seeds=True):
             assert torch.equal(rows.codes, own_rows(q.codes, rows.codes)), name
             scale = own_rows(q.scale, rows.codes) if q.scale.dim() else q.scale
             assert torch.equal(rows.scale, scale), name
-            assert rows.counter == q.counter
-            assert rows.seed == q.seed or not seeds
+            assert rows.counter == q.counter, name
+            assert rows.seed == q.seed or not seeds, name
         else:
             assert bits_of(rows) == bits_of(own_rows(q, rows)), name
 
@@ -114,7 +114,7 @@ def stepped(
             near_the_border(*optimizers)
         if step == 1:  # the first forward pass may put other memory in the place of the parameters
             with torch.no_grad():
-                assert torch.equal(parts(batch(0).to(dtype)), whole(batch(0).to(dtype)))
+                assert torch.equal(parts(batch(0).to(dtype)), whole(batch(0).to(dtype))), step
             parts.reshard()  # after a forward pass the root stays whole
     part_optimizer, whole_optimizer = optimizers
     assert part_optimizer.bounded_share == whole_optimizer.bounded_share
@@ -148,14 +148,21 @@ def stepped_from_zeros(name, granularity, options):
     for step in range(4):
         step_alike(parts, whole, optimizers, step)
     assert same_count(*optimizers, "fitted_scales") > 0
-    for p, q in zip(parts.parameters(), whole.parameters(), strict=True):
-        assert optimizers[0].state[p].get("reference") == optimizers[1].state[q].get("reference")
+    for index, (p, q) in enumerate(zip(parts.parameters(), whole.parameters(), strict=True)):
+        assert optimizers[0].state[p].get("reference") == optimizers[1].state[q].get("reference"), (
+            index
+        )
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize(
     ("name", "stiffness"),
-    [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)],
+    [
+        ("StiffnessAdamW", 0.0),
+        ("StiffnessAdamW", 1.0),
+        ("StiffnessMuon", 0.0),
+        ("StiffnessAdafactor", 0.0),
+    ],
 )
 def test_rows_of_zeros_begin_as_the_whole_does(pool, name, stiffness, granularity):
     options = {"stiffness": stiffness, "moments": "8bit", "refresh_every": 2}
@@ -192,14 +199,16 @@ def test_rows_are_stepped_as_the_whole(pool, combination):
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @combined(
     "StiffnessAdamW-residual8-8bit StiffnessAdamW-stochastic-bfloat16 StiffnessMuon-residual8-8bit "
-    "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit"
+    "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit StiffnessAdafactor-stochastic-8bit"
 )
-def test_every_granularity(pools, combination, granularity, factors, size):
+def test_shards_of_every_granularity_step_as_the_whole(
+    pools, combination, granularity, factors, size
+):
     pools[size].run(stepped, *combination, {"granularity": granularity, "factors": factors})
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
-@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon"])
+@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessAdafactor"])
 @pytest.mark.parametrize("net", [{"storage": "float"}, {"rows": 7}])
 def test_rows_of_floats_and_of_odd_columns(pair, name, moments, net):
     pair.run(stepped, name, "stochastic", moments, net)
@@ -222,7 +231,8 @@ def test_rows_draw_by_the_weights_own(pool, name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"]
+    "name",
+    ["StiffnessAdamW", "StiffnessMuon", "StiffnessAdafactor", "RiemannianAdam", "RiemannianSGD"],
 )
 def test_rows_of_halves_draw_as_the_whole(pair, name, dtype):
     path = "eager" if (name, dtype) == ("StiffnessMuon", torch.float16) else "native"
@@ -263,7 +273,7 @@ def trained(net, options, *, nested=True, clip=False):
         loss.backward()
         losses_of_whole = [loss_of(whole, batch(step, rank)) for rank in range(2)]
         (losses_of_whole[0] / 2 + losses_of_whole[1] / 2).backward()
-        assert loss.item() == losses_of_whole[dist.get_rank()].item()
+        assert loss.item() == losses_of_whole[dist.get_rank()].item(), step
         if clip:
             norms = [
                 nn.utils.clip_grad_norm_(module.parameters(), 1e-3) for module in (parts, whole)
@@ -326,7 +336,7 @@ def stored_rows(net):
     return [bits_of(p._local_tensor) for p in net.parameters()]
 
 
-def test_mixed_precision(pair):
+def test_weights_under_mixed_precision_keep_float32_gradients(pair):
     pair.run(in_bfloat16)
 
 

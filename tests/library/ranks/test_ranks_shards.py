@@ -51,7 +51,7 @@ def bytes_counted(storage, products="decoded"):
     with Wire() as wire:
         loss_of(net, batch(0)).backward()
     rows = [p._local_tensor for p in net.parameters()]
-    parts = [x.codes if storage == "fp8" else x for x in rows]
+    parts = [x.codes if storage == "codes" else x for x in rows]
     group = net._get_fsdp_state()._fsdp_param_group
     outputs = [x for p in group.fsdp_params for x in p.all_gather_outputs]
     assert (
@@ -60,7 +60,7 @@ def bytes_counted(storage, products="decoded"):
     return {
         "wire": dict(wire.sent),
         "shards": sum(x.untyped_storage().nbytes() for x in parts),
-        "scales": sum(x.scale.nbytes for x in rows) if storage == "fp8" else 0,
+        "scales": sum(x.scale.nbytes for x in rows) if storage == "codes" else 0,
         "weights": sum(p.numel() for p in net.parameters()),
     }
 
@@ -71,7 +71,7 @@ def gathered_bytes(counts):
 
 @pytest.mark.parametrize("products", ["decoded", "fp8"])
 def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair, products):
-    codes = pair.run(bytes_counted, "fp8", products)[0]
+    codes = pair.run(bytes_counted, "codes", products)[0]
     floats = pair.run(bytes_counted, "float")[0]
     weights = codes["weights"]
     scales = 4 * (48 + 96) // 2
@@ -137,7 +137,7 @@ def on_devices():
     for step in range(3):
         step_alike(parts, whole, optimizers, step)
         with torch.no_grad():
-            assert torch.equal(parts(batch(0).cuda()), whole(batch(0).cuda()))
+            assert torch.equal(parts(batch(0).cuda()), whole(batch(0).cuda())), step
         parts.reshard()
 
 
@@ -172,7 +172,7 @@ def test_rows_are_gathered_in_the_order_of_the_tensors():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU; has never run")
-def test_rows_on_gpus(tmp_path):
+def test_shards_on_gpus_step_as_the_whole(tmp_path):
     pool = Pool(min(torch.cuda.device_count(), 3), tmp_path, "nccl")
     try:
         pool.run(on_devices)
@@ -210,7 +210,7 @@ def compiled(granularity, rows):
         if step == 0:
             torch.testing.assert_close(out, whole(batch(step)), rtol=1e-5, atol=1e-6)
         out.square().mean().backward()
-        assert all(p.grad is not None for p in parts.parameters())
+        assert all(p.grad is not None for p in parts.parameters()), step
         optimizer.step()
 
 
@@ -240,13 +240,13 @@ def averaged(nested, ema):
         if step == 1:  # after which a root is whole, and what is written into it is lost
             with torch.no_grad():
                 torch.testing.assert_close(part_average(batch(0)), whole_average(batch(0)))
-                assert torch.equal(parts(batch(0)), whole(batch(0)))
+                assert torch.equal(parts(batch(0)), whole(batch(0))), step
         part_average.update_parameters(parts)
         whole_average.update_parameters(whole)
-        for p, q in zip(
-            part_average.module.parameters(), whole_average.module.parameters(), strict=True
+        for index, (p, q) in enumerate(
+            zip(part_average.module.parameters(), whole_average.module.parameters(), strict=True)
         ):
-            assert torch.equal(p._local_tensor, own_rows(q, p._local_tensor))
+            assert torch.equal(p._local_tensor, own_rows(q, p._local_tensor)), (step, index)
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -312,7 +312,7 @@ def refusals():
             lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]),
             "FisherNaturalGradient.*sharded",
         ),
-        (lambda: columns_model(batch(0)), "storage='fp8' is no longer in codes"),
+        (lambda: columns_model(batch(0)), "storage='codes' is no longer in codes"),
         (lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1), "HSDP"),
         (lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1), "tensor parallelism"),
         (lambda: fully_shard(blocks, mesh=mesh), "granularity='tensor'"),

@@ -127,7 +127,7 @@ def through_safetensors(p, folder):
     state = load_file(folder / "w")
     target.load_state_dict(state)
     assert state["w_scale"].dtype == torch.uint8
-    assert same_store(fm.unflatten_state_dict(state)["w"], p)
+    assert same_store(fm.files.unflatten(state)["w"], p)
     return target["w"]
 
 
@@ -184,7 +184,7 @@ def test_scales_that_were_cast_while_reading_are_refused(scale, cast, saved) -> 
     state = nn.ParameterDict({"w": p}).state_dict()
     state["w_scale"] = state["w_scale"].to(cast)
     with pytest.raises(ValueError, match=f"w_scale is {cast}, and was {saved} when it was saved"):
-        fm.unflatten_state_dict(state)
+        fm.files.unflatten(state)
 
 
 @pytest.mark.usefixtures("cpp_compiler")
@@ -196,8 +196,8 @@ def test_a_scale_is_read_in_compiled_code() -> None:
     )
     for _ in range(2):
         expected = (p.scale, p.expanded_scale(), p.dequantize())
-        for compiled, eager in zip(read_scale(p), expected, strict=True):
-            assert torch.equal(compiled, eager)
+        for index, (compiled, eager) in enumerate(zip(read_scale(p), expected, strict=True)):
+            assert torch.equal(compiled, eager), index
         p.set_scale_(p.scale.flip(0))
 
 
@@ -238,12 +238,12 @@ def test_a_square_is_quantized_as_it_is_alone(shape, dtype) -> None:
     assert p.scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     for square in squares(*shape) if len(shape) == 2 else ():
         alone = fm.FP8Tensor(w[square.weights], "E4M3", granularity="tensor", **options)
-        assert torch.equal(p.scale[square.scale], alone.scale)
-        assert torch.equal(p.codes[square.weights], alone.codes)
-        assert torch.equal(p.dequantize()[square.weights], alone.dequantize())
-        assert torch.equal(p.largest()[square.scale], alone.largest())
+        assert torch.equal(p.scale[square.scale], alone.scale), square
+        assert torch.equal(p.codes[square.weights], alone.codes), square
+        assert torch.equal(p.dequantize()[square.weights], alone.dequantize()), square
+        assert torch.equal(p.largest()[square.scale], alone.largest()), square
         if p.remainder is not None:
-            assert torch.equal(p.remainder[square.weights], alone.remainder)
+            assert torch.equal(p.remainder[square.weights], alone.remainder), square
     assert torch.equal(p.dequantize(), (fm.decode(p.codes, "E4M3") * p.expanded_scale()).to(dtype))
 
 
@@ -306,8 +306,8 @@ def test_paths_have_the_same_bits(kind, factors) -> None:
     ]
     take_steps(optimizers, twins, range(4))
     for i, (native, eager) in enumerate(zip(*twins, strict=True)):
-        assert same_store(native, eager)
-        assert not torch.equal(native.codes, weight(tuple(native.shape), seed=i).codes)
+        assert same_store(native, eager), i
+        assert not torch.equal(native.codes, weight(tuple(native.shape), seed=i).codes), i
     states = [frozen(snapshot(optimizer)["state"]["state"]) for optimizer in optimizers]
     assert states[0] == states[1]
 

@@ -14,7 +14,8 @@ from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import FP8Parameter, LayerSpec, QuantizedLinear, load_quantized, quantize_model
+from fp8manifold import FP8Parameter, LayerSpec, QuantizedLinear, quantize_model
+from fp8manifold.files import load_into
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -72,7 +73,7 @@ def test_a_model_computes_with_the_values_of_its_codes(granularity, tied) -> Non
     model = quantize_model(
         seeded(Language, tied),
         "E4M3",
-        "fp8",
+        "codes",
         granularity=granularity,
         parameters="experts.*",
         embeddings="E4M3",
@@ -98,7 +99,7 @@ def test_experts_have_a_scale_a_row() -> None:
     back = FP8Tensor.from_codes(experts.codes, experts.scale, "E4M3")
     assert back.granularity == "row"
     assert torch.equal(back.dequantize(), experts.dequantize())
-    state = fm.unflatten_state_dict(torch.nn.ParameterDict({"w": experts}).state_dict())
+    state = fm.files.unflatten(torch.nn.ParameterDict({"w": experts}).state_dict())
     assert state["w"].granularity == "row"
 
 
@@ -205,7 +206,7 @@ CONVOLUTIONS = {
 def test_convolutions(layer, shape) -> None:
     """They compute with the values of their codes, a scale for each output, and learn."""
     model = quantize_model(
-        nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight"
+        nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "codes", parameters="0.weight"
     )
     weight = model[0].weight
     assert weight.scale.shape == (layer.weight.shape[0], *(1 for _ in layer.weight.shape[1:]))
@@ -219,7 +220,7 @@ def test_convolutions(layer, shape) -> None:
 
 def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
     model = quantize_model(
-        seeded(Language), "E4M3", "fp8", parameters="*.up", embeddings="E4M3", tied="leave"
+        seeded(Language), "E4M3", "codes", parameters="*.up", embeddings="E4M3", tied="leave"
     )
     actual, expected = gradients(model, TOKENS), gradients(float_copy(model), TOKENS)
     assert torch.equal(actual["tokens.weight"], expected["tokens.weight"])  # summed over both uses
@@ -240,12 +241,12 @@ def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
 
 def test_states_are_saved_and_loaded() -> None:
     options = {"parameters": {"*.up": "E3M4"}, "embeddings": "E5M2"}
-    model = quantize_model(seeded(Language, False), "E4M3", "fp8", **options)
+    model = quantize_model(seeded(Language, False), "E4M3", "codes", **options)
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
     model(TOKENS).square().sum().backward()
     optimizer.step()
     with torch.random.fork_rng():
-        loaded = quantize_model(Language(False), "E4M3", "fp8", seed=5, **options)
+        loaded = quantize_model(Language(False), "E4M3", "codes", seed=5, **options)
     loaded.load_state_dict(through_disk(model.state_dict()))
     assert model_bits(loaded) == model_bits(model)
     assert {"experts.up", "experts.up_scale", "tokens.weight_traits"} <= set(model.state_dict())
@@ -263,22 +264,22 @@ def test_models_are_read_into_codes_where_they_are(tied) -> None:
     options = {"parameters": "*.up", "embeddings": "E4M3", "tied": tied, "seed": 3}
     floats = seeded(Language)
     state = {name: x.clone() for name, x in floats.state_dict().items()}
-    expected = quantize_model(floats, "E4M3", "fp8", **options)
-    loaded = load_quantized(model, state, "E4M3", **options)
+    expected = quantize_model(floats, "E4M3", "codes", **options)
+    loaded = load_into(model, state, "E4M3", **options)
     assert model_bits(loaded) == model_bits(expected)
     assert (loaded.head.weight is loaded.tokens.weight) == (tied != "untie")
 
 
 def test_the_report_and_the_way_back() -> None:
     model = seeded(Language)
-    quantize_model(model, "E4M3", "fp8", parameters=["*.up"], embeddings="E5M2", tied="leave")
+    quantize_model(model, "E4M3", "codes", parameters=["*.up"], embeddings="E5M2", tied="leave")
     report = fm.quantization_report(model)
     details = {layer.name: layer.detail for layer in report.quantized}
-    assert details["experts"] == "up=E4M3, storage=fp8"
-    assert details["tokens"] == details["head"] == "weight=E5M2, storage=fp8"
+    assert details["experts"] == "up=E4M3, storage=codes"
+    assert details["tokens"] == details["head"] == "weight=E5M2, storage=codes"
     assert report.quantized_parameters == 12 * 32 + 32 * 32 + 3 * 16 * 32
     assert report.left == ()
-    values, tensors = float_copy(model), dict(fm.exported_state_dict(model)[0])
+    values, tensors = float_copy(model), dict(fm.files.layout_state_dict(model)[0])
     assert torch.equal(tensors["experts.up"], values.experts.up)
     assert torch.equal(tensors["tokens.weight"], values.tokens.weight)
     assert tensors["inner.weight"].dtype == torch.float8_e4m3fn
@@ -293,7 +294,7 @@ def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
     model.tokens.weight.mark = "mine"
     model.tokens.weight.register_hook(lambda gradient: hook_calls.append("tokens"))
     quantize_model(
-        model, {"*": "none"}, "fp8", parameters={"*.up": "E4M3"}, embeddings={"tokens": "E4M3"}
+        model, {"*": "none"}, "codes", parameters={"*.up": "E4M3"}, embeddings={"tokens": "E4M3"}
     )
     assert (model.experts.up.requires_grad, model.tokens.weight.mark) == (False, "mine")
     model(TOKENS).sum().backward()
@@ -304,13 +305,13 @@ def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name, granularity) -> None:
-    """Storage "fp8" has the values, codes and scales of storage "grid".
+    """Storage "codes" has the values, codes and scales of storage "grid".
 
     At one headroom, and where a grid has the granularity.
     """
     linear, x = nn.Linear(64, 6), normal(3, 64)
     twin = copy.deepcopy(linear)
-    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "fp8", headroom=2.0)
+    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "codes", headroom=2.0)
     assert isinstance(layer.weight, fm.FP8Parameter)
     assert layer.bias is linear.bias
     assert layer.weight.granularity == granularity
@@ -339,7 +340,7 @@ def first_residuals(model: nn.Module) -> list[Tensor]:
 TRIPS = {
     "dict": dict,
     "file": through_disk,
-    "file of tensors": lambda state: through_disk(fm.unflatten_state_dict(state)),
+    "file of tensors": lambda state: through_disk(fm.files.unflatten(state)),
 }
 
 
@@ -355,9 +356,11 @@ def test_what_rounding_left_is_part_of_the_state(trip, assign) -> None:
     expected = [layer.weight.remainder.clone() for layer in layers(model)]
     loaded.load_state_dict(copy.deepcopy(state) if assign else state, assign=assign)
     for net in (loaded, model):
-        for residual, remainder in zip(first_residuals(net), expected, strict=True):
-            assert remainder.count_nonzero() > 0
-            assert torch.equal(residual, remainder)
+        for index, (residual, remainder) in enumerate(
+            zip(first_residuals(net), expected, strict=True)
+        ):
+            assert remainder.count_nonzero() > 0, index
+            assert torch.equal(residual, remainder), index
     assert not any("remainder" in name for name in model.state_dict())
     assert model.state_dict(keep_vars=True)["lm_head.weight"] is model.lm_head.weight
     model = stored(keep_remainder=True)
@@ -390,11 +393,11 @@ def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign, scale) -> N
         p.data *= scale
     model = stored(headroom=8.0, seed=4)
     model.load_state_dict(through_disk(floats.state_dict()), assign=assign)
-    expected = quantize_model(floats, "E4M3", "fp8", headroom=8.0, seed=4)
-    for a, b in zip(layers(model), layers(expected), strict=True):
-        assert same_store(a.weight, b.weight)
+    expected = quantize_model(floats, "E4M3", "codes", headroom=8.0, seed=4)
+    for index, (a, b) in enumerate(zip(layers(model), layers(expected), strict=True)):
+        assert same_store(a.weight, b.weight), index
         assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (
             fm.FP8Parameter,
             b.weight.seed,
             True,
-        )
+        ), index

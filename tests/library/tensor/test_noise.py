@@ -188,7 +188,7 @@ def loaded(p):
 
 
 def exported(p):
-    return fm.unflatten_state_dict(torch.nn.ParameterList([p]).state_dict())["0"]
+    return fm.files.unflatten(torch.nn.ParameterList([p]).state_dict())["0"]
 
 
 SAME_DRAWS = {
@@ -234,7 +234,7 @@ def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot) -> None:
 def quantized(rounding) -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
-    return fm.quantize_model(model, "E4M3", "fp8", rounding=rounding)
+    return fm.quantize_model(model, "E4M3", "codes", rounding=rounding)
 
 
 both_kinds = pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_an_average_of_bfloat16_or_codes_is_in_float32(kind) -> None:
                 p.copy_(normal(*p.shape, seed=10 * count + seed))
             mean += (values_of(p).float() - mean) / (count + 1)
         average.update_parameters(model)
-    for averaged, mean in zip(average.module.parameters(), means, strict=True):
-        assert (averaged.dtype, type(averaged)) == (torch.float32, torch.nn.Parameter)
-        assert torch.equal(averaged, mean)
-        assert not torch.equal(averaged, averaged.bfloat16().float())
+    for index, (averaged, mean) in enumerate(zip(average.module.parameters(), means, strict=True)):
+        assert (averaged.dtype, type(averaged)) == (torch.float32, torch.nn.Parameter), index
+        assert torch.equal(averaged, mean), index
+        assert not torch.equal(averaged, averaged.bfloat16().float()), index
 
 
 def values_of(p: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ SPECS = {
 
 @both_kinds
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 def test_an_average_is_the_plain_average(storage, spec, options) -> None:
     """It has the bits of torch's average of the same values in floats.
 
@@ -345,7 +345,7 @@ def test_an_average_is_the_plain_average(storage, spec, options) -> None:
     assert not torch.equal(average.module.first.weight, model.first.weight)
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "codes"])
 def test_an_average_of_transposed_weights(storage) -> None:
     """GPT-2 has such weights; square ones could be averaged transposed unnoticed."""
     from transformers import pytorch_utils as layers
@@ -357,8 +357,8 @@ def test_an_average_of_transposed_weights(storage) -> None:
     average = fm.averaged_model(model)
     for _ in range(2):
         average.update_parameters(model)
-    for averaged, layer in zip(average.module, model, strict=True):
-        assert torch.equal(averaged.weight, values_of(layer.weight).t())
+    for index, (averaged, layer) in enumerate(zip(average.module, model, strict=True)):
+        assert torch.equal(averaged.weight, values_of(layer.weight).t()), index
 
 
 def in_place(average: Tensor, weight: Tensor) -> None:
@@ -402,6 +402,20 @@ def test_a_running_average_in_codes_warns_once(copy_of, update) -> None:
             update(average, weight.detach())
     assert [warning.category for warning in caught] == [fm.RepeatedRoundingWarning]
     assert "averaged_model" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("copy_of", COPIES.values(), ids=COPIES)
+def test_a_running_average_that_begins_after_a_step_warns(copy_of) -> None:
+    weight = fm.FP8Parameter(normal(4, 32, seed=1), "E4M3", seed=1)
+    weight.grad = torch.ones(4, 32)
+    fm.optim.StiffnessAdamW([weight]).step()
+    weight.grad = None
+    average = copy_of(weight)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            in_place(average, weight.detach())
+    assert [warning.category for warning in caught] == [fm.RepeatedRoundingWarning]
 
 
 @pytest.mark.extra("diffusers")
@@ -449,7 +463,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("copied", ["itself", "deepcopy", "moved"])
 def test_a_weight_that_is_trained_does_not_warn(copied, kind) -> None:
-    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "fp8", seed=1)
+    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "codes", seed=1)
     layer = copy.deepcopy(layer) if copied == "deepcopy" else layer
     layer = layer.bfloat16().float() if copied == "moved" else layer
     optimizer = OPTIMIZERS[kind](layer.parameters())
@@ -486,7 +500,7 @@ def test_a_copy_is_a_plain_tensor_in_float(copy_of, dtype) -> None:
 @pytest.mark.parametrize("moved", ["itself", "deepcopy", "to", "pickle", "state"])
 def test_a_parameter_in_codes_stays_one_in_float(moved, tmp_path) -> None:
     """However it was moved: `Module.float` treats a copy as it treats the original."""
-    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "fp8", seed=1)
+    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", "codes", seed=1)
     if moved == "deepcopy":
         layer = copy.deepcopy(layer.bfloat16())
     elif moved == "to":

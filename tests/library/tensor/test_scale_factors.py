@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8manifold as fm
 from fp8manifold import reference
+from fp8manifold._doors.exchange import layout_state_dict
 from fp8manifold._native import _arrays
-from fp8manifold.exchange import exported_state_dict
 
 every_granularity = pytest.mark.parametrize(
     "granularity", ["tensor", "channel", "row", "block", "square"]
@@ -179,7 +179,7 @@ def layers(granularity, seed, **options):
     kinds = {"*": fm.LayerSpec("E4M3", granularity=granularity)}
     if granularity == "block":
         kinds["2"] = fm.LayerSpec("E4M3")
-    return fm.quantize_model(net, kinds, "fp8", seed=seed, **options)
+    return fm.quantize_model(net, kinds, "codes", seed=seed, **options)
 
 
 def loaded_twin(net, granularity):
@@ -213,7 +213,7 @@ def test_layers_are_saved_and_read_again(make_twin, granularity) -> None:
 def test_weights_are_saved_and_read_again(granularity) -> None:
     net = with_factors(layers(granularity, 1))
     state = net.state_dict()
-    assert same_store(fm.unflatten_state_dict(state)["0.weight"], net[0].weight)
+    assert same_store(fm.files.unflatten(state)["0.weight"], net[0].weight)
     assert same_store(through_disk({"w": net[0].weight.detach()})["w"], net[0].weight)
 
 
@@ -275,7 +275,7 @@ def test_what_was_exported_is_read_again(granularity, layout) -> None:
     layout = "fp8" if granularity == "square" else layout
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     loaded = layers(granularity, 2)
-    loaded.load_state_dict(exported_state_dict(net, layout)[0])
+    loaded.load_state_dict(layout_state_dict(net, layout)[0])
     assert torch.equal(loaded(x), net(x))
 
 
@@ -285,9 +285,9 @@ def test_master_weights_in_half_precision_are_exported(granularity, dtype) -> No
     layer = fm.QuantizedLinear(
         nn.Linear(64, 4).to(dtype), fm.LayerSpec("E4M3", granularity=granularity), "master"
     )
-    assert exported_state_dict(
-        layer, "torchao" if granularity == "tensor" else "compressed-tensors"
-    )[0]
+    assert layout_state_dict(layer, "torchao" if granularity == "tensor" else "compressed-tensors")[
+        0
+    ]
 
 
 @pytest.mark.usefixtures("cpp_compiler")
@@ -313,7 +313,7 @@ def test_products_of_codes_take_the_scales_that_there_are(products) -> None:
     fmt = "E4M3" if products == "fp8" else "E1M6"
     net = with_factors(
         fm.quantize_model(
-            nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "fp8"
+            nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "codes"
         )
     )
     x = normal(5, 64).requires_grad_()

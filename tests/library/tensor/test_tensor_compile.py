@@ -123,7 +123,7 @@ def test_the_compiled_backward_keeps_codes(backend) -> None:
 
 @pytest.mark.parametrize("case", ["trained", "frozen", "autocast"])
 def test_a_compiled_layer_keeps_codes(case) -> None:
-    layer = fm.QuantizedLinear(nn.Linear(32, 48), fm.LayerSpec("E4M3"), "fp8")
+    layer = fm.QuantizedLinear(nn.Linear(32, 48), fm.LayerSpec("E4M3"), "codes")
     layer.weight.requires_grad_(case != "frozen")
 
     def call(x: Tensor) -> Tensor:

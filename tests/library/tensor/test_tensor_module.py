@@ -68,7 +68,7 @@ def test_a_copy_is_the_same_and_apart(make, granularity, kind) -> None:
     )
     assert torch.equal(q.remainder, p.remainder)
     for part in ("codes", "scale", "counter", "remainder"):
-        assert getattr(p, part).data_ptr() != getattr(q, part).data_ptr()
+        assert getattr(p, part).data_ptr() != getattr(q, part).data_ptr(), part
     with torch.no_grad():
         q.neg_()
     assert not torch.equal(p.codes, q.codes)
@@ -103,9 +103,11 @@ def test_floats_are_rounded_at_the_scale_that_is_there() -> None:
         layer.weight = nn.Parameter(normal(*layer.weight.shape, seed=7, std=0.1))
     scales = [p.scale.clone() for p in net.stored]
     net.load_state_dict(through_disk(floats.state_dict()))
-    for p, scale, layer in zip(net.stored, scales, (floats.first, floats.second), strict=True):
-        assert torch.equal(p.scale, scale)
-        assert torch.equal(p.codes, fm.encode(layer.weight.detach() / scale, "E4M3"))
+    for index, (p, scale, layer) in enumerate(
+        zip(net.stored, scales, (floats.first, floats.second), strict=True)
+    ):
+        assert torch.equal(p.scale, scale), index
+        assert torch.equal(p.codes, fm.encode(layer.weight.detach() / scale, "E4M3")), index
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -117,14 +119,16 @@ def test_moving_a_module_keeps_class_and_codes(swap) -> None:
     try:
         for dtype in (torch.bfloat16, torch.float32):
             net.to(dtype)
-            assert [id(p) for p in net.stored] == identities
+            assert [id(p) for p in net.stored] == identities, dtype
             assert all(
                 type(p) is fm.FP8Parameter and p.dtype == dtype and p.requires_grad
                 for p in net.stored
+            ), dtype
+            assert all(p.grad.dtype == dtype for p in net.stored if p.grad is not None), dtype
+            assert all(torch.equal(p.codes, c) for p, c in zip(net.stored, codes, strict=True)), (
+                dtype
             )
-            assert all(p.grad.dtype == dtype for p in net.stored if p.grad is not None)
-            assert all(torch.equal(p.codes, c) for p, c in zip(net.stored, codes, strict=True))
-            assert net(INPUT.to(dtype)).dtype == dtype
+            assert net(INPUT.to(dtype)).dtype == dtype, dtype
         net.to("meta")
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
@@ -192,7 +196,7 @@ def test_geoopts_methods() -> None:
 
 def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
     """Nothing of the layer is changed then; after the backward pass it can be moved."""
-    layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8")[0]
+    layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="codes")[0]
     loss = layer(torch.ones(2, 8)).sum()
     with pytest.raises(RuntimeError, match="while a graph or a weak reference holds its weight"):
         layer.to(torch.bfloat16)
@@ -229,14 +233,14 @@ def test_an_exported_program_can_be_decomposed_unless_it_trains() -> None:
 def test_fake_tensors_are_quantized(granularity) -> None:
     spec = fm.LayerSpec(fm.OperandSpec("E2M1", granularity=granularity))
     with FakeTensorMode():
-        model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+        model = fm.quantize_model(nn.Linear(64, 4), spec, "codes", keep_remainder=True)
         model(torch.ones(3, 64)).sum().backward()
-    real_model = fm.quantize_model(nn.Linear(64, 4), spec, "fp8", keep_remainder=True)
+    real_model = fm.quantize_model(nn.Linear(64, 4), spec, "codes", keep_remainder=True)
     assert type(model.weight) is fm.FP8Parameter
     for name in ("codes", "scale", "counter", "remainder"):
         fake = getattr(model.weight, name)
         real = getattr(real_model.weight, name)
-        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype), name
     assert model.weight.grad.shape == (4, 64)
 
 
@@ -249,7 +253,7 @@ def test_fake_master_weights_are_quantized(policy) -> None:
 
 
 def test_fake_weights_on_a_grid_are_refused() -> None:
-    message = "take storage='fp8', or quantise a model"
+    message = "take storage='codes', or quantise a model"
     with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
         fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
 

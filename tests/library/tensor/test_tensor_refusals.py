@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fp8manifold as fm
 
-WAYS = "use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
+WAYS = "use DistributedDataParallel, or storage='codes' or 'master' with fully_shard"
 STATE = r"use its module's state_dict\(\)"
 
 
@@ -74,7 +74,7 @@ def test_parts_can_be_sent() -> None:
     p = parameter()
     for part in (p.codes, p.scale, p.counter):
         dist.broadcast(part, 0)
-    model = fm.quantize_model(nn.Sequential(nn.Linear(64, 4, bias=False)), "E4M3", "fp8")
+    model = fm.quantize_model(nn.Sequential(nn.Linear(64, 4, bias=False)), "E4M3", "codes")
     original = copy.deepcopy(model[0].weight)
     nn.parallel.DistributedDataParallel(model)  # sends a single parameter flat when it starts
     assert same_store(model[0].weight, original)
@@ -114,8 +114,8 @@ without_torch_warnings = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("wrap", ["flat", "replicated"])
 @without_torch_warnings
 def test_a_layer_does_not_run_with_floats_in_place_of_its_codes(wrap) -> None:
-    model = WRAPS[wrap](layer("fp8"))
-    with pytest.raises(RuntimeError, match=rf"storage='fp8' is no longer in codes.*{WAYS}"):
+    model = WRAPS[wrap](layer("codes"))
+    with pytest.raises(RuntimeError, match=rf"storage='codes' is no longer in codes.*{WAYS}"):
         model(normal(8, 64))
 
 
@@ -127,12 +127,12 @@ def distributed_rows(model):
 @without_torch_warnings
 def test_codes_are_not_cut_by_others(wrap) -> None:
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        wrap(layer("fp8"))
+        wrap(layer("codes"))
 
 
 @without_torch_warnings
 def test_an_optimizer_steps_no_rows_without_their_scales() -> None:
-    parameter = nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))
+    parameter = nn.Parameter(DTensor.from_local(layer("codes")[0].weight, mesh()))
     with pytest.raises(ValueError, match="became a DTensor without its scales"):
         fm.optim.StiffnessAdamW([parameter], lr=0.1)
 
@@ -174,7 +174,7 @@ def test_processes_share_the_parts() -> None:
     assert child.exitcode == 0
     assert not p.any()
     assert p[0].share_memory_().is_shared()
-    model = layer("fp8").share_memory()
+    model = layer("codes").share_memory()
     assert model[0].weight.is_shared()
     assert type(model[0].weight) is fm.FP8Parameter
 
@@ -205,7 +205,7 @@ def test_memory_for_dlpack_is_refused() -> None:
 def test_other_libraries_write_the_state_and_not_the_tensor(tmp_path) -> None:
     with pytest.raises(RuntimeError, match=STATE):
         safetensors.save_file({"w": parameter().detach()}, tmp_path / "a")
-    saved, loaded = layer("fp8"), layer("fp8")
+    saved, loaded = layer("codes"), layer("codes")
     with torch.no_grad():
         saved[0].weight.mul_(0.5)
     safetensors.save_model(saved, str(tmp_path / "b"))

@@ -2,7 +2,7 @@
 
 ::
 
-    QuantizedLinear --_exported_weights--> _ExportedWeight: codes, scales, format
+    QuantizedLinear --exported_weights--> ExportedWeight: codes, scales, format
                                                |  per layout
         compressed-tensors    weight (float8_e4m3fn), weight_scale
         fp8 (DeepSeek's)      weight (float8_e4m3fn), weight_scale_inv
@@ -16,22 +16,24 @@ Nothing is rounded: the tensors share the model's memory.
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, import_optional
 from fp8manifold._base.wrappers import plain_name, unwrapped
+from fp8manifold._doors.float_files import files_of_tensors, write_shards
+from fp8manifold._doors.grids import Decoded
 from fp8manifold._encoded.dispatch import FLOAT8, float8_format
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
 from fp8manifold._published.replace_files import INDEX, WEIGHTS_FILE, replacing
-from fp8manifold._ranks import share_of
+from fp8manifold._ranks import local_of, share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
 from fp8manifold.nn._carried import in_place_parameters, parameter_names, turned_names
@@ -41,13 +43,11 @@ from fp8manifold.nn._selection import computation, is_linear
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
-
 ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
 ExportedActivations = Literal["float", "E4M3"]
 
 
-class _Layout(StrEnum):
+class ExportLayout(StrEnum):
     """Whose layout is written; the option ``layout`` is the plain word."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
@@ -57,14 +57,14 @@ class _Layout(StrEnum):
 
 
 _FORMATS_BY_LAYOUT: Final = {
-    _Layout.COMPRESSED_TENSORS: ("E4M3",),
-    _Layout.FP8: ("E4M3",),
-    _Layout.TORCHAO: tuple(fmt.name for fmt in FLOAT8),
+    ExportLayout.COMPRESSED_TENSORS: ("E4M3",),
+    ExportLayout.FP8: ("E4M3",),
+    ExportLayout.TORCHAO: tuple(fmt.name for fmt in FLOAT8),
 }
 """The formats of weights that each layout describes."""
 
 
-class _ScaleSharing(StrEnum):
+class ScaleSharing(StrEnum):
     """The weights that share a scale."""
 
     TENSOR = "tensor"
@@ -77,11 +77,11 @@ class _ScaleSharing(StrEnum):
     SQUARE = "square"
 
 
-_STRATEGIES: Final[dict[_ScaleSharing, dict[str, Any]]] = {
-    _ScaleSharing.TENSOR: {"strategy": "tensor"},
-    _ScaleSharing.CHANNEL: {"strategy": "channel"},
-    _ScaleSharing.GROUP: {"strategy": "group", "group_size": BLOCK_SIZE},
-    _ScaleSharing.BLOCK: {
+_STRATEGIES: Final[dict[ScaleSharing, dict[str, Any]]] = {
+    ScaleSharing.TENSOR: {"strategy": "tensor"},
+    ScaleSharing.CHANNEL: {"strategy": "channel"},
+    ScaleSharing.GROUP: {"strategy": "group", "group_size": BLOCK_SIZE},
+    ScaleSharing.BLOCK: {
         "strategy": "group",
         "group_size": BLOCK_SIZE,
         "scale_dtype": "torch.uint8",
@@ -89,8 +89,8 @@ _STRATEGIES: Final[dict[_ScaleSharing, dict[str, Any]]] = {
 }
 """What compressed-tensors calls the weights that share a scale."""
 _INPUT_STRATEGIES: Final = _STRATEGIES | {
-    _ScaleSharing.TENSOR: {"strategy": "token"},
-    _ScaleSharing.CHANNEL: {"strategy": "token"},
+    ScaleSharing.TENSOR: {"strategy": "token"},
+    ScaleSharing.CHANNEL: {"strategy": "token"},
 }
 """The same of a layer's inputs, which a server rounds as they come.
 
@@ -109,7 +109,7 @@ _MX_GROUP: Final = "mxfp8-quantized"
 _MIXED_GROUPS: Final = "mixed-precision"
 
 
-def exported_state_dict(
+def layout_state_dict(
     model: nn.Module,
     layout: ExchangeLayout = "compressed-tensors",
     *,
@@ -130,11 +130,11 @@ def exported_state_dict(
       layout of DeepSeek-V3, of a model quantised with ``granularity="square"``.
 
     Only weights are described. The values that the other library decodes are
-    :meth:`QuantizedLinear.quantized_weight` to the bit, in float32, and in bfloat16
+    :meth:`fp8manifold.QuantizedLinear.quantized_weight` to the bit, in float32, and in bfloat16
     where scales are powers of two. NaN and -0 are preserved.
 
     Args:
-        model: of :func:`quantize_model`; other parameters in codes than weights of
+        model: of :func:`fp8manifold.quantize_model`; other parameters in codes than weights of
             linear layers are written as floats.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``,
             which takes E4M3, E5M2, E4M3FNUZ and E5M2FNUZ. Squares of 128 x 128 are
@@ -164,32 +164,48 @@ def exported_state_dict(
 
     Example:
         >>> from fp8manifold import quantize_model
-        >>> model = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", storage="fp8")
-        >>> tensors, config = exported_state_dict(model)
+        >>> model = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", storage="codes")
+        >>> tensors, config = layout_state_dict(model)
         >>> tensors["0.weight"].dtype, tensors["0.weight_scale"].shape
         (torch.float8_e4m3fn, torch.Size([2, 1]))
 
     Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP MX Formats 1.0;
     DeepSeek-V3 (arXiv 2412.19437).
     """
+    tensors, config = _tensors_in_layout(model, layout, activations)
+    return _made_whole(tensors), config
+
+
+def _made_whole(tensors: Mapping[str, Tensor | Decoded]) -> dict[str, Tensor]:
+    """Return tensors with all floats of codes made."""
+    return {
+        name: value if isinstance(value, Tensor) else value.to_write.whole()
+        for name, value in tensors.items()
+    }
+
+
+def _tensors_in_layout(
+    model: nn.Module, layout: str, activations: str
+) -> tuple[dict[str, Tensor | Decoded], dict[str, Any]]:
+    """Return what :func:`layout_state_dict` does, with floats of codes yet to be made."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("layout", layout, [known.value for known in _Layout])
+    check_choice("layout", layout, [known.value for known in ExportLayout])
     check_choice("activations", activations, get_args(ExportedActivations))
-    kind = _Layout(layout)
-    if activations != "float" and kind is not _Layout.COMPRESSED_TENSORS:
+    kind = ExportLayout(layout)
+    if activations != "float" and kind is not ExportLayout.COMPRESSED_TENSORS:
         raise ValueError(
             f"activations={activations!r} goes with layout='compressed-tensors', not with "
             f"{layout!r}"
         )
     model = unwrapped(model)
-    _check_no_adapters(model)
-    weights = {weight.name: weight for weight in _exported_weights(model, kind)}
+    check_no_adapters(model)
+    weights = {weight.name: weight for weight in exported_weights(model, kind)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
-    if kind is _Layout.FP8:
+    if kind is ExportLayout.FP8:
         _warn_of_partial_squares(weights.values())
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Decoded] = {}
     missing = dict(weights)
     for name, value in _computed_state(model):
         weight = missing.pop(name, None)
@@ -199,17 +215,10 @@ def exported_state_dict(
             f"the model's state_dict has no tensor {next(iter(missing))!r}, a quantised weight: a "
             "hook of the model has renamed it or left it out; remove the hook to export the model"
         )
-    linears = (plain_name(name) for name, module in model.named_modules() if is_linear(module))
-    ignored = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
-    if kind is _Layout.FP8:
-        # Its readers know linear layers, and experts by their name.
-        owners = {plain_name(name).rpartition(".")[0] for name in in_place_parameters(model)}
-        ignored += sorted(owners - {*ignored, ""})
-    are_inputs_rounded = activations != "float"
-    return tensors, _CONFIGS[kind](list(weights.values()), ignored, are_inputs_rounded)
+    return tensors, settings_of(model, kind, list(weights.values()), activations)
 
 
-def export_model(
+def save_in_layout(
     model: Any,
     folder: str | Path,
     layout: ExchangeLayout = "compressed-tensors",
@@ -219,53 +228,46 @@ def export_model(
     """Write a model of transformers to a folder that another library reads.
 
     ``from_pretrained`` reads it with that library. The folder has the tensors of
-    :func:`exported_state_dict` as safetensors, and a ``config.json`` that describes
+    :func:`layout_state_dict` as safetensors, and a ``config.json`` that describes
     them. The model does not change. Save the tokenizer separately
     (``tokenizer.save_pretrained(folder)``).
 
     Args:
-        model: of transformers, and of :func:`quantize_model`.
+        model: of transformers, and of :func:`fp8manifold.quantize_model`.
         folder: as of ``save_pretrained``; of an earlier save, the weights that would be
             read instead of the new ones are removed.
-        layout: as in :func:`exported_state_dict`.
+        layout: as in :func:`layout_state_dict`.
         activations: as there.
 
     Raises:
         ImportError: transformers or torchao is missing.
         TypeError, ValueError: a model that is not of transformers; as
-            :func:`exported_state_dict`.
-
-    Example:
-        >>> model = AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
-        >>> quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
-        >>> export_model(model, "my_model-fp8")  # doctest: +SKIP
-        >>> export_model(nn.Linear(4, 2), "my_model-fp8")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        TypeError: model is a Linear, not a transformers model: save the tensors of ...
+            :func:`layout_state_dict`.
     """
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module):
-        _check_no_adapters(model)
+        check_no_adapters(model)
     if not is_transformers_model(model):
         raise TypeError(
             f"model is a {type(model).__name__}, not a transformers model: save the tensors of "
-            "exported_state_dict with safetensors.torch.save_file"
+            "fm.files.layout_state_dict with safetensors.torch.save_file"
         )
-    quantizers = import_optional("transformers.quantizers.base", "hf", "export_model")
-    tensors, config = exported_state_dict(model, layout, activations=activations)
+    quantizers = import_optional("transformers.quantizers.base", "hf", "save")
+    tensors, config = _tensors_in_layout(model, layout, activations)
     metadata: dict[str, str] = {}
-    if _Layout(layout) is _Layout.TORCHAO:
-        support = import_optional(
-            "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
-        )
-        tensors, metadata = support.flatten_tensor_state_dict(tensors)
-    # What save_pretrained asks a quantiser for: here, the tensors to write. The base
-    # class is known only once transformers is imported.
+    if ExportLayout(layout) is ExportLayout.TORCHAO:
+        tensors, metadata = _flattened(tensors)
+    to_write = files_of_tensors(model, tensors, {})
+    by_transformers: dict[str, Tensor] = {}
+    if to_write is None:
+        by_transformers = _made_whole(tensors)
+    # What save_pretrained asks a quantiser for: here, the tensors that it writes. The
+    # base class is known only once transformers is imported.
     methods = {
         "__init__": lambda self: None,
         "is_serializable": lambda self, *_: True,
         "is_trainable": False,
-        "get_state_dict_and_metadata": lambda self, *_: (dict(tensors), metadata),
+        "get_state_dict_and_metadata": lambda self, *_: (by_transformers, dict(metadata)),
     }
     exporter = type("Exported", (quantizers.HfQuantizer,), methods)()
     before = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
@@ -277,15 +279,43 @@ def export_model(
             model.config.tie_word_embeddings = False
         with replacing(Path(folder)) as new_folder:
             model.save_pretrained(new_folder)
+            if to_write is not None:
+                write_shards(model, to_write, new_folder, {}, metadata)
+            _check_all_codes_written(new_folder, tensors)
     finally:
         vars(model).pop("hf_quantizer", None)
         vars(model).update(before)
-    _check_all_codes_written(Path(folder), tensors)
 
 
-def _check_all_codes_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _flattened(
+    tensors: Mapping[str, Tensor | Decoded],
+) -> tuple[dict[str, Tensor | Decoded], dict[str, str]]:
+    """Return tensors by the names that torchao gives them in files, and its metadata.
+
+    torchao copies what it flattens, so it is given one weight at a time, and the weight's
+    own memory is written.
+    """
+    support = import_optional(
+        "torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'"
+    )
+    flat: dict[str, Tensor | Decoded] = {}
+    metadata: dict[str, str] = {}
+    for name, value in tensors.items():
+        given = value
+        if isinstance(value, Decoded):
+            given = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        copies, metadata_of_one = support.flatten_tensor_state_dict({name: given})
+        metadata |= metadata_of_one
+        for key in copies:
+            part = key.rpartition("weight_")[2]
+            flat[key] = value if key == name else getattr(value, part)
+    metadata["tensor_names"] = json.dumps(list(tensors))
+    return flat, metadata
+
+
+def _check_all_codes_written(folder: Path, tensors: Mapping[str, Tensor | Decoded]) -> None:
     """Raise RuntimeError where transformers has left out codes, as its classes may."""
-    safetensors = import_optional("safetensors", "hf", "export_model")
+    safetensors = import_optional("safetensors", "hf", "save")
     wanted = sum(float8_format(tensor.dtype) is not None for tensor in tensors.values())
     index = folder / INDEX
     file_names = [WEIGHTS_FILE]
@@ -300,13 +330,13 @@ def _check_all_codes_written(folder: Path, tensors: Mapping[str, Tensor]) -> Non
         written += sum(dtype in _FLOAT8_NAMES for dtype in dtypes)
     if written < wanted:
         raise RuntimeError(
-            f"transformers wrote {written} of {wanted} weights in codes to {str(folder)!r}, as the "
-            "model's class leaves out tensors when it saves: leave their layers in float, or save "
-            "the tensors of exported_state_dict with safetensors.torch.save_file"
+            f"transformers writes {written} of {wanted} weights in codes, as the model's class "
+            "leaves out tensors when it saves, so nothing was saved: leave their layers in float, "
+            "or save the tensors of fm.files.layout_state_dict with safetensors.torch.save_file"
         )
 
 
-def _check_no_adapters(model: nn.Module) -> None:
+def check_no_adapters(model: nn.Module) -> None:
     """Raise ValueError for a model of PEFT's, or one with its modules inside.
 
     Their layers compute from two weights, which no layout describes.
@@ -338,8 +368,21 @@ def has_own_head(model: Any) -> bool:
     return head is not None and head.weight is not model.get_input_embeddings().weight
 
 
+class DescribedWeight(Protocol):
+    """What settings say of a quantised weight."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def format(self) -> FloatFormat: ...
+
+    @property
+    def sharing(self) -> ScaleSharing: ...
+
+
 @dataclass(frozen=True)
-class _ExportedWeight:
+class ExportedWeight:
     """The codes of a quantised weight, and its scales.
 
     Scales have the shape (), (R, 1) or (R, C/32), or are of squares.
@@ -353,19 +396,19 @@ class _ExportedWeight:
     in_squares: bool = False
 
     @property
-    def sharing(self) -> _ScaleSharing:
+    def sharing(self) -> ScaleSharing:
         """What shares a scale."""
         if self.in_squares:
-            return _ScaleSharing.SQUARE
+            return ScaleSharing.SQUARE
         if not self.scale.dim():
-            return _ScaleSharing.TENSOR
+            return ScaleSharing.TENSOR
         if self.scale.shape[-1] == 1:
-            return _ScaleSharing.CHANNEL
-        return _ScaleSharing.BLOCK if are_powers_of_two(self.scale) else _ScaleSharing.GROUP
+            return ScaleSharing.CHANNEL
+        return ScaleSharing.BLOCK if are_powers_of_two(self.scale) else ScaleSharing.GROUP
 
 
 @torch.no_grad()
-def _exported_weights(model: nn.Module, layout: _Layout) -> Iterator[_ExportedWeight]:
+def exported_weights(model: nn.Module, layout: ExportLayout) -> Iterator[ExportedWeight]:
     """Yield the weights of quantised layers.
 
     Raises:
@@ -378,14 +421,29 @@ def _exported_weights(model: nn.Module, layout: _Layout) -> Iterator[_ExportedWe
 
 
 def _exported_weight(
-    name: str, layer: QuantizedLinear, fmt: FloatFormat, layout: _Layout
-) -> _ExportedWeight:
+    name: str, layer: QuantizedLinear, fmt: FloatFormat, layout: ExportLayout
+) -> ExportedWeight:
+    check_exportable(name, layer, fmt, layout)
+    if share_of(layer.weight) is not None:
+        raise TypeError(f"layer {name!r} is sharded: export the model in one process")
+    weight = layer.weight
+    in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
+    if isinstance(weight, FP8Tensor):
+        codes, scale = weight.codes, weight.scale
+    else:
+        codes, scale = codes_of_floats(name, layer, fmt)
+    weight_name = f"{name}.weight".lstrip(".")
+    return ExportedWeight(weight_name, codes, scale.float(), fmt, weight.dtype, in_squares)
+
+
+def check_exportable(
+    name: str, layer: QuantizedLinear, fmt: FloatFormat, layout: ExportLayout
+) -> None:
+    """Raise ValueError for a layer that a layout can't describe."""
     option = f"layout={layout.value!r}"
     computed = computation(layer)
     if computed is not None:
         raise ValueError(f"layer {name!r} can't be exported: {computed}")
-    if share_of(layer.weight) is not None:
-        raise TypeError(f"layer {name!r} is sharded: export the model in one process")
     if isinstance(layer, QuantizedConv1D):
         raise ValueError(
             f"layer {name!r} is transformers' Conv1D, and {option} takes nn.Linear only"
@@ -395,31 +453,39 @@ def _exported_weight(
         raise ValueError(
             f"layer {name!r} is in {fmt.name}, and {option} takes one of {', '.join(allowed)}"
         )
-    weight = layer.weight
+    weight = local_of(layer.weight)
     in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
-    if in_squares and layout is not _Layout.FP8:
+    if in_squares and layout is not ExportLayout.FP8:
         raise ValueError(
             f"layer {name!r} has {_SQUARES}, and {option} takes {_NO_SQUARES}: {_TAKE_FP8}"
         )
-    if not in_squares and layout is _Layout.FP8:
+    if not in_squares and layout is ExportLayout.FP8:
         raise ValueError(
             f"layer {name!r} has {_NO_SQUARES}, and {option} takes {_SQUARES}: {_TAKE_SQUARES}"
         )
-    if isinstance(weight, FP8Tensor):
-        codes, scale = weight.codes, weight.scale
-    else:
-        codes, scale = _codes_of_floats(name, layer, fmt)
-    weight_name = f"{name}.weight".lstrip(".")
-    return _ExportedWeight(weight_name, codes, scale.float(), fmt, weight.dtype, in_squares)
 
 
-def _codes_of_floats(name: str, layer: QuantizedLinear, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
+def codes_of_floats(name: str, layer: QuantizedLinear, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
     """Return codes and scales of a layer whose weights are stored as floats."""
     codes = layer.weight_codes()
     decoded = (decode(codes, fmt) * layer.weight_scale()).to(layer.weight.dtype)
     if not torch.equal(decoded, layer.quantized_weight()):
         raise ValueError(f"layer {name!r} holds values that are not on the grid of {fmt.name}")
     return codes, _distinct_scales(layer.weight_scale(), layer)
+
+
+def settings_of(
+    model: nn.Module, layout: ExportLayout, weights: Sequence[DescribedWeight], activations: str
+) -> dict[str, Any]:
+    """Return ``quantization_config`` for these weights."""
+    names = {weight.name for weight in weights}
+    linears = (plain_name(name) for name, module in model.named_modules() if is_linear(module))
+    ignored = [name for name in linears if f"{name}.weight".lstrip(".") not in names]
+    if layout is ExportLayout.FP8:
+        # Its readers know linear layers, and experts by their name.
+        owners = {plain_name(name).rpartition(".")[0] for name in in_place_parameters(model)}
+        ignored += sorted(owners - {*ignored, ""})
+    return _CONFIGS[layout](weights, ignored, activations != "float")
 
 
 def _distinct_scales(scale: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -432,30 +498,36 @@ def _distinct_scales(scale: Tensor, layer: QuantizedLinear) -> Tensor:
     return scale[:, ::BLOCK_SIZE].contiguous() if scale.shape[-1] > 1 else scale
 
 
-def _computed_state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors that the model computes with, by name.
+def _computed_state(model: nn.Module) -> Iterator[tuple[str, Tensor | Decoded]]:
+    """Yield the tensors that the model computes with, by name; codes as floats to come."""
+    in_codes = {plain_name(name): value for name, value in in_place_parameters(model).items()}
+    turned = {plain_name(name) for name in turned_names(model)}
+    state = {plain_name(name): value for name, value in model.state_dict().items()}
+    for name in computed_names(model, state):
+        if name in in_codes:
+            yield name, Decoded(in_codes[name], in_codes[name].dtype, name in turned)
+        else:
+            yield name, state[name].mT.contiguous() if name in turned else state[name]
+
+
+def computed_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return those of the names of a model's tensors that it computes with.
 
     Tied ones are there once, and nothing is that only training needs.
     """
-    in_codes = {plain_name(name): value for name, value in in_place_parameters(model).items()}
-    turned = {plain_name(name) for name in turned_names(model)}
+    in_codes = {plain_name(name) for name in in_place_parameters(model)}
     omitted: set[str] = set()
     for wrapped_names in parameter_names(model).values():
-        names = [plain_name(name) for name in wrapped_names]
-        omitted.update(names[1:])
-        if names[0] in in_codes:
-            omitted.update(name + suffix for name in names for suffix in PARTS[1:])
+        plain_names = [plain_name(name) for name in wrapped_names]
+        omitted.update(plain_names[1:])
+        if plain_names[0] in in_codes:
+            omitted.update(name + suffix for name in plain_names for suffix in PARTS[1:])
     layers = {
         f"{plain_name(name)}.".lstrip("."): module
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     }
-    for wrapped_name, value in model.state_dict().items():
-        name = plain_name(wrapped_name)
-        if name in omitted or _is_for_training(name, layers):
-            continue
-        floats = in_codes[name].dequantize() if name in in_codes else value
-        yield name, floats.mT.contiguous() if name in turned else floats
+    return [name for name in names if name not in omitted and not _is_for_training(name, layers)]
 
 
 def _is_for_training(name: str, layers: Mapping[str, QuantizedLinear]) -> bool:
@@ -473,21 +545,21 @@ def _is_for_training(name: str, layers: Mapping[str, QuantizedLinear]) -> bool:
 # Layouts: the tensors of a weight, and the settings of all.
 
 
-def _compressed_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
+def _compressed_tensors(weight: ExportedWeight) -> dict[str, Tensor]:
     scale = weight.scale
-    if weight.sharing is _ScaleSharing.TENSOR:
+    if weight.sharing is ScaleSharing.TENSOR:
         scale = scale.reshape(1)
-    elif weight.sharing is _ScaleSharing.BLOCK:
+    elif weight.sharing is ScaleSharing.BLOCK:
         scale = as_kept(scale, blocks=True)
     scale_name = f"{weight.name}_scale_inv" if weight.in_squares else f"{weight.name}_scale"
     return {weight.name: weight.codes.view(FLOAT8[weight.format]), scale_name: scale}
 
 
 def _compressed_config(
-    weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
+    weights: Sequence[DescribedWeight], ignored: list[str], are_inputs_rounded: bool
 ) -> dict[str, Any]:
     """Return settings with a group for each way in which weights share scales."""
-    layers_by_sharing: dict[_ScaleSharing, list[str]] = {}
+    layers_by_sharing: dict[ScaleSharing, list[str]] = {}
     for sharing in _STRATEGIES:
         layers = [w.name.rpartition(".")[0] for w in weights if w.sharing is sharing]
         if layers:
@@ -498,7 +570,7 @@ def _compressed_config(
         inputs = {**number, "dynamic": True, **_INPUT_STRATEGIES[sharing]}
         groups[f"group_{index}"] = {
             "targets": ["Linear"] if len(layers_by_sharing) == 1 else layers,
-            "format": _MX_GROUP if sharing is _ScaleSharing.BLOCK else _FLOAT_GROUP,
+            "format": _MX_GROUP if sharing is ScaleSharing.BLOCK else _FLOAT_GROUP,
             "input_activations": inputs if are_inputs_rounded else None,
             "output_activations": None,
             "weights": {**number, "dynamic": False, **_STRATEGIES[sharing]},
@@ -513,7 +585,7 @@ def _compressed_config(
     }
 
 
-def _warn_of_partial_squares(weights: Iterable[_ExportedWeight]) -> None:
+def _warn_of_partial_squares(weights: Iterable[ExportedWeight]) -> None:
     partial = []
     for weight in weights:
         sizes = weight.codes.shape
@@ -532,7 +604,7 @@ def _warn_of_partial_squares(weights: Iterable[_ExportedWeight]) -> None:
 
 
 def _squares_config(
-    weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
+    weights: Sequence[DescribedWeight], ignored: list[str], are_inputs_rounded: bool
 ) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
@@ -542,11 +614,11 @@ def _squares_config(
     }
 
 
-def _float8_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
+def _float8_tensors(weight: ExportedWeight) -> dict[str, Tensor]:
     rows, columns = weight.codes.shape
-    if weight.sharing is _ScaleSharing.TENSOR:
+    if weight.sharing is ScaleSharing.TENSOR:
         block_size, scale = [rows, columns], weight.scale.reshape(1, 1)
-    elif weight.sharing is _ScaleSharing.CHANNEL:
+    elif weight.sharing is ScaleSharing.CHANNEL:
         block_size, scale = [1, columns], weight.scale
     else:
         block_size, scale = [1, BLOCK_SIZE], weight.scale
@@ -557,7 +629,7 @@ def _float8_tensors(weight: _ExportedWeight) -> dict[str, Tensor]:
 
 
 def _torchao_config(
-    weights: list[_ExportedWeight], ignored: list[str], are_inputs_rounded: bool
+    weights: Sequence[DescribedWeight], ignored: list[str], are_inputs_rounded: bool
 ) -> dict[str, Any]:
     torchao = import_optional("torchao.quantization", "torchao", "layout='torchao'")
     config = import_optional("torchao.core.config", "torchao", "layout='torchao'")
@@ -570,12 +642,12 @@ def _torchao_config(
 
 
 _TENSORS: Final = {
-    _Layout.COMPRESSED_TENSORS: _compressed_tensors,
-    _Layout.TORCHAO: _float8_tensors,
-    _Layout.FP8: _compressed_tensors,
+    ExportLayout.COMPRESSED_TENSORS: _compressed_tensors,
+    ExportLayout.TORCHAO: _float8_tensors,
+    ExportLayout.FP8: _compressed_tensors,
 }
 _CONFIGS: Final = {
-    _Layout.COMPRESSED_TENSORS: _compressed_config,
-    _Layout.TORCHAO: _torchao_config,
-    _Layout.FP8: _squares_config,
+    ExportLayout.COMPRESSED_TENSORS: _compressed_config,
+    ExportLayout.TORCHAO: _torchao_config,
+    ExportLayout.FP8: _squares_config,
 }

@@ -2,13 +2,13 @@
 
 ::
 
-    load_fp8    files --headers--> Layout: which tensors are codes, scales, floats
+    reading     files --headers--> FolderLayout: which tensors are codes, scales, floats
                 transformers makes the model without values, and calls
                     _CodeReader.begin: codes become parameters, which are kept out of
                     the model meanwhile
                 transformers reads the floats
                 _CodeReader.finish puts the parameters in
-    save_fp8    Layout (from the model's settings) + model --> the same files
+    saving      FolderLayout (from the model's settings) + model --> the same files
                     weights in codes and floats: from the model
                     small tensors without a place in it: from its settings
                     all others: from the folder that was read
@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -29,32 +29,31 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, import_optional
+from fp8manifold._base.tensor_writer import ready, write_tensors
 from fp8manifold._base.wrappers import plain_name, unwrapped
+from fp8manifold._doors.quantizer import published_of, reading
 from fp8manifold._encoded.scaled import WriteRounding
 from fp8manifold._published import StoredWeight, written_parts
 from fp8manifold._published.layout import (
     GENERATION,
-    Layout,
+    FolderLayout,
     described,
     entries_of,
     is_ignored,
 )
 from fp8manifold._published.options import ReadOptions, sorted_options
-from fp8manifold._published.places import part_of, weight_of
+from fp8manifold._published.places import part_of, share_scale_, weight_of
 from fp8manifold._published.replace_files import INDEX, replacing
 from fp8manifold._ranks import share_of
-from fp8manifold.huggingface import published_of, reading
 from fp8manifold.nn._carried import turn
 from fp8manifold.nn._loading import put_codes
 from fp8manifold.nn._tensor_files import FileTensors, files_of
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 
-__all__ = ["load_fp8", "published_weights", "save_fp8"]
-
 LoadedActivations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
-_CALLER: Final = "load_fp8"
+_CALLER: Final = "load"
 _INPUT_SCALES: Final = ("input_scale", "activation_scale")
 _PEFT_ENTRIES: Final = frozenset({"base_layer", "original_module"})
 """Names under which PEFT's modules have the layer that they adapt or copy."""
@@ -62,7 +61,7 @@ _TRANSPOSED_SUFFIX: Final = "_blocks"
 """The end of the names of codes of gpt-oss's experts."""
 _DOWNLOADED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 """Files of a repository that are downloaded: weights, settings and a tokenizer's."""
-_DTYPES_IN_FILES: Final = {
+DTYPES_IN_FILES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -72,93 +71,6 @@ _DTYPES_IN_FILES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-def load_fp8(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    activations: LoadedActivations = "float",
-    rounding: WriteRounding = "stochastic",
-    draws: Draws = "independent",
-    seed: int = 0,
-    **options: Any,
-) -> Any:
-    r"""Read a published FP8 model into a model of transformers.
-
-    Its weights are codes that can be trained.
-
-    .. math:: w = s \cdot \operatorname{decode}(code)
-
-    Codes, formats and scales are those of the files, in the layouts of DeepSeek
-    (squares of 128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4. A
-    linear layer becomes a :class:`QuantizedLinear`. Experts and other weights become an
-    :class:`FP8Parameter` where they are, and floats stay float. :func:`save_fp8` writes
-    the model back, also after ``save_pretrained``. Reading takes the memory of the
-    codes and of one tensor.
-
-    Args:
-        folder: with ``*.safetensors`` and ``config.json``, or a model's name on the
-            Hub. The files are those that transformers reads: ``model.safetensors``,
-            else those of the index; without either, all.
-        dtype: of the floats, and the one that weights in codes appear in:
-            ``torch.bfloat16`` or ``torch.float32``.
-        device: where the weights go, one at a time.
-        activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at
-            the files' ``input_scale``.
-        rounding: of the weights, as in :func:`fp8manifold.quantize_model`.
-        draws: of the weights, as there.
-        seed: of the weights, as there.
-        **options: of transformers' ``from_pretrained``. ``subfolder``, ``revision``,
-            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` say
-            where the files are. ``attn_implementation``, ``experts_implementation``,
-            ``generation_config`` and those of kernels are passed on. Others are
-            settings of ``config.json`` (``attention_dropout=0.1``), which
-            :func:`save_fp8` does not write, or are refused.
-
-    Returns:
-        The model, of the class that ``config.json`` names, in evaluation mode.
-
-    NaN and -0 among the codes are preserved, and tensors without a place in the model
-    are written back as they were.
-
-    Raises:
-        ImportError, FileNotFoundError: transformers is missing; no such folder, or one
-            without weights or settings.
-        TypeError, ValueError: no weight in codes; an unsupported layout, dtype or
-            option; a tensor that the model or the files lack; scales that one parameter
-            can't hold where the model fuses weights; floats that ``dtype`` does not
-            hold exactly; ``activations="as stored"`` where no layer has an
-            ``input_scale``.
-
-    Example:
-        >>> import fp8manifold as fm
-        >>> model = fm.load_fp8("Qwen/Qwen3-8B-FP8")  # doctest: +SKIP
-        >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
-        >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: activations='e4m3' is unknown: one of float, as stored; did ...
-
-    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
-    Model-Optimizer; OCP MX Formats 1.0.
-    """
-    # before anything is downloaded
-    check_choice("activations", activations, _ACTIVATIONS)
-    check_int("seed", seed, 0, 2**31 - 1)
-    chosen = sorted_options(options, dtype, device)
-    source = local_source(folder, chosen.hub, chosen.subfolder)
-    is_local = Path(folder).is_dir()
-    name = str(Path(folder, chosen.subfolder) if is_local else folder)
-    return read_published(
-        source,
-        chosen,
-        name,
-        activations=activations,
-        rounding=rounding,
-        draws=draws,
-        seed=seed,
-    )
 
 
 def read_published(
@@ -171,14 +83,40 @@ def read_published(
     draws: Draws = "independent",
     seed: int = 0,
 ) -> Any:
-    """Read a published model from a local folder, as :func:`load_fp8` does.
+    r"""Read a published model from a local folder; its weights are codes.
 
-    ``name`` is what the model is called from then on.
+    .. math:: w = s \cdot \operatorname{decode}(code)
+
+    Codes, formats and scales are those of the files, in the layouts of DeepSeek
+    (squares of 128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4. A
+    linear layer becomes a :class:`QuantizedLinear`. Experts and other weights become an
+    :class:`FP8Parameter` where they are, and floats stay float. Reading takes the memory
+    of the codes and of one tensor.
+
+    Args:
+        source: the folder.
+        chosen: options of the reading.
+        name: what the model is called from then on.
+        activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at
+            the files' ``input_scale``.
+        rounding: of the weights, as in :func:`fp8manifold.quantize_model`.
+        draws: of the weights, as there.
+        seed: of the weights, as there.
+
+    Raises:
+        TypeError, ValueError: no weight in codes; an unsupported layout, dtype or
+            option; a tensor that the model or the files lack; scales that one parameter
+            can't hold where the model fuses weights; floats that the dtype does not
+            hold exactly; ``activations="as stored"`` where no layer has an
+            ``input_scale``.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project);
+    Model-Optimizer; OCP MX Formats 1.0.
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
     with closing(FileTensors(files_of(source))) as tensors:
-        layout = Layout(described(source, tensors))
+        layout = FolderLayout(described(source, tensors))
         if not layout.stored:
             raise ValueError(
                 f"{str(source)!r} has no weight in FP8 codes: read it with from_pretrained"
@@ -281,8 +219,14 @@ def _set_name(model: Any, name: str) -> None:
             module.name_or_path = name
 
 
-def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
-    r"""Write a model that :func:`load_fp8` read back in its published layout.
+def save_published(
+    model: Any,
+    folder: str | Path,
+    *,
+    source: str | Path | None = None,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    r"""Write a model back in the published layout that it was read in.
 
     A server loads it as it loads the original.
 
@@ -294,60 +238,46 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     written in its own dtype.
 
     Args:
-        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``,
-            also under ``torch.compile``, ``checkpoint_wrapper`` or ``DataParallel``. It
-            does not change, except that rows of a fused weight that share a scale in
+        model: also under ``torch.compile``, ``checkpoint_wrapper`` or ``DataParallel``.
+            It does not change, except that rows of a fused weight that share a scale in
             the file take their largest (:meth:`FP8Tensor.rescale_`).
         folder: made if it is not there; once all files have been written they replace
             those of the same names, and of an earlier save the weights that would be
             read instead.
-        source: the folder that was read, or its name on the Hub; by default where
-            :func:`load_fp8` found it.
-
-    NaN and -0 are preserved.
+        source: the folder that was read, or its name on the Hub; by default where it
+            was found.
+        write_more: writes other files of the save into the folder that it gets, once
+            the weights are written and before earlier files are replaced.
 
     Raises:
-        ImportError: safetensors is missing.
         FileNotFoundError: the folder that tensors without a place in the model are
             copied from is unknown or gone.
         TypeError, ValueError: a sharded model; one that does not say how it was
             published; a weight of another format; a tensor of the files that the model
             has lost (a layer that is gone, or is in a module of another name); a
-            parameter that the files have no place for (adapters of PEFT, which
-            ``merge_and_unload`` adds to the weights); an adapter or settings of other
+            parameter that the files have no place for; an adapter or settings of other
             codes in ``folder``.
 
     Warns:
         UserWarning: the tokenizer's or other files beside the weights that can't be
             copied.
-
-    Example:
-        >>> import fp8manifold as fm
-        >>> fm.save_fp8(fm.load_fp8("Qwen3-8B-FP8"), "same")  # doctest: +SKIP
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 8}
-        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
-        >>> fm.save_fp8(model, "trained")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: the model was not read by fm.load_fp8, or was decoded since, ...
     """
     base = base_of(model)
     published = published_of(base)
     if published is None:
         raise ValueError(
-            "the model was not read by fm.load_fp8, or was decoded since, and knows no FP8 layout "
-            "of files: use fm.export_model for codes, save_pretrained for floats"
+            "the model was not read from a published layout, or was decoded since: save it "
+            "without source=, in the layout that you give"
         )
-    layout = Layout(published)
+    layout = FolderLayout(published)
     refuse_adapters(base)
     layout.find(base)
     entries = entries_of(base)
-    _check_complete(model, base, layout, entries)
+    check_complete(model, base, layout, entries)
     source_name = published.get("source")
     source_folder = None if source_name is None else Path(source_name)
     if source is not None:
         source_folder = local_source(source, {})
-    save_file = import_optional("safetensors.torch", "hf", "save_fp8").save_file
     documents = dict(published["documents"])
     has_index = "index" in published
     file_of: dict[str, str] = {}
@@ -356,14 +286,15 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
     if has_index:
         names.append(INDEX)
     with (
-        closing(_CopiedTensors(layout, source_folder)) as copied,
+        closing(CopiedTensors(layout, source_folder)) as copied,
         replacing(Path(folder), names) as new_folder,
     ):
         for file, description in published["files"].items():
             tensors = _tensors_of_file(description["tensors"], layout, entries, copied)
             file_of |= dict.fromkeys(tensors, file)
             total_size += sum(tensor.nbytes for tensor in tensors.values())
-            save_file(tensors, new_folder / file, description["metadata"])
+            to_write = {name: ready(tensor) for name, tensor in tensors.items()}
+            write_tensors(new_folder / file, to_write, description["metadata"])
         if has_index:
             metadata = dict(published["index"])
             if "total_size" in metadata:
@@ -372,7 +303,9 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
             documents[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
         for name, text in documents.items():
             (new_folder / name).write_text(text, "utf-8")
-    _copy_others(published["others"], source_folder, Path(folder))
+        _copy_others(published["others"], source_folder, new_folder)
+        if write_more is not None:
+            write_more(new_folder)
 
 
 def base_of(model: Any) -> Any:
@@ -394,8 +327,8 @@ def refuse_adapters(model: nn.Module) -> None:
             )
 
 
-def _check_complete(
-    model: nn.Module, base: Any, layout: Layout, entries: Mapping[str, Tensor]
+def check_complete(
+    model: nn.Module, base: Any, layout: FolderLayout, entries: Mapping[str, Tensor]
 ) -> None:
     """Refuse a model whose tensors are not those of the files.
 
@@ -416,12 +349,12 @@ def _check_complete(
         raise ValueError(
             f"{lost[0]!r}, read from {layout.headers[lost[0]].file!r}, has no place in the model "
             f"any more{instead}: put its module back under the name that it had, or write the "
-            "model as it is with fm.export_model"
+            "model as it is with layout='floats'"
         )
     if without_place:
         raise ValueError(
             f"the model has {without_place[0]!r}, for which the files that it was read from have "
-            "no place: write it with fm.export_model"
+            "no place: save it with layout='floats'"
         )
 
 
@@ -439,9 +372,7 @@ def _copy_others(names: list[str], source: Path | None, folder: Path) -> None:
             stacklevel=3,
         )
     for name in present:
-        original = cast("Path", source) / name
-        if original.resolve() != (folder / name).resolve():
-            shutil.copyfile(original, folder / name)
+        shutil.copyfile(cast("Path", source) / name, folder / name)
 
 
 def _why_not_copied(source: Path | None) -> str:
@@ -452,13 +383,13 @@ def _why_not_copied(source: Path | None) -> str:
     return f"{reason}: give source=, the folder of the published model"
 
 
-def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
+def stored_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
     """Return the weights of a published model that are in codes.
 
     They are found by the headers of its files: no tensor is read.
 
     Args:
-        folder: as in :func:`load_fp8`.
+        folder: with ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
         **options: ``subfolder`` and those for the Hub, which a local folder does not
             need.
 
@@ -467,21 +398,21 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
         empty for a model of floats.
 
     Raises:
-        ImportError, FileNotFoundError, ValueError: as :func:`load_fp8`.
+        ImportError, FileNotFoundError, ValueError: as :func:`fp8manifold.load`.
 
     Example:
         >>> import fp8manifold as fm
-        >>> weights = fm.published_weights("Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> weights = fm.files.stored_weights("Qwen3-8B-FP8")  # doctest: +SKIP
         >>> weights["model.layers.0.mlp.up_proj.weight"].granularity  # doctest: +SKIP
         'square'
     """
-    chosen = sorted_options(options, torch.bfloat16, "cpu")
+    chosen = sorted_options(options, None, None)
     others = [*chosen.settings, *chosen.passed]
     if others:
-        raise TypeError(f"published_weights has no option {others[0]!r}: it reads headers alone")
+        raise TypeError(f"stored_weights has no option {others[0]!r}: it reads headers alone")
     source = local_source(folder, chosen.hub, chosen.subfolder)
     with closing(FileTensors(files_of(source))) as tensors:
-        return Layout(described(source, tensors)).stored
+        return FolderLayout(described(source, tensors)).stored
 
 
 def local_source(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
@@ -516,7 +447,7 @@ class _CodeReader:
     def __init__(
         self,
         tensors: FileTensors,
-        layout: Layout,
+        layout: FolderLayout,
         options: dict[str, Any],
         seed: int,
         activations: LoadedActivations,
@@ -665,7 +596,7 @@ class _CodeReader:
         self._hidden.append(target)
 
 
-def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: Layout) -> None:
+def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: FolderLayout) -> None:
     """Refuse a dtype that does not hold a file's floats exactly.
 
     They could not be written back.
@@ -677,7 +608,7 @@ def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: Layout) ->
             continue
         value = entries[place.target][place.index]
         dtype_in_file = layout.headers[name].dtype
-        dtype = _DTYPES_IN_FILES.get(dtype_in_file, value.dtype)
+        dtype = DTYPES_IN_FILES.get(dtype_in_file, value.dtype)
         if dtype == value.dtype:
             continue
         if dtype.is_floating_point and torch.promote_types(dtype, value.dtype) == value.dtype:
@@ -690,13 +621,13 @@ def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: Layout) ->
             )
 
 
-class _CopiedTensors:
+class CopiedTensors:
     """Tensors that the model does not have, from the folder that it came from.
 
     The folder is opened only if there are any.
     """
 
-    def __init__(self, layout: Layout, source: Path | None) -> None:
+    def __init__(self, layout: FolderLayout, source: Path | None) -> None:
         names = layout.copied
         self._tensors: FileTensors | None = None
         if not names:
@@ -724,29 +655,27 @@ class _CopiedTensors:
 
 def _tensors_of_file(
     names: Iterable[str],
-    layout: Layout,
+    layout: FolderLayout,
     entries: Mapping[str, Tensor],
-    copied: _CopiedTensors,
+    copied: CopiedTensors,
 ) -> dict[str, Tensor]:
     """Return the tensors of a file in their order, ready to be saved."""
     tensors: dict[str, Tensor] = {}
     for name in names:
         if name not in tensors:
             tensors |= _tensors_with(name, layout, entries, copied)
-    return without_shared_memory(
-        {name: tensors[name].detach().cpu().contiguous() for name in names}
-    )
+    return {name: tensors[name].detach() for name in names}
 
 
 @torch.no_grad()
 def _tensors_with(
-    name: str, layout: Layout, entries: Mapping[str, Tensor], copied: _CopiedTensors
+    name: str, layout: FolderLayout, entries: Mapping[str, Tensor], copied: CopiedTensors
 ) -> dict[str, Tensor]:
     """Return a tensor of the files, with those that are written together with it."""
     in_settings = layout.published["kept"]
     header = layout.headers[name]
     if name in in_settings:
-        return {name: torch.tensor(in_settings[name], dtype=_DTYPES_IN_FILES[header.dtype])}
+        return {name: torch.tensor(in_settings[name], dtype=DTYPES_IN_FILES[header.dtype])}
     stored = layout.weight_of.get(name)
     place = layout.places.get(name if stored is None else stored.name)
     if place is None:
@@ -759,6 +688,7 @@ def _tensors_with(
             raise ValueError(
                 f"{place.target!r} is no longer in codes: {name!r} can't be written back"
             )
+        share_scale_(entry, place, stored)
         return written_parts(stored, part_of(entry, place, stored))
     value = entry[place.index]
     if isinstance(entry, FP8Parameter):
@@ -767,17 +697,7 @@ def _tensors_with(
             "back"
         )
     in_dtype_of_file = (
-        value.to(_DTYPES_IN_FILES[header.dtype]) if header.dtype in _DTYPES_IN_FILES else value
+        value.to(DTYPES_IN_FILES[header.dtype]) if header.dtype in DTYPES_IN_FILES else value
     )
     is_exact = torch.equal(in_dtype_of_file.to(value.dtype), value)
     return {name: in_dtype_of_file if is_exact else value}
-
-
-def without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory: safetensors refuses tied ones."""
-    addresses: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() in addresses:
-            tensors[name] = tensor.clone()
-        addresses.add(tensor.data_ptr())
-    return tensors

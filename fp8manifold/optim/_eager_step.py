@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.blocks import block_on
-from fp8manifold._interface import Geometry, MomentStorage, StiffnessPower, WeightStorage
+from fp8manifold._interface import (
+    POSITIONS,
+    Geometry,
+    MomentStorage,
+    StiffnessPower,
+    WeightStorage,
+)
 from fp8manifold._numerics import codec
 from fp8manifold._numerics.charts import Chart, MetricName, UlpChart, chart_of
 from fp8manifold._numerics.stiffness import bounded_ratio_power
@@ -462,7 +468,7 @@ def run_eager(slot: Slot, *, observed: bool = False) -> list[StepOutcome]:
     outcomes = []
     for arrays, start in blocks_of(slot):
         noise = block_noise(slot, arrays["gradient"], start)
-        outcome = step(slot.spec, arrays, slot.number_row, noise)
+        outcome = step(slot.spec, arrays, row_of(slot), noise)
         for name, value in outcome.stored.items():
             arrays[name].copy_(value)
         if observed:
@@ -470,8 +476,21 @@ def run_eager(slot: Slot, *, observed: bool = False) -> list[StepOutcome]:
     return outcomes
 
 
+def row_of(slot: Slot) -> Tensor:
+    """Return the numbers of a step, whose rate Adafactor multiplies by the weights' size."""
+    if slot.factors is None:
+        return slot.number_row
+    row = slot.number_row.clone()
+    row[POSITIONS["rate"]] *= slot.factors.size
+    row[POSITIONS["inject"]] /= slot.factors.size
+    return row
+
+
 def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """Yield the arrays some rows at a time, and the position of their first element."""
+    """Yield the arrays some rows at a time, and the position of their first element.
+
+    A gradient is multiplied by the factors that a slot has.
+    """
     dims = slot.view.dims
     rows_in_all = dims[0]
     row_numel = slot.view.numel // rows_in_all
@@ -484,7 +503,11 @@ def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
         for name, array in slot.arrays.items():
             has_rows = array.dim() and array.shape[0] == rows_in_all
             arrays[name] = array[start : start + rows] if has_rows else array
-        yield arrays, start * row_numel
+        position = start * row_numel
+        if slot.factors is not None:
+            gradient = arrays["gradient"].to(slot.dtype)
+            arrays["gradient"] = gradient * slot.factors.multiplier(position, gradient.shape)
+        yield arrays, position
 
 
 def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:

@@ -1,0 +1,217 @@
+"""The weights of a model as a server takes them."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.wrappers import unwrapped
+from fp8manifold._doors.exchange import ExportLayout
+from fp8manifold._doors.published import base_of
+from fp8manifold._doors.quantizer import published_of
+from fp8manifold._published import quantization_of
+from fp8manifold._published.layout import CONFIG, SERVER_CONFIG
+from fp8manifold._published.places import share_scale_
+from fp8manifold._ranks import bytes_of, local_of
+from fp8manifold._served.exported import exported_settings, exported_units
+from fp8manifold._served.layers import in_layers
+from fp8manifold._served.parameters_trap import mark_served
+from fp8manifold._served.published import published_units
+from fp8manifold._served.unit import CodesUnit, Shard, TensorMetadata, Unit
+from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.tensor import FP8Tensor
+
+ServedLayout = Literal["compressed-tensors", "fp8"]
+
+
+class ServedWeights:
+    """The weights of a model as a server takes them; made by :func:`served_weights`.
+
+    Every pass asks the model anew, so it yields what the last step has left.
+    """
+
+    def __init__(self, model: nn.Module, layout: ServedLayout | None = None) -> None:
+        self._model = model
+        self._layout = layout
+        # Refuses now what can't be served.
+        self._units()
+        mark_served(model)
+
+    def metadata(self) -> list[TensorMetadata]:
+        """Return (name, dtype, shape) of each tensor in the order of iteration.
+
+        No tensor is made. Of a sharded model the shapes are those of whole tensors.
+        """
+        return [metadata for unit in self._units() for metadata in unit.metadata()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), layer by layer.
+
+        Codes are views of the model's memory: send or copy them before the next step.
+
+        Raises:
+            TypeError: a sharded model, which :meth:`shards` is for.
+            ValueError: rows with several scales that the layout has one for, which no
+                scale holds (:meth:`share_scales_`); a scale that its dtype can't hold.
+            FileNotFoundError: a tensor that the model has no place for, and whose
+                folder is gone.
+        """
+        for unit in self._units():
+            yield from unit.tensors()
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield (name, tensor, place) of the rows that this process has.
+
+        ``place`` has the ``offset`` of the first element in the flat tensor, and the
+        ``shape`` of the whole. What all processes have comes from the first. Without
+        ``fully_shard`` tensors are whole.
+
+        Raises:
+            TypeError: a sharded weight with scales that can't be served by rows.
+        """
+        is_first = _is_first_process()
+        for unit in self._units():
+            yield from unit.shards(is_first)
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of each group that is sent at once, in the order of iteration.
+
+        A decoder layer with all its tensors is one: a server that gets one matrix of a
+        fused qkv, or codes without their scales, computes NaN.
+        """
+        return in_layers(metadata.name for metadata in self.metadata())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``quantization_config`` of the server's ``config.json``."""
+        published = self._published()
+        if published is None:
+            inner = unwrapped(self._model)
+            return exported_settings(inner, _export_layout(inner, self._layout))
+        documents = {
+            name: json.loads(published["documents"].get(name, "null"))
+            for name in (CONFIG, SERVER_CONFIG)
+        }
+        return quantization_of(documents[CONFIG], documents[SERVER_CONFIG]) or {}
+
+    def digest(self) -> dict[str, str]:
+        """Return the SHA-256 of each tensor's bytes, in hexadecimal, by name.
+
+        vLLM computes the same of its parameters (``weight_checksum.py``).
+        """
+        digests = {}
+        for name, tensor in self:
+            data: Any = bytes_of(tensor.cpu()).numpy()
+            digests[name] = hashlib.sha256(data).hexdigest()
+        return digests
+
+    def share_scales_(self) -> None:
+        """Give rows of the model one scale where the server has one for them.
+
+        It is the largest of their scales. This is needed where a model fuses matrices
+        that have one scale each, and a step has changed the scale of some rows. Values
+        are rounded by
+        :meth:`FP8Tensor.rescale_`.
+
+        Raises:
+            TypeError: a sharded model.
+        """
+        units = self._units()
+        for unit in units:
+            if unit.is_sharded():
+                raise TypeError(
+                    f"{unit.target!r} is sharded: rows that share a scale may be in several "
+                    "processes; call share_scales_() before fully_shard"
+                )
+        for unit in units:
+            if not isinstance(unit, CodesUnit) or not isinstance(unit.entry, FP8Tensor):
+                continue
+            share_scale_(unit.entry, unit.place, unit.stored)
+
+    def _published(self) -> dict[str, Any] | None:
+        return None if self._layout is not None else published_of(base_of(self._model))
+
+    def _units(self) -> list[Unit]:
+        """Return what the model has now, layer by layer."""
+        published = self._published()
+        if published is None:
+            inner = unwrapped(self._model)
+            units = exported_units(inner, _export_layout(inner, self._layout))
+        else:
+            units = published_units(self._model, base_of(self._model), published)
+        unit_of = {unit.metadata()[0].name: unit for unit in units}
+        return [unit_of[name] for names in in_layers(unit_of) for name in names]
+
+
+def served_weights(model: nn.Module, layout: ServedLayout | None = None) -> ServedWeights:
+    r"""Return the weights of a model as a server of FP8 takes them: the codes that train.
+
+    .. math:: w = s \cdot \operatorname{decode}(code)
+
+    Nothing is rounded, so a server whose kernels take inputs in float computes with the
+    weights that the trainer computes with. The model, its random numbers and its
+    optimizer are not changed.
+
+    Args:
+        model: of :func:`fp8manifold.load`, or of :func:`quantize_model`; also under
+            wrappers of torch, or sharded by rows (``fully_shard``).
+        layout: ``compressed-tensors`` (scales of tensors, rows or blocks) or ``fp8``
+            (squares of 128 x 128), as of :func:`fp8manifold.save`. By default the one
+            that the model was read in, or that its scales fit.
+
+    Returns:
+        A source of tensors, which may be iterated again after each step. Names are those
+        of published files; experts that the model has in one stack are one matrix each.
+        Floats have the dtype of the file, or the model's where that is wider. Codes and
+        float32 scales are views; other scales are made anew, one at a time.
+
+    Tied tensors come once. NaN and -0 are preserved. From then on functions of TRL and
+    vLLM that send ``named_parameters()`` refuse the model: they would send values under
+    the names of codes.
+
+    Raises:
+        TypeError, ValueError: no module; an unknown layout, or one that can't describe
+            the model; adapters of PEFT; a tensor that the model has lost since it was
+            read.
+
+    Example:
+        >>> from torch import nn
+        >>> import fp8manifold as fm
+        >>> model = fm.quantize_model(nn.Sequential(nn.Linear(32, 8)), "E4M3")
+        >>> weights = fm.served_weights(model)
+        >>> [(name, str(tensor.dtype)) for name, tensor in weights][:2]
+        [('0.weight', 'torch.float8_e4m3fn'), ('0.weight_scale', 'torch.float32')]
+        >>> for name, tensor in weights: send(name, tensor)  # doctest: +SKIP
+
+    Source: ``WeightSource`` of vLLM 0.32, which has these methods.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if layout is not None:
+        check_choice("layout", layout, get_args(ServedLayout))
+    return ServedWeights(model, layout)
+
+
+def _export_layout(model: nn.Module, layout: ServedLayout | None) -> ExportLayout:
+    """Return the layout of an export: the one that was given, or that the scales fit."""
+    if layout is not None:
+        return ExportLayout(layout)
+    for module in model.modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        weight = local_of(module.weight)
+        if isinstance(weight, FP8Tensor) and weight.granularity == "square":
+            return ExportLayout.FP8
+    return ExportLayout.COMPRESSED_TENSORS
+
+
+def _is_first_process() -> bool:
+    """Return whether this process yields what all of them have."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return True
+    return bool(distributed.get_rank() == 0)
