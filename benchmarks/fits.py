@@ -19,12 +19,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
-from loading import check_linux, peak_resident_bytes
+from loading import check_linux, forget_peak, resident_bytes
 
 
 class FittedModel(NamedTuple):
@@ -181,12 +180,6 @@ def take_steps(model: Any, way: FittedWay) -> None:
         optimizer.zero_grad()
 
 
-def resident_bytes() -> int:
-    """Return the resident set of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def measure_in_this_process(model: FittedModel, way: FittedWay) -> int:
     """Return the bytes that training takes at its peak, the model among them."""
     import torch
@@ -196,13 +189,12 @@ def measure_in_this_process(model: FittedModel, way: FittedWay) -> int:
     transformers.utils.logging.set_verbosity_error()
     take_steps(make_model(model, way.options, **{model.blocks: 1}), way)
     gc.collect()
-    empty = resident_bytes()
+    empty = resident_bytes("VmRSS")
     trained = make_model(model, way.options)
     gc.collect()
-    # This resets the largest resident set to the present one.
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     take_steps(trained, way)
-    return peak_resident_bytes() - empty
+    return resident_bytes("VmHWM") - empty
 
 
 def measured_bytes(model: str, way: str) -> int:

@@ -32,7 +32,14 @@ from typing import Any, Final, NamedTuple
 
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
-from loading import FORMATS_OF_NAMES, LLAMA_SIZES, check_linux, peak_resident_bytes, write
+from loading import (
+    FORMATS_OF_NAMES,
+    LLAMA_SIZES,
+    check_linux,
+    forget_peak,
+    resident_bytes,
+    write,
+)
 
 STEP_TOKENS: Final = 128
 SHARDS: Final = 5
@@ -158,11 +165,10 @@ def step_in_this_process(folder: Path, recipe: Recipe, iterations: int) -> dict[
     take_steps(small, recipe, iterations)
     del small
     gc.collect()
-    # This resets the largest resident set to the present one.
-    Path("/proc/self/clear_refs").write_text("5")
-    empty = peak_resident_bytes()
+    forget_peak()
+    empty = resident_bytes("VmHWM")
     model = read_for_recipe(folder, recipe)
-    after_reading = peak_resident_bytes()
+    after_reading = resident_bytes("VmHWM")
     parameters = list(model.parameters())
     take_steps(model, recipe, iterations)
     return {
@@ -170,7 +176,7 @@ def step_in_this_process(folder: Path, recipe: Recipe, iterations: int) -> dict[
         "read": after_reading,
         "weights": sum(p.numel() for p in parameters),
         "in_codes": sum(p.numel() for p in parameters if isinstance(p, fm.FP8Tensor)),
-        "stepped": peak_resident_bytes(),
+        "stepped": resident_bytes("VmHWM"),
     }
 
 

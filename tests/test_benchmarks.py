@@ -4,6 +4,7 @@ They measure what they say, and report what goes wrong.
 """
 
 import argparse
+import ast
 import importlib
 import json
 import math
@@ -93,6 +94,31 @@ def forked_run(command, env, **_):
         code = forked.finish(forked.start(Path(folder), benchmark))
         printed = forked.output_of(Path(folder))
         return subprocess.CompletedProcess(command, code, printed, printed)
+
+
+SCRIPTS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
+
+
+def names_at_the_top(path):
+    """Return the names that a module defines or imports."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_a_benchmark_imports_from_another_is_there(script):
+    """Most benchmarks take minutes, so that no quick test runs them."""
+    for node in ast.walk(ast.parse(SCRIPTS[script].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in SCRIPTS:
+            imported = {alias.name for alias in node.names}
+            assert imported <= names_at_the_top(SCRIPTS[node.module])
 
 
 @pytest.fixture

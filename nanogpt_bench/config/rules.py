@@ -131,6 +131,12 @@ RULES: dict[str, Rule] = {
         lr=0.1,
         stiffness=0.0,
     ),
+    "bf16-adamw8bit": _on_floats(
+        "torchao's AdamW8bit: moments in 8-bit blocks, bfloat16 weights rounded to nearest",
+        "torchao_adamw8bit",
+        "bf16-pure",
+        **_TORCHAO,
+    ),
     "sgd": _on_floats("SGD with momentum 0.9, everything in float32", "sgd", "float32", lr=1e-1),
     "torchao-float8": _on_floats(
         "AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 "
@@ -229,6 +235,14 @@ RULES: dict[str, Rule] = {
         "stochastic",
         "StiffnessLion with k = 1, stochastic rounding",
         stiffness=1.0,
+    ),
+    "lion-stochastic": _one_byte(
+        "stiffness_lion",
+        1e-3,
+        "stochastic",
+        "Lion, stochastic rounding, 8-bit momentum: two bytes per weight",
+        moments="8bit",
+        stiffness=0.0,
     ),
     "sgd-nearest": _one_byte("sgd", 2e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
     "sgd-stochastic": _one_byte(

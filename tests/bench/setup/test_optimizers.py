@@ -158,7 +158,7 @@ BYTES_HELD = {
     **dict.fromkeys(("stiffness-lion", "sgd-stochastic", "stiffness-sgd", "riemannian-sgd"), 5.0),
     **dict.fromkeys(("stochastic-8bit", "stochastic-fp8", "muon-residual8"), 3.0),
     "residual8": 10.0,
-    "muon-stochastic": 2.0,
+    **dict.fromkeys(("muon-stochastic", "lion-stochastic"), 2.0),
     # and averages of rows and columns
     "adafactor-stochastic": 1.0,
 }
