@@ -198,9 +198,13 @@ def loss_differences() -> dict[str, str]:
 SMALL_WAYS = {
     "adafactor-stochastic": "one byte, Adafactor, steps in backward",
     "bf16-adafactor": "bfloat16 stochastic, Adafactor, steps in backward",
+    "lion-stochastic": "one byte, Lion, steps in backward",
     "stochastic-8bit": RECIPE_WAY,
+    "bf16-adamw8bit": "bfloat16, 8-bit AdamW, steps in backward",
     MUON_RULE: MUON_WAY,
 }
+#: Q26's rows with products in bfloat16 that have a way of training, by their files
+SMALL_RIVALS = {"study_q26_bf16": "bf16-adafactor", "study_q26_8bit": "bf16-adamw8bit"}
 
 
 def small_loss_differences() -> dict[str, str]:
@@ -209,9 +213,11 @@ def small_loss_differences() -> dict[str, str]:
     Every row has the best rate of its own search (Q26 of the study).
     """
     file = read_export(STUDY_RESULTS / "study_q26_adafactor.json")
-    bfloat16 = read_export(STUDY_RESULTS / "study_q26_bf16.json")
-    rivals = [row for row in bfloat16.rows if row.rule == "bf16-adafactor"]
-    results = measured_against(replace(file, rows=(*file.rows, *rivals)), "fp32")
+    rows = [*file.rows, *read_export(STUDY_RESULTS / "study_q26_lion.json").rows]
+    for name, rule in SMALL_RIVALS.items():
+        rivals = read_export(STUDY_RESULTS / f"{name}.json").rows
+        rows += [row for row in rivals if row.rule == rule]
+    results = measured_against(replace(file, rows=tuple(rows)), "fp32")
     return {"float32, torch AdamW": "0"} | differences_by_way(results, SMALL_WAYS)
 
 

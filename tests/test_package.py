@@ -3,6 +3,7 @@
 A wheel and an sdist install without extras, and the import is quick.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -60,17 +61,17 @@ def test_imports_warn_of_nothing_and_bring_no_extras():
 
 @pytest.mark.slow
 def test_the_import_is_quick():
-    """In CPU seconds of a process, the fewest of three: a busy machine only ever adds."""
-
-    def seconds(statement):
-        code = f"import time\nstart = time.process_time()\n{statement}\n"
-        code += "print(time.process_time() - start)"
-        return min(
-            float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT))
-            for _ in range(3)
-        )
-
-    assert seconds("import torch, fp8manifold") - seconds("import torch") < SECONDS
+    """In CPU seconds of a process, the fewest of seven in turn: other work only ever adds."""
+    statements = ("import torch", "import torch, fp8manifold")
+    fewest = dict.fromkeys(statements, math.inf)
+    for _ in range(7):
+        for statement in statements:
+            code = f"import time\nstart = time.process_time()\n{statement}\n"
+            code += "print(time.process_time() - start)"
+            seconds = float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT))
+            fewest[statement] = min(fewest[statement], seconds)
+    of_torch, of_both = fewest.values()
+    assert of_both - of_torch < SECONDS
 
 
 @pytest.fixture(scope="module")

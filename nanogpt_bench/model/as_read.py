@@ -39,6 +39,9 @@ def check_size(settings: Any, name: str) -> None:
     # An embedding, and a norm per block. Every weight is taken to need a byte or more.
     rows = settings.vocab_size + settings.num_hidden_layers
     fewest_weights = settings.hidden_size * rows
+    for file in files:
+        if not file.exists():
+            raise BenchError(f"model {name!r} can't be read: {file.name} is a link to nothing")
     size = sum(file.stat().st_size for file in files)
     if files and fewest_weights > size:
         raise BenchError(

@@ -44,6 +44,8 @@ from nanogpt_bench.system.hub import hub_file
 
 #: the most characters of transformers' error about a file
 LONGEST_REASON = 300
+#: of the config.json of a model, which is a few thousand bytes long
+MOST_SETTINGS_BYTES = 2**20
 #: a constant that GPT-2's older files have beside the weights, and that transformers
 #: calls unexpected
 _MASK = ".attn.masked_bias"
@@ -98,7 +100,9 @@ def find_model(name: str) -> dict[str, Any]:
                 raise BenchError(f"model {str(path)!r} is no GGUF file; give a folder or a .gguf")
         _require("gguf")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if not path.is_dir():
+    if path.is_dir():
+        _check_size_of_settings(path / "config.json", name)
+    else:
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
             raise BenchError(
                 f"model {name!r} does not exist; give a folder that save_pretrained wrote, a .gguf "
@@ -106,6 +110,16 @@ def find_model(name: str) -> dict[str, Any]:
             )
         hub_file(name, "config.json", asked="model")
     return {"pretrained_model_name_or_path": name}
+
+
+def _check_size_of_settings(file: Path, name: str) -> None:
+    """Refuse a config.json of which transformers would make objects of fifty times its size."""
+    size = file.stat().st_size
+    if size > MOST_SETTINGS_BYTES:
+        raise BenchError(
+            f"model {name!r}: its config.json has {size:,} bytes; at most {MOST_SETTINGS_BYTES:,} "
+            f"are read"
+        )
 
 
 def _only_gguf_file(folder: Path, name: str) -> Path:
