@@ -18,7 +18,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold._base import reading
 from fp8manifold._triton import launch
-from fp8manifold.optim import _backends, _muon, _plan
+from fp8manifold.optim import _backends, _matrices, _native_step, _plan
 
 PARAMETER_COUNTS: Final = (8, 60, 172, 290)
 MATRIX_COUNTS: Final = (60, 290)
@@ -87,7 +87,7 @@ def pretend_gpu_steps(until: ExitStack) -> None:
     replacements: list[tuple[Any, str, Any]] = [
         (_plan, "on_gpu", lambda device: True),
         (_plan, "is_triton", lambda slot: True),
-        (_muon, "multiplies_together", lambda device: True),
+        (_matrices, "multiplies_together", lambda device: True),
         (_backends, "is_native", lambda slot: False),
         (reading, "is_read_at_once", lambda x: False),
         (launch, "_kernels", lambda: (kernel, kernel, kernel)),
@@ -112,7 +112,9 @@ def muon_cases(until: ExitStack) -> Iterator[StepCase]:
     def unchanged(matrices: Tensor, *_: object) -> Tensor:
         return matrices
 
-    until.enter_context(patch.object(_muon, "orthogonal_factor", unchanged))
+    # native steps have imported it
+    for module in (_matrices, _native_step):
+        until.enter_context(patch.object(module, "orthogonal_factor", unchanged))
     yield from _muon_cases_of(CPU_PATH)
     pretend_gpu_steps(until)
     yield from _muon_cases_of(CARD_PATH)

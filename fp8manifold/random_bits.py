@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8manifold._base.blocks import BLOCK, runs_in_blocks
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.reading import eager_only
-from fp8manifold._interface import HASH_MULTIPLIERS, HASH_SHIFTS
+from fp8manifold._interface import HASH_MULTIPLIERS, HASH_SHIFTS, KEYS
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 
@@ -42,6 +42,10 @@ RANDOM_BITS: Final = 24
 _MASK_64: Final = 2**64 - 1
 # 2^64 over the golden ratio, the increment of SplitMix64
 _GOLDEN_64: Final = 0x9E3779B97F4A7C15
+KEY_WORDS: Final = len(KEYS.fields)
+"""Words of the keys of one kind of draws: round keys, and a phase after them."""
+ROUND_KEYS: Final = slice(0, KEYS.word("phase"))
+"""Positions of the round keys among these words."""
 Words = tuple[int, ...]
 #: The relation of one element's draws in successive steps.
 Draws = Literal["independent", "dither"]
@@ -49,8 +53,12 @@ Draws = Literal["independent", "dither"]
 EPOCH: Final = 256
 # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
 _PHASE_STEP: Final = 0x9E3779B9
-# a fourth key word, so that dithered draws have other phases than independent draws
-_DITHER_WORD: Final = 3
+FOR_MOMENTS, FOR_RESCALING, _FOR_DITHER, FOR_SUMS = 1, 2, 3, 4
+"""Fourth key words, of draws that are apart from the independent draws of weights.
+
+They are for moments, for weights whose scale doubles, for dithered draws of weights, which
+begin at phases of their own, and for sums of gradients.
+"""
 
 
 class DrawKey(NamedTuple):
@@ -71,7 +79,7 @@ def draw_key(draws: str, seed: int, step: int, stream: int) -> DrawKey:
         return DrawKey((seed, step, stream))
     epoch, step_in_epoch = divmod(step, EPOCH)
     phase = signed_word(_PHASE_STEP * step_in_epoch)
-    return DrawKey((seed, epoch, stream, _DITHER_WORD), phase)
+    return DrawKey((seed, epoch, stream, _FOR_DITHER), phase)
 
 
 def random_bits(
@@ -269,6 +277,68 @@ def round_key_rows(
     second = (mixed >> np.uint64(32)).astype(np.uint32)
     third = _mix64(mixed).astype(np.uint32)
     return np.stack([first, second, third], axis=1).view(np.int32)
+
+
+class StepKeys:
+    """The keys of many parameters' draws, which are new in every step.
+
+    Args:
+        seeds: the seed of each.
+        streams: the stream of each.
+        draws: how the draws of each weight follow each other, independent or dithered.
+        with_moments: the positions of those whose moments are rounded at random. A moment
+            forgets, so with dither earlier draws would enter its odds: its draws are
+            always independent.
+    """
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        streams: Sequence[int],
+        draws: Sequence[str],
+        with_moments: Sequence[int],
+    ) -> None:
+        self._seeds = seeds
+        self._streams = np.array(streams, dtype=np.uint64)
+        self._with_moments = list(with_moments)
+        self._positions_by_draws: dict[str, list[int]] = {}
+        for i, kind in enumerate(draws):
+            self._positions_by_draws.setdefault(kind, []).append(i)
+
+    def rows(self, steps: Sequence[int]) -> NDArray[np.int32]:
+        """Return the keys of a step, as records of native code and of kernels have them.
+
+        A row has three round keys and a phase for the draws of weights, and the same for
+        those of moments.
+
+        Args:
+            steps: the number of the step of each parameter, from 1.
+        """
+        rows = np.zeros((len(steps), 2 * KEY_WORDS), dtype=np.int32)
+        prefixes = list(zip(self._seeds, steps, strict=True))
+        for draws, positions in self._positions_by_draws.items():
+            # One key for each (seed, step), made for stream 0. Its words are seed, step, 0;
+            # with dither seed, epoch, 0, a word. The streams take the place of the 0.
+            key_by_prefix = {}
+            keys = []
+            for i in positions:
+                prefix = prefixes[i]
+                if prefix not in key_by_prefix:
+                    key_by_prefix[prefix] = draw_key(draws, *prefix, 0)
+                keys.append(key_by_prefix[prefix])
+            seeds_and_epochs: list[tuple[int, ...]] = [key.words[:2] for key in keys]
+            further_words = keys[0].words[3:]
+            rows[positions, ROUND_KEYS] = round_key_rows(
+                seeds_and_epochs, self._streams[positions], *further_words
+            )
+            rows[positions, ROUND_KEYS.stop] = [key.phase for key in keys]
+        moments = self._with_moments
+        if moments:
+            of_moments = rows[:, KEY_WORDS:]
+            of_moments[moments, ROUND_KEYS] = round_key_rows(
+                [prefixes[i] for i in moments], self._streams[moments], FOR_MOMENTS
+            )
+        return rows
 
 
 @lru_cache(maxsize=64)

@@ -129,7 +129,7 @@ def pytest_report_header() -> str:
     """
     import torch
 
-    from fp8manifold.optim._muon import product_dtype
+    from fp8manifold.optim._matrices import product_dtype
 
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
@@ -223,9 +223,9 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """
     import torch
 
-    from fp8manifold.optim import _muon
+    from fp8manifold.optim import _matrices
 
-    monkeypatch.setattr(_muon, "product_dtype", lambda device: getattr(torch, request.param))
+    monkeypatch.setattr(_matrices, "product_dtype", lambda device: getattr(torch, request.param))
     return str(request.param)
 
 

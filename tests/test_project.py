@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import fp8manifold as fm
-from fp8manifold.optim import _muon
+from fp8manifold.optim import _matrices
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,7 +116,7 @@ def test_the_baseline_is_a_processor_without_products_in_bfloat16(name, kernels)
     variables = ast.literal_eval(
         re.search(r"^OLDER_PROCESSORS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)[1]
     )[name]
-    code = "import torch; from fp8manifold.optim._muon import product_dtype as dtype\n"
+    code = "import torch; from fp8manifold.optim._matrices import product_dtype as dtype\n"
     code += "print(torch.backends.cpu.get_cpu_capability(), dtype(torch.device('cpu')))"
     capability = subprocess.check_output(
         [sys.executable, "-c", code], text=True, env=os.environ | variables
@@ -144,4 +144,4 @@ def test_torch_without_onednn_has_products_in_float32(has_onednn, dtype, monkeyp
     )
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda answer=has_onednn: answer)
     monkeypatch.setattr(torch.ops, "mkldnn", operators)
-    assert _muon.product_dtype(torch.device("cpu")) is dtype
+    assert _matrices.product_dtype(torch.device("cpu")) is dtype

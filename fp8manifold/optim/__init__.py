@@ -1,14 +1,15 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back.
 
 optimizers   stiffness.py, stiffness_muon.py, stiffness_adafactor.py, riemannian.py,
-             _fisher/, wrapper.py: options, and the fixed parts and numbers of a parameter's step
-a step       _optimizer.py runs it; a parameter in it is a `Slot` (_slot.py), its
-             fixed parts a `Spec` (_spec.py). _muon.py: steps of whole matrices.
-             _factors.py, _factored.py: the second moment of Adafactor
+             _fisher/, wrapper.py: options, and the fixed parts of a parameter's step
+a step       _optimizer.py runs it; a parameter in it is a `Slot` (_slot.py), its fixed
+             parts a `Spec` (_spec.py), what changes from step to step _step_numbers.py.
+             _matrices.py, _muon.py: steps of whole matrices. _factors.py,
+             _factored.py: the second moment of Adafactor
 arithmetic   _eager_step.py, with _directions.py and _writeback.py, in PyTorch. It defines
              the bits that _native_step.py (C) and _triton_step.py (GPU) equal, with
-             which it shares the tables of fp8manifold/_interface.py. _backends.py
-             chooses
+             which it shares the tables of fp8manifold/_interface.py; both read
+             _records.py. _backends.py chooses
 steady       _plan.py takes a step again as it was planned, _graphed.py records it
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
 state        _state.py, _streams.py (random bits), _scales.py, _adopted.py

@@ -36,6 +36,16 @@ from fp8manifold.tensor import FP8Tensor
 _ZERO: Final = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
+def _never() -> bool:
+    return False
+
+
+is_distributed: Callable[[], bool] = _never
+"""Return True if processes may step together: torch's function, if it was built with it."""
+if torch.distributed.is_available():
+    is_distributed = torch.distributed.is_initialized
+
+
 def watch_for_zero() -> None:
     """Register the hook that ``ZeroRedundancyOptimizer`` needs, if that is imported.
 
@@ -157,11 +167,6 @@ class _Severity(IntEnum):
     NO_ERROR = 0
     NOT_FINITE = 1
     OTHER_ERROR = 2
-
-
-def is_distributed() -> bool:
-    """Return True if processes may step together."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:

@@ -4,19 +4,17 @@
     a group is added   check_parameters    dtype, device, shards, repetitions
                        check_shared        options that optimizers share, one by one
                        check_combination   options that exclude each other
-    every step         check_lr            a schedule may have written it
-                       refuse_recording    a CUDA graph would record fixed numbers
-    a state is loaded  all of these, and warn_of_overridden
+    a state is loaded  all of these
 
 An optimizer's ``_check_group`` calls the checks of its options. In later steps it is
-called only for a group that has changed, apart from the entries in `CHANGING`.
+called only for a group that has changed (`_plan.CHANGING`); a learning rate, which
+schedules write, is checked in every step (`check_lr` of `_step_numbers.py`).
 
 Every error names the option, the value it had, and what is allowed.
 """
 
 import difflib
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
-from fp8manifold._base.reading import read_cached
 from fp8manifold._geoopt_import import follow_geoopt
 from fp8manifold._interface import MomentStorage
 from fp8manifold._numerics.charts import RETRACTIONS
@@ -35,13 +32,11 @@ from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._slot import stiffness_manifold_of
 from fp8manifold.optim._spec import MOMENTS
+from fp8manifold.optim._step_numbers import check_lr
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import broadcasts_to
 from fp8manifold.tensor import FP8Tensor
-
-Schedule = float | Callable[[int], float]
-"""A number, or a function of the number of steps taken so far (0 at the first step)."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,6 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
         check_number(name, value, -math.inf, math.inf, open_low=True, open_high=True)
     check_int("steps", steps, 1, 2**62)
     return _Anneal(start, end, steps)
-
-
-def scheduled(name: str, value: Schedule, step: int, low: float, high: float) -> float:
-    """Return the value of a schedule at a step; raise unless it is in [low, high]."""
-    current = value(step) if callable(value) else value
-    check_number(name, current, low, high)
-    return current
 
 
 _OPTIONAL: Final = ("float_lr", "previous_norm", "stabilize_every", "reset_every")
@@ -137,59 +125,6 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
             raise TypeError(f"{optimizer} got an unexpected keyword argument {name!r}{hint}")
         if value:
             raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
-
-
-CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
-"""Entries of a group that change all the time, with None in their places.
-
-A group is checked again once ``group | CHANGING`` differs from what was checked last.
-"""
-
-
-def are_same(options: Any, others: Any) -> bool:
-    """Return True if options, or collections of them, are equal.
-
-    What can't be compared is not: two tensors or arrays that users put into a group.
-    """
-    try:
-        return bool(options == others)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-
-
-def refuse_recording(optimizer: Any) -> None:
-    """Raise RuntimeError where a CUDA graph would record a step.
-
-    The counts and random bits of the step would never change.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose numbers and "
-            f"random bits would be "
-            "the same in every replay: fp8manifold.optim.graphed records the whole training step "
-            "and renews them"
-        )
-
-
-def check_lr(group: dict[str, Any]) -> None:
-    """Check the learning rate, which a schedule may have set since the group was made."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed"
-        )
-    # most steps have a float that is in range
-    if type(lr) is not float or not 0 <= lr < math.inf:
-        check_finite("lr", read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
-
-
-def lr_of(group: dict[str, Any]) -> float:
-    """Return the learning rate of a group.
-
-    A tensor on a GPU is waited for once after each change.
-    """
-    lr = group["lr"]
-    return float(read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
@@ -342,10 +277,6 @@ def refuse_sharded(name: str, parameters: Iterable[Tensor]) -> None:
             )
 
 
-_SCHEDULED: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
-"""Options that schedules change: a loaded state is expected to have other values."""
-
-
 def copy_shared_tensors(groups: Sequence[dict[str, Any]]) -> None:
     """Copy tensors that groups share, such as a learning rate.
 
@@ -361,36 +292,3 @@ def copy_shared_tensors(groups: Sequence[dict[str, Any]]) -> None:
         for name, value in group.items():
             if isinstance(value, Tensor) and uses[value.data_ptr()] > 1:
                 group[name] = value.clone()
-
-
-def warn_of_overridden(optimizer: Any, groups_before: Sequence[dict[str, Any]]) -> None:
-    """Warn of options that a loaded state has overridden, and name both values.
-
-    Args:
-        optimizer: that has loaded a state.
-        groups_before: its groups before that.
-    """
-    changes: dict[str, None] = {}
-    for before, loaded in zip(groups_before, optimizer.param_groups, strict=True):
-        for name in sorted(optimizer.defaults.keys() - _SCHEDULED):
-            old = _without_tuple(before.get(name))
-            new = _without_tuple(loaded.get(name))
-            # a line that names two alike tells nothing
-            if are_same(old, new) or repr(old) == repr(new):
-                continue
-            hint = ""
-            if name == "moments":
-                hint = " (optim.adopted_state(state, optimizer) keeps these)"
-            changes[f"{name}={new!r} in place of {old!r}{hint}"] = None
-    if changes:
-        warnings.warn(
-            f"{type(optimizer).__name__} goes on with options of the loaded state, not with those "
-            f"that it was made with: {', '.join(changes)}",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def _without_tuple(value: Any) -> Any:
-    """Return an option as JSON has it: lists in place of tuples."""
-    return list(value) if isinstance(value, tuple) else value

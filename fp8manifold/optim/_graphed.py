@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._triton.launch import Tables
-from fp8manifold.optim._checks import are_same
 from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._plan import are_same
 from fp8manifold.optim._slot import Slot, count_on_gpu
 from fp8manifold.optim._triton_step import TritonStep
 from fp8manifold.tensor import FP8Tensor

@@ -1,31 +1,24 @@
-"""A step in native code: many parameters in one call of C.
+"""Steps in native code: many parameters in one call of C.
 
-The C code (``_native/step.c``) takes an array of `JOB` records, one for each parameter
-(``_interface.py``). A record has
+`NativeStep` makes records of parameters (`_records.py`) and calls C with them. Two ways
+lead to it:
 
-    pointers    of the spec, the weight, the gradient, the scale, the residual, moments,
-                their bounds, of two flags that the step reports, and of Adafactor's
-                factors
-    rows        and length: the matrix that the parameter is seen as
-    facts       whether there is one scale, one a row or one an element, how many rows
-                share one, and where a chart of the ulp ends (`JobFacts`)
-    keys        round keys of the random bits: new in every step
-    hyper       the numbers of the step (`NUMBERS`): new in every step
+    run_native(slots)     steps without a plan: records are made, serve once, and go
+    NativePlan.run        steady steps (`_plan.py`): records are made once, and in every
+                          step get new numbers, keys, and addresses of gradients
+        direct            parameters that one call of C steps, all of them together (Adam,
+                          SGD, Lion, and the Riemannian steps along the chart)
+        batches           Muon's matrices, some at a time (`NativeMuonBatch`): a call of C
+                          for momenta, a product of torch's for each matrix, a call of C
+                          for weights
 
-C trusts the pointers. So `addresses_of` checks dtype, size, device and layout of every
-tensor before its address is taken.
-
-`run_native` makes records and steps once. `NativeStep` serves again for the same memory
-(`_native_plan.py`): only keys, numbers and the gradients' addresses are written anew. The
-records of a GPU's kernels are the same (`_triton_step.py`).
-
-Gradients and weights of 16 bits are copied to float32, some at a time, and the weight is
-rounded once after the step.
+Numbers and keys are computed once for all parameters. Parameters with the same numbers
+share a row. Only steps without a plan have gradients or weights of 16 bits: these are
+copied to float32, some at a time, and the weight is rounded once after the step.
 """
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -35,73 +28,51 @@ from torch import Tensor
 
 from fp8manifold._interface import (
     JOB,
-    KEYS,
-    NUMBERS,
-    POSITIONS,
     JobFacts,
     KernelDirection,
-    KernelMetric,
-    KernelWriteBack,
-    MomentStorage,
     NativeReport,
-    ScaleSharing,
     WeightStorage,
-    numbers_in_c,
 )
 from fp8manifold._native import library, most_threads
-from fp8manifold._numerics.records import FORMAT_DTYPE, JOB_DTYPE, SPEC_DTYPE, format_record
-from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._factors import Preconditioner
-from fp8manifold.optim._native_factors import FactorRecords
-from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
-from fp8manifold.optim._spec import Spec
-from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import (
-    DrawKey,
-    draw_key,
-    draw_range,
-    round_key_rows,
-    round_keys,
-    signed_word,
+from fp8manifold.optim._matrices import (
+    Iterations,
+    as_matrices,
+    averaged_as_torch,
+    averages_as_torch,
+    batches_of,
+    first_half,
+    iterations_of,
+    orthogonal_factor,
+    second_half,
 )
+from fp8manifold.optim._native_factors import FactorRecords
+from fp8manifold.optim._records import (
+    GRADIENT_COLUMN,
+    TENSOR_COLUMNS,
+    WEIGHT_COLUMN,
+    Job,
+    addresses_of,
+    has_kernel,
+    key_rows,
+    matrix_of,
+    records_of,
+    spec_record,
+    step_keys_of,
+)
+from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._step_numbers import number_rows, set_numbers
+from fp8manifold.optim._writeback import to_half
+from fp8manifold.random_bits import draw_range
 
-# What there is native code for. All else is stepped in PyTorch.
-_DIRECTIONS: Final = frozenset(KernelDirection)
-_WRITEBACKS: Final = frozenset(KernelWriteBack)
-
-WEIGHT_COLUMN: Final = JOB.column("weight")
-"""Position of the weight's address among the pointers of a record."""
-GRADIENT_COLUMN: Final = JOB.column("gradient")
-"""Position of the gradient's address among the pointers of a record."""
-REPORT_COLUMN: Final = JOB.column("report")
-"""Position of the report's address among the pointers of a record."""
-TENSOR_COLUMNS: Final = slice(WEIGHT_COLUMN, REPORT_COLUMN)
-"""Positions of the addresses of all tensors: of `addresses_of`."""
-_TENSORS: Final = tuple(field.name for field in JOB.fields)[TENSOR_COLUMNS]
-_KEY_WORDS: Final = len(KEYS.fields)
-"""Words of the keys of one kind of draws: round keys, and a phase after them."""
-_PHASE: Final = KEYS.word("phase")
-WEIGHT_KEYS: Final = slice(0, _KEY_WORDS)
-"""Words of the keys of weights, before those of the keys of moments."""
-_MOMENT_KEYS: Final = slice(_KEY_WORDS, 2 * _KEY_WORDS)
-_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES: Final = (torch.bfloat16, torch.float16)
-_WEIGHT_DTYPES: Final = {
-    WeightStorage.CODES: (torch.uint8,),
-    WeightStorage.GRID: (torch.float32,),
-    WeightStorage.FREE: _FLOATS,
-    WeightStorage.PLAIN: _FLOATS,
-    WeightStorage.DIRECTION: _FLOATS,
-}
-_MOMENT_DTYPES: Final = {
-    MomentStorage.FLOAT32: torch.float32,
-    MomentStorage.BFLOAT16: torch.bfloat16,
-    MomentStorage.EIGHT_BIT: torch.uint8,
-}
-_EPS: Final = POSITIONS["eps"]
-_RATE: Final = POSITIONS["rate"]
 _COPIED_AT_ONCE: Final = 2**20
 """Elements of gradients and weights of 16 bits that have a copy in float32 at a time."""
+_ALIGNMENT: Final = 16
+"""Floats in 64 bytes, at a multiple of which torch begins a tensor of its own.
+
+Parts of scratch memory begin at such places, too.
+"""
 
 
 def is_native(slot: Slot) -> bool:
@@ -109,20 +80,20 @@ def is_native(slot: Slot) -> bool:
     return slot.weight.device.type == "cpu" and has_kernel(slot) and library() is not None
 
 
-def has_kernel(slot: Slot) -> bool:
-    """Return True for a step that native code has, and a GPU's kernels too.
+def sum_of_squares(
+    addresses: NDArray[np.uint64], sizes: NDArray[np.int64], kernels: ctypes.CDLL
+) -> float:
+    """Return the sum of squares over float32 memory of the CPU.
 
-    It is computed in float32, without a logarithm or a function of the user's.
+    Args:
+        addresses: of the memory.
+        sizes: numbers of elements.
+        kernels: the native code.
     """
-    spec = slot.spec
-    return (
-        spec.direction in _DIRECTIONS
-        and spec.writeback in _WRITEBACKS
-        and slot.dtype is torch.float32
-        and slot.weight.dtype in _WEIGHT_DTYPES[spec.storage]
-        and spec.compiles
-        and slot.offset % 2**32 + slot.view.numel <= 2**32
+    total = kernels.fp8manifold_squares(
+        ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(sizes.ctypes.data), len(sizes)
     )
+    return float(total)
 
 
 class NativeStep:
@@ -144,8 +115,8 @@ class NativeStep:
                 factored.append(i)
             if slot.spec.storage == WeightStorage.DIRECTION:
                 self._directions.append(i)
-            matrix = _matrix_of(slot)
-            spec = _spec_record(slot.spec)
+            matrix = matrix_of(slot)
+            spec = spec_record(slot.spec)
             self._specs.append(spec)
             self._scales.append(matrix.scale)
             pointers = [
@@ -202,131 +173,194 @@ class NativeStep:
         return addresses if self._factors is None else addresses + self._factors.averages()
 
 
-class Job(NamedTuple):
-    """One parameter in a call of C or of a kernel, without what changes in every step."""
-
-    pointers: list[int]
-    rows: int
-    length: int
-    facts: JobFacts
+# Steady steps
 
 
-def records_of(jobs: Sequence[Job]) -> NDArray[np.void]:
-    """Return the records of jobs, still without keys and numbers."""
-    records = np.zeros(len(jobs), dtype=JOB_DTYPE)
-    pointers, records["rows"], records["length"], records["facts"] = zip(*jobs, strict=True)
-    records["pointers"] = np.array(pointers, dtype=np.uint64)
-    return records
+class NativePlan:
+    """The native steps of parameters that share no memory, prepared once.
+
+    Args:
+        slots: the steps, with all their tensors.
+        twins: for each slot the position of the first one with the same numbers.
+
+    Attributes:
+        gradients: the addresses of the gradients.
+        sizes: how many elements they have.
+        kernels: the native code.
+    """
+
+    def __init__(self, slots: Sequence[Slot], twins: Sequence[int]) -> None:
+        kernels = library()
+        assert kernels is not None
+        self.kernels = kernels
+        self._keys = step_keys_of(slots)
+        # positions of the slots whose numbers are computed, each a row
+        self._leaders = sorted(set(twins))
+        row_of_leader = {leader: row for row, leader in enumerate(self._leaders)}
+        # for each slot the row that has its numbers
+        self._rows = np.array([row_of_leader[twin] for twin in twins])
+        self.sizes = np.array([slot.view.numel for slot in slots], dtype=np.int64)
+        self.gradients = np.array(
+            [slot.tensors["gradient"].data_ptr() for slot in slots], dtype=np.uint64
+        )
+        matrices = [
+            i for i, slot in enumerate(slots) if slot.spec.direction == KernelDirection.MUON
+        ]
+        self._direct = [
+            i for i, slot in enumerate(slots) if slot.spec.direction != KernelDirection.MUON
+        ]
+        self._direct_step = NativeStep([slots[i] for i in self._direct]) if self._direct else None
+        self._batches: list[tuple[list[int], NativeMuonBatch]] = []
+        position = {slots[i]: i for i in matrices}
+        for batch in batches_of([slots[i] for i in matrices]):
+            self._batches.append(([position[slot] for slot in batch], NativeMuonBatch(batch)))
+
+    def set_gradients(self, addresses: NDArray[np.uint64]) -> None:
+        """Take the gradients of the next step from other memory."""
+        self.gradients = addresses
+        if self._direct_step is not None:
+            self._direct_step.records["pointers"][:, GRADIENT_COLUMN] = addresses[self._direct]
+
+    def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
+        """Take the steps of the slots, and return reports as `NativeStep.run` does."""
+        keys = self._keys.rows([slot.steps_done + 1 for slot in slots])
+        numbers = number_rows([slots[i] for i in self._leaders])[self._rows]
+        reports = np.zeros((len(slots), len(NativeReport._fields)), dtype=np.int32)
+        if self._direct_step is not None:
+            direct = self._direct
+            reports[direct] = self._direct_step.run(keys[direct], numbers[direct])
+        for positions, batch in self._batches:
+            reports[positions] = batch.run(
+                [slots[i] for i in positions],
+                keys[positions],
+                numbers[positions],
+                self.gradients[positions],
+            )
+        return reports
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of all tensors that the next step will find where they are.
+
+        Gradients are among them, and scratch memory is not.
+        """
+        addresses: list[int] = self.gradients.tolist()
+        if self._direct_step is not None:
+            addresses += self._direct_step.addresses()
+        for _, batch in self._batches:
+            addresses += batch.addresses()
+        return addresses
 
 
-class DrawKeys:
-    """The keys of the draws of some slots, which are new in every step.
+class _Place(NamedTuple):
+    """Where a parameter's matrices lie in scratch memory, and how they are multiplied."""
 
-    Seeds, streams and kinds of draws stay as they are when this is made.
+    #: in floats
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    iterations: Iterations
+
+
+class NativeMuonBatch:
+    """The steps of some matrices in native code, whose records serve again.
+
+        momentum  C writes u into scratch memory    records: of momenta and gradients
+        factor    torch, matrix by matrix; each takes the place of its u
+        weights   C steps along the factors         records: of weights, codes and scales
+
+    No slot has a stiffness exponent or injects an error, and none is sharded or observed.
+    The scratch memory is new in every step, and freed at its end.
+
+    Args:
+        slots: the steps, with all their tensors.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._seeds = [slot.group["seed"] for slot in slots]
-        self._streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-        positions: dict[str, list[int]] = {}
-        for i, slot in enumerate(slots):
-            positions.setdefault(slot.draws, []).append(i)
-        self._positions_by_draws = positions
-        self._with_moments = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
+        self._by_torch = [i for i, slot in enumerate(slots) if averages_as_torch(slot)]
+        self._by_native = [i for i, slot in enumerate(slots) if not averages_as_torch(slot)]
+        self._places: list[_Place] = []
+        end = 0
+        for slot in slots:
+            self._places.append(_place_of(slot, end))
+            end += -(-slot.view.numel // _ALIGNMENT) * _ALIGNMENT
+        self._scratch_size = end
+        begins = [place.begin for place in self._places]
+        self._byte_offsets = np.array(begins, dtype=np.uint64) * np.uint64(torch.float32.itemsize)
+        scratch = torch.zeros(end, dtype=torch.float32, device="cpu")
+        directions = []
+        for slot, begin in zip(slots, begins, strict=True):
+            directions.append(scratch[begin : begin + slot.view.numel].view(slot.view.dims))
+        halves = [first_half(slots[i], directions[i]) for i in self._by_native]
+        self._momentum_half = NativeStep(halves) if halves else None
+        self._weight_half = NativeStep(list(map(second_half, slots, directions)))
 
-    def rows(self, steps: Sequence[int]) -> NDArray[np.int32]:
-        """Return the keys of a step, as `JOB` has them.
-
-        A row has three round keys and a phase for the draws of weights, and the same for
-        those of moments.
+    def run(
+        self,
+        slots: Sequence[Slot],
+        keys: NDArray[np.int32],
+        numbers: NDArray[np.float32],
+        gradients: NDArray[np.uint64],
+    ) -> NDArray[np.int32]:
+        """Take the steps, and return reports as `NativeStep.run` does.
 
         Args:
-            steps: the number of the step of each slot, from 1.
+            slots: the same as before; their tensors are not looked at.
+            keys: of the draws. The first half draws for momenta, the second for
+                weights.
+            numbers: of the step, for both halves.
+            gradients: the addresses of the gradients.
         """
-        rows = np.zeros((len(steps), 2 * _KEY_WORDS), dtype=np.int32)
-        prefixes = list(zip(self._seeds, steps, strict=True))
-        for draws, positions in self._positions_by_draws.items():
-            # One key for each (seed, step), made for stream 0. Its words are seed, step, 0;
-            # with dither seed, epoch, 0, a word. The streams take the place of the 0.
-            key_by_prefix = {}
-            keys = []
-            for i in positions:
-                prefix = prefixes[i]
-                if prefix not in key_by_prefix:
-                    key_by_prefix[prefix] = draw_key(draws, *prefix, 0)
-                keys.append(key_by_prefix[prefix])
-            seeds_and_epochs: list[tuple[int, ...]] = [key.words[:2] for key in keys]
-            further_words = keys[0].words[3:]
-            rows[positions, :_PHASE] = round_key_rows(
-                seeds_and_epochs, self._streams[positions], *further_words
-            )
-            rows[positions, _PHASE] = [key.phase for key in keys]
-        moments = self._with_moments
-        if moments:
-            rows[moments, _KEY_WORDS : _KEY_WORDS + _PHASE] = round_key_rows(
-                [prefixes[i] for i in moments], self._streams[moments], FOR_MOMENTS
-            )
-        return rows
+        scratch = torch.zeros(self._scratch_size, dtype=torch.float32, device="cpu")
+        addresses = np.uint64(scratch.data_ptr()) + self._byte_offsets
+        if self._momentum_half is not None:
+            positions = self._by_native
+            pointers = self._momentum_half.records["pointers"]
+            pointers[:, WEIGHT_COLUMN] = addresses[positions]
+            pointers[:, GRADIENT_COLUMN] = gradients[positions]
+            self._momentum_half.run(keys[positions], numbers[positions])
+        matrices = []
+        for begin, shape, strides, _ in self._places:
+            matrices.append(scratch.as_strided(shape, strides, begin))
+        for i in self._by_torch:
+            matrices[i].copy_(_mix_with_torch(slots[i], numbers[i]).view(matrices[i].shape))
+        for matrix, place in zip(matrices, self._places, strict=True):
+            matrix.copy_(orthogonal_factor(matrix, *place.iterations))
+        self._weight_half.records["pointers"][:, GRADIENT_COLUMN] = addresses
+        return self._weight_half.run(keys, numbers)
+
+    def addresses(self) -> list[int]:
+        """Return the addresses in records that stay as they are."""
+        addresses: list[int] = []
+        for step, column in (
+            (self._momentum_half, WEIGHT_COLUMN),
+            (self._weight_half, GRADIENT_COLUMN),
+        ):
+            if step is not None:
+                pointers = step.records["pointers"].copy()
+                pointers[:, column] = 0
+                addresses += pointers[:, TENSOR_COLUMNS].flatten().tolist()
+        return addresses
 
 
-def key_rows(slots: Sequence[Slot], *further_words: int) -> NDArray[np.int32]:
-    """Return the keys of each slot's draws, as `DrawKeys` does, for shards too.
-
-    With ``further_words`` a row has only the round keys of other draws, whose key words
-    end with these.
-    """
-    if further_words:
-        rows = np.zeros((len(slots), 2 * _KEY_WORDS), dtype=np.int32)
-        streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-        prefixes = [(slot.group["seed"], slot.steps_done + 1) for slot in slots]
-        rows[:, :_PHASE] = round_key_rows(prefixes, streams, *further_words)
-        return rows
-    rows = DrawKeys(slots).rows([slot.steps_done + 1 for slot in slots])
-    for slot, row in zip(slots, rows, strict=True):
-        if slot.offset:
-            row[WEIGHT_KEYS] = _keys_at(slot.offset, slot.rounding_key)
-            row[_MOMENT_KEYS] = _keys_at(slot.offset, slot.moments_key)
-    return rows
+def _place_of(slot: Slot, begin: int) -> _Place:
+    # of no memory: only its form is asked for
+    parameter = torch.empty(slot.parameter.shape, device="meta")
+    matrices = as_matrices(parameter, slot.group["matrix_shape"])
+    return _Place(begin, tuple(matrices.shape), matrices.stride(), iterations_of(slot))
 
 
-def _keys_at(offset: int, key: DrawKey) -> tuple[int, int, int, int]:
-    """Return the round keys and the phase of draws that begin at an offset."""
-    high, low = divmod(offset, 2**32)
-    first, second, third = round_keys(key.words, high)
-    # a position is added to the first key
-    return signed_word(first + low), second, third, key.phase
+def _mix_with_torch(slot: Slot, numbers: NDArray[np.float32]) -> Tensor:
+    """Update a float momentum as torch does, and return ``u``."""
+    dims = slot.view.dims
+    name = slot.spec.first_moment
+    momentum = None if name is None else slot.state[name].view(dims)
+    assert slot.parameter.grad is not None
+    gradient = slot.parameter.grad.contiguous().view(dims)
+    _, mix = averaged_as_torch(slot.spec, momentum, gradient, torch.from_numpy(numbers))
+    return mix
 
 
-def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """Return the numbers of each slot, in float32.
-
-    Of the halves of a step they are those of the whole.
-    """
-    rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
-    positions_by_names: dict[tuple[str, ...], list[int]] = {}
-    for i, slot in enumerate(slots):
-        positions_by_names.setdefault(tuple(slot.numbers), []).append(i)
-    for names, positions in positions_by_names.items():
-        columns = [POSITIONS[name] for name in names]
-        rows[np.ix_(positions, columns)] = [list(slots[i].numbers.values()) for i in positions]
-    rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
-    return rows.astype(np.float32)
-
-
-def set_numbers(
-    records: NDArray[np.void], numbers: NDArray[np.float32], directions: Sequence[int]
-) -> None:
-    """Write the numbers of a step into records.
-
-    For native code and kernels a direction is a step by -1 from a weight of 0.
-
-    Args:
-        records: of jobs.
-        numbers: of whole steps, as `number_rows` returns them.
-        directions: the positions of records whose steps end with a direction.
-    """
-    records["hyper"] = numbers
-    records["hyper"][directions, _RATE] = -1.0
+# Steps without a plan
 
 
 def run_native(slots: Sequence[Slot]) -> None:
@@ -382,136 +416,3 @@ def _rounded(wide: Tensor, slot: Slot) -> Tensor:
         return wide
     draws = draw_range(slot.offset, wide.numel(), slot.rounding_key, wide.device)
     return to_half(wide, slot.weight.dtype, draws.view(wide.shape))
-
-
-def sum_of_squares(
-    addresses: NDArray[np.uint64], sizes: NDArray[np.int64], kernels: ctypes.CDLL
-) -> float:
-    """Return the sum of squares over float32 memory of the CPU.
-
-    Args:
-        addresses: of the memory.
-        sizes: numbers of elements.
-        kernels: the native code.
-    """
-    total = kernels.fp8manifold_squares(
-        ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(sizes.ctypes.data), len(sizes)
-    )
-    return float(total)
-
-
-class _Matrix(NamedTuple):
-    """A parameter as C sees it."""
-
-    rows: int
-    length: int
-    scales: ScaleSharing
-    scale: Tensor | None
-
-
-def _matrix_of(slot: Slot) -> _Matrix:
-    view, scale = slot.view, slot.scale
-    rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
-    if scale is None or not view.row_dims:
-        if not slot.spec.blockwise:
-            # nothing is by rows: one long row is quickest
-            rows, length = 1, rows * length
-        return _Matrix(rows, length, ScaleSharing.ONE_SCALE, scale)
-    if view.row_dims == view.dims:
-        scale = row_view(scale, slot.weight.shape, view).contiguous()
-        return _Matrix(rows, length, ScaleSharing.SCALE_AN_ELEMENT, scale)
-    return _Matrix(rows, length, ScaleSharing.SCALE_A_ROW, scale.contiguous())
-
-
-def addresses_of(
-    slot: Slot, gradient: Tensor, scale: Tensor | None, *, allows_exponents: bool = False
-) -> list[int]:
-    """Return the addresses of all tensors in the order of `JOB`, 0 for absent ones.
-
-    Args:
-        slot: with the tensors.
-        gradient: its gradient.
-        scale: as the step reads it.
-        allows_exponents: whether the scale may be exponents.
-
-    Raises:
-        RuntimeError: a tensor of another dtype, size, device or layout.
-    """
-    spec, weight = slot.spec, slot.tensors["weight"]
-    device = weight.device
-    numel = slot.view.numel
-    weight_dtype = weight.dtype if weight.dtype in _FLOATS else torch.float32
-    if spec.storage == WeightStorage.CODES:
-        weight_dtype = torch.uint8
-    gradient_dtype = gradient.dtype if gradient.dtype in _FLOATS else torch.float32
-    addresses = dict.fromkeys(_TENSORS, 0)
-    addresses["weight"] = address_of(weight, weight_dtype, numel, device)
-    addresses["gradient"] = address_of(gradient, gradient_dtype, numel, device)
-    if scale is not None:
-        is_exponents = allows_exponents and scale.dtype is torch.uint8
-        scale_dtype = torch.uint8 if is_exponents else torch.float32
-        addresses["scale"] = address_of(scale, scale_dtype, scale.numel(), device)
-    blocks = numel // slot.view.dims[-1]
-    moment_dtype = _MOMENT_DTYPES[spec.moments]
-    first = spec.first_moment
-    second = "exp_avg_sq" if "exp_avg_sq" in spec.moment_names else None
-    second_max = "max_exp_avg_sq" if spec.amsgrad else None
-    first_bound = spec.bound_names.get(first) if first else None
-    second_bound = spec.bound_names.get(second) if second else None
-    entries = (
-        ("residual", "residual" if spec.residual_bits else None, torch.int8, numel),
-        ("first", first, moment_dtype, numel),
-        ("second", second, moment_dtype, numel),
-        ("second_max", second_max, torch.float32, numel),
-        ("first_bound", first_bound, torch.float32, blocks),
-        ("second_bound", second_bound, torch.float32, blocks),
-    )
-    for field, name, dtype, size in entries:
-        if name is not None:
-            addresses[field] = address_of(slot.tensors[name], dtype, size, device)
-    return list(addresses.values())
-
-
-def address_of(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> int:
-    """Return the address of a tensor that is as a step needs it.
-
-    Raises:
-        RuntimeError: another dtype, size, device or layout.
-    """
-    fits = tensor.dtype is dtype and tensor.numel() == numel and tensor.device == device
-    if not (fits and tensor.is_contiguous()):
-        place = "the CPU" if device.type == "cpu" else device
-        raise RuntimeError(
-            f"a step needs {numel} contiguous elements of {dtype} on {place}: here are "
-            f"{tensor.numel()} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
-        )
-    return tensor.data_ptr()
-
-
-@lru_cache(maxsize=1024)
-def _spec_record(spec: Spec) -> NDArray[np.void]:
-    """Return a spec as a record of C, whose memory lives as long as the cache."""
-    # a direction is stored as the step of a plain weight of 0 (`set_numbers`)
-    storage = WeightStorage.PLAIN if spec.storage == WeightStorage.DIRECTION else spec.storage
-    metric = "ulp" if spec.fmt is None else spec.metric
-    assert isinstance(metric, str)
-    choices = {
-        "direction": KernelDirection(spec.direction),
-        "storage": storage,
-        "writeback": KernelWriteBack(spec.writeback),
-        "moments": spec.moments,
-        "geometry": spec.geometry,
-        "stiffness": spec.stiffness,
-        "metric": KernelMetric(metric),
-    }
-    fmt = spec.fmt or FloatFormat(4, 3)
-    fields = numbers_in_c(choices) | {
-        "decays": spec.decays,
-        "nesterov": spec.nesterov,
-        "maximize": spec.maximize,
-        "format": np.frombuffer(format_record(fmt), FORMAT_DTYPE)[0],
-    }
-    record = np.zeros(1, dtype=SPEC_DTYPE)
-    for name, value in fields.items():
-        record[name] = value
-    return record

@@ -1,9 +1,14 @@
 """ManifoldOptimizer, the base of the library's optimizers.
 
     step
-      the plan of the last step is not stale                run it (`_plan.py`)
-      else make a slot for every parameter with a gradient; if
-        preparing it changes nothing (a steady step)        plan it, run the plan
+      a steady step: the plan of the last step is not stale, and is run
+        plan.is_stale              is all as the last step left it?        _plan.py
+        plan.run                   gradients are finite; in all processes  _plan.py
+          optimizer._numbers       rates, bias corrections, decay          _step_numbers.py
+          prepared.run             keys of draws                           random_bits.py
+                                   C, for Muon around a product            _native_step.py
+      any other step makes a slot for every parameter with a gradient; if
+        preparing it changes nothing                        plan it, run the plan
         else _may_step   options, schedules and gradients are checked, in all processes
              _begin      each slot gets state, stream, S_ref when due, spec and numbers
              count_step  the step counts of the states grow
@@ -46,7 +51,7 @@ from fp8manifold.optim._eager_step import StepView, observed_step
 from fp8manifold.optim._factors import STATISTIC_NAMES, Preconditioner
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
 from fp8manifold.optim._passes import BackwardPass
-from fp8manifold.optim._plan import Plan, Verdict, is_steady, make_plan
+from fp8manifold.optim._plan import CHANGING, Plan, Verdict, are_same, is_steady, make_plan
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
 from fp8manifold.optim._slot import (
     Slot,
@@ -57,6 +62,7 @@ from fp8manifold.optim._slot import (
     stiffness_field,
 )
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
+from fp8manifold.optim._step_numbers import check_lr
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import PendingVerdict, count_verdict
 from fp8manifold.optim._writeback import rounds_at_random
@@ -219,7 +225,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._recorder is not None:
             self._recorder()
             return loss
-        _checks.refuse_recording(self)
+        self._refuse_recording()
         if self._pending_verdicts:
             self._count_verdicts()
         plan = self._plan
@@ -239,6 +245,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         elif verdict is Verdict.SKIPPED:
             self._count_skipped()
         return loss
+
+    def _refuse_recording(self) -> None:
+        """Raise RuntimeError where a CUDA graph would record a step.
+
+        The counts and random bits of the step would never change.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph can't record a step of {type(self).__name__}, whose numbers and "
+                "random bits would be "
+                "the same in every replay: fp8manifold.optim.graphed records the whole training "
+                "step and renews them"
+            )
 
     def _step_unplanned(self, slots: list[Slot]) -> Verdict:
         """Take a step in which state begins, something is due, or PyTorch steps."""
@@ -298,7 +317,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         If it is skipped, warn of the pass and count it, once.
         """
-        _checks.refuse_recording(self)
+        self._refuse_recording()
         self._count_verdicts(parameter)
         member = (group, parameter)
         plans = self._plans_alone
@@ -624,7 +643,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         # made here: torch's constructor calls this, and a copy begins without it
-        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | _checks.CHANGING
+        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
         self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -701,7 +720,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        _checks.warn_of_overridden(self, groups_before)
+        _state.warn_of_overridden(self, groups_before)
 
     def _take_over(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
         """Do what torch's part of loading has left: schedules, dtypes and counts."""
@@ -748,9 +767,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         checked = self.__dict__.setdefault("_checked_options", {})
         for group in self.param_groups:
-            _checks.check_lr(group)
-            options = group | _checks.CHANGING
-            if _checks.are_same(checked.get(id(group)), options):
+            check_lr(group)
+            options = group | CHANGING
+            if are_same(checked.get(id(group)), options):
                 continue
             self._check_group(group)
             for parameter in group["params"]:

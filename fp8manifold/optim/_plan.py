@@ -42,7 +42,7 @@ These have one that is made anew in every step:
 import weakref
 from collections.abc import Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import isfunction
 from itertools import chain, repeat
 from operator import attrgetter
@@ -57,14 +57,13 @@ from fp8manifold._base.reading import PendingValues
 from fp8manifold._interface import GpuReport, KernelDirection, NativeReport, WeightStorage
 from fp8manifold._triton.launch import KernelsUnavailableError
 from fp8manifold.optim._agreement import in_every_process, is_distributed
-from fp8manifold.optim._checks import CHANGING, are_same, check_lr
 from fp8manifold.optim._finite import all_finite, squares_are_finite
-from fp8manifold.optim._muon import averages_as_torch
-from fp8manifold.optim._native_plan import NativePlan
-from fp8manifold.optim._native_step import is_native, sum_of_squares
+from fp8manifold.optim._matrices import averages_as_torch
+from fp8manifold.optim._native_step import NativePlan, is_native, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
+from fp8manifold.optim._step_numbers import check_lr
 from fp8manifold.optim._triton_muon import TritonMuonStep
 from fp8manifold.optim._triton_step import (
     PendingVerdict,
@@ -78,6 +77,11 @@ from fp8manifold.tensor import FP8Tensor
 _GRADIENT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _PERIODS: Final = ("refresh_every", "stabilize_every", "reset_every")
 """Options with a number of steps after which something is due."""
+CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
+"""Entries of a group that change all the time, with None in their places.
+
+A group is checked again once ``group | CHANGING`` differs from what was checked last.
+"""
 _LARGEST_SUM: Final = float(torch.finfo(torch.float32).max)
 """The largest finite sum of squares in float32."""
 
@@ -376,12 +380,11 @@ class Plan:
         prepared = self._prepared
         assert isinstance(prepared, NativePlan)
 
-        def may_step_here() -> bool:
-            if snapshot is not None:
-                self._point_to(optimizer, snapshot)
-            return self._are_gradients_finite(optimizer, prepared)
-
-        if not in_every_process(optimizer, may_step_here):
+        may_step_here = partial(self._may_step_here, optimizer, prepared, snapshot)
+        may_step = (
+            in_every_process(optimizer, may_step_here) if is_distributed() else may_step_here()
+        )
+        if not may_step:
             return _Outcome(Verdict.SKIPPED, [])
         if snapshot is not None:
             self._renew_numbers(optimizer)
@@ -426,6 +429,14 @@ class Plan:
             # True: what the report says of rows of zeros is read when it is counted
             ends.append(_End(i, bool(of_slot.is_saturated), True))
         return _Outcome(Verdict.PENDING, ends, report)
+
+    def _may_step_here(
+        self, optimizer: Any, prepared: NativePlan, snapshot: _Snapshot | None
+    ) -> bool:
+        """Check in this process all that can refuse the step."""
+        if snapshot is not None:
+            self._point_to(optimizer, snapshot)
+        return self._are_gradients_finite(optimizer, prepared)
 
     def _are_gradients_finite(self, optimizer: Any, prepared: NativePlan) -> bool:
         """Return True if all gradients and their squares are finite.
@@ -629,6 +640,17 @@ class Plan:
             slot.tensors, slot.kept_scale = {"weight": parameter.codes}, parameter.kept_scale
         slot.saturated, slot.has_zero_rows = [end.is_saturated], [end.has_zero_row]
         return slot
+
+
+def are_same(options: Any, others: Any) -> bool:
+    """Return True if options, or collections of them, are equal.
+
+    What can't be compared is not: two tensors or arrays that users put into a group.
+    """
+    try:
+        return bool(options == others)
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _prepare(

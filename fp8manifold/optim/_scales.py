@@ -30,8 +30,8 @@ from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_c
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.optim._eager_step import block_noise, blocks_of, load_weights, row_of, step
-from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
-from fp8manifold.random_bits import draw_of, words_at
+from fp8manifold.optim._slot import Slot, row_view, scales_in_runs
+from fp8manifold.random_bits import FOR_RESCALING, draw_of, words_at
 from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
 

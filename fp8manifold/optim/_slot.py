@@ -44,7 +44,7 @@ from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._directions import row_from_numbers
 from fp8manifold.optim._factors import STATISTIC_NAMES, Factors
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
-from fp8manifold.random_bits import DrawKey, draw_key
+from fp8manifold.random_bits import FOR_MOMENTS, DrawKey, draw_key
 from fp8manifold.tensor import FP8Tensor
 
 if TYPE_CHECKING:
@@ -52,12 +52,6 @@ if TYPE_CHECKING:
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """The parameters that an optimizer may be given."""
-# of fourth key words 3 is that of dither (`_DITHER_WORD`), 4 that of sums (`FOR_SUMS`)
-FOR_MOMENTS, FOR_RESCALING = 1, 2
-"""A fourth key word for draws that are apart from those of weights.
-
-The first is for moments, the second for weights whose scale doubles.
-"""
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
 
@@ -181,6 +175,8 @@ class Slot:
     retraction: str = "exponential"
     #: True if ``weight`` is the parameter's own memory, and no contiguous copy of it
     in_place: bool = True
+    #: True for a point on a manifold of geoopt's that is none of this library's
+    on_other_manifold: bool = False
     #: the rows that this process has of a sharded parameter
     share: Share | None = None
 
@@ -268,11 +264,6 @@ class Slot:
             if scale_shape:
                 scale_shape = (1, *scale_shape[1:])
         return view_of(shape, scale_shape, self.block_size, blocks)
-
-    @property
-    def age(self) -> int:
-        """The number of this step since its moments were cleared, from 1."""
-        return self.steps_done + 1 - int(self.state.get("since", 0))
 
     @property
     def draw_words(self) -> tuple[int, int, int]:
@@ -387,8 +378,8 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             share=share,
         )
     weight, in_place = _contiguous_values(local)
-    manifold = stiffness_manifold_of(local)
-    if manifold is None:
+    manifold = manifold_of(local)
+    if not isinstance(manifold, StiffnessManifold):
         return Slot(
             group,
             parameter,
@@ -398,6 +389,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             tensors={"weight": weight},
             draws=draws or "independent",
             in_place=in_place,
+            on_other_manifold=manifold is not None,
             share=share,
         )
     return Slot(

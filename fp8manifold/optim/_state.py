@@ -21,7 +21,9 @@ loaded, `check_arrays` what users may have edited between two steps. A state tha
 for another format, granularity or way to store moments is refused by name.
 """
 
+import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -39,6 +41,7 @@ from fp8manifold.optim._factors import (
     cuts_matrices,
     statistic_shapes,
 )
+from fp8manifold.optim._plan import are_same
 from fp8manifold.optim._slot import Slot, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, bounds_of
 from fp8manifold.optim._writeback import rule_of
@@ -47,6 +50,8 @@ from fp8manifold.tensor import FP8Tensor
 
 MOMENT_DTYPES: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 """The dtype of moments. None is the one that is computed in."""
+_SCHEDULED: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
+"""Options that schedules change: a loaded state is expected to have other values."""
 _FUNCTIONS: Final = ("stiffness", "metric")
 """Options that may be functions, in whose place a state has None."""
 _ARRAY_NAMES: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES), *STATISTIC_NAMES)
@@ -340,3 +345,36 @@ def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
                 # the host reads the grid, and counts until the first step on a GPU
                 device = "cpu" if name in ("step", "grid") else parameter.device
                 optimizer.state[parameter][name] = value.detach().to(device, copy=True)
+
+
+def warn_of_overridden(optimizer: Any, groups_before: Sequence[dict[str, Any]]) -> None:
+    """Warn of options that a loaded state has overridden, and name both values.
+
+    Args:
+        optimizer: that has loaded a state.
+        groups_before: its groups before that.
+    """
+    changes: dict[str, None] = {}
+    for before, loaded in zip(groups_before, optimizer.param_groups, strict=True):
+        for name in sorted(optimizer.defaults.keys() - _SCHEDULED):
+            old = _without_tuple(before.get(name))
+            new = _without_tuple(loaded.get(name))
+            # a line that names two alike tells nothing
+            if are_same(old, new) or repr(old) == repr(new):
+                continue
+            hint = ""
+            if name == "moments":
+                hint = " (optim.adopted_state(state, optimizer) keeps these)"
+            changes[f"{name}={new!r} in place of {old!r}{hint}"] = None
+    if changes:
+        warnings.warn(
+            f"{type(optimizer).__name__} goes on with options of the loaded state, not with those "
+            f"that it was made with: {', '.join(changes)}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _without_tuple(value: Any) -> Any:
+    """Return an option as JSON has it: lists in place of tuples."""
+    return list(value) if isinstance(value, tuple) else value

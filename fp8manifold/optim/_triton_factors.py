@@ -24,7 +24,7 @@ from fp8manifold._numerics.records import GPU_FACTORS_DTYPE
 from fp8manifold._triton.kinds import Statistics, TileScales, format_of
 from fp8manifold._triton.launch import Call, FactoredSize, factor_calls
 from fp8manifold.optim._factors import RUN, TILE, Factors, Matrices, Preconditioner, matrices_of
-from fp8manifold.optim._native_step import address_of
+from fp8manifold.optim._records import address_of
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import MOMENT_FORMAT
 

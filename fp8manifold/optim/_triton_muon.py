@@ -13,7 +13,7 @@
 The records of all batches are uploaded once, before the first launch: they point to the
 same scratch memory, as one batch is over before the next begins. So a step holds copies
 of one batch alone, and how many launches it takes does not depend on the number of
-parameters, but on the number of batches (`_muon.batches_of`).
+parameters, but on the number of batches (`_matrices.batches_of`).
 
 A step that the GPU refuses still multiplies what is in the scratch memory, zeros, and
 writes nothing.
@@ -29,8 +29,8 @@ from torch import Tensor
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._interface import KernelDirection
 from fp8manifold._triton.launch import on_device, run_calls, upload
-from fp8manifold.optim._muon import batches_of, factors_of_batch, first_half, second_half
-from fp8manifold.optim._native_step import GRADIENT_COLUMN, WEIGHT_COLUMN
+from fp8manifold.optim._matrices import batches_of, factors_of_batch, first_half, second_half
+from fp8manifold.optim._records import GRADIENT_COLUMN, WEIGHT_COLUMN
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._triton_step import TritonRecords
 

@@ -57,7 +57,8 @@ from fp8manifold._triton.launch import (
     upload,
 )
 from fp8manifold.optim._factors import Preconditioner, matrices_of
-from fp8manifold.optim._native_step import (
+from fp8manifold.optim._passes import BackwardPass
+from fp8manifold.optim._records import (
     GRADIENT_COLUMN,
     REPORT_COLUMN,
     TENSOR_COLUMNS,
@@ -66,14 +67,13 @@ from fp8manifold.optim._native_step import (
     addresses_of,
     has_kernel,
     key_rows,
-    number_rows,
     records_of,
-    set_numbers,
 )
-from fp8manifold.optim._passes import BackwardPass
-from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
+from fp8manifold.optim._slot import Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
+from fp8manifold.optim._step_numbers import number_rows, set_numbers
 from fp8manifold.optim._triton_factors import GpuFactors
+from fp8manifold.random_bits import FOR_RESCALING
 from fp8manifold.tensor import FP8Tensor
 
 _ELEMENTS: Final = 2048

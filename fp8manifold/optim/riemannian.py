@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._geoopt_import import load_geoopt
 from fp8manifold._interface import Geometry, MomentStorage
@@ -28,14 +27,22 @@ from fp8manifold._numerics.charts import MetricName, Retraction
 from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness, stiffness_bounds
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process
-from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
+from fp8manifold.optim._checks import check_first_moment, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of, stiffness_field
+from fp8manifold.optim._slot import Parameters, Slot, is_quantized, stiffness_field
 from fp8manifold.optim._spec import BOUNDS
+from fp8manifold.optim._step_numbers import (
+    age_of,
+    lr_by_start,
+    lr_of,
+    riemannian_adam_numbers,
+    riemannian_sgd_numbers,
+    sgd_direction_numbers,
+)
 from fp8manifold.optim._writeback import rounds_at_random, to_half
-from fp8manifold.optim.stiffness import adam_numbers, check_momentum, sgd_numbers
+from fp8manifold.optim.stiffness import check_momentum
 from fp8manifold.random_bits import Draws, draw_range
 
 if TYPE_CHECKING:
@@ -189,8 +196,9 @@ class Riemannian(ManifoldOptimizer):
         Of a sharded one this process steps its rows. If it has none it steps a row of
         zeros, so that its state gets the same entries as in the other processes.
         """
-        manifold = manifold_of(slot.parameter) or _euclidean()
         if slot.share is None:
+            parameter: Any = slot.parameter
+            manifold = parameter.manifold if slot.on_other_manifold else _euclidean()
             moved = self._step_by_geoopt(slot, slot.parameter, slot.state, manifold)
             _store_floats(slot, slot.parameter, moved)
             return
@@ -269,7 +277,7 @@ class Riemannian(ManifoldOptimizer):
         points of Euclidean space.
         """
         group = slot.group
-        point = parameter.detach().to(working_dtype(parameter))
+        point = parameter.detach().to(slot.dtype)
         assert parameter.grad is not None
         gradient = parameter.grad.to(point.dtype)
         gradient = -gradient if group["maximize"] else gradient
@@ -278,7 +286,7 @@ class Riemannian(ManifoldOptimizer):
             gradient = gradient + point * group["weight_decay"]
         gradient = manifold.egrad2rgrad(point, gradient)
         direction, average = self._descend_by_geoopt(slot, point, gradient, state, manifold)
-        lr = lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
+        lr = lr_of(group) if group["float_lr"] is None else group["float_lr"] * lr_by_start(group)
         if average is None:
             return manifold.retr(point, -lr * direction)  # type: ignore[no-any-return]
         moved: Tensor
@@ -307,29 +315,14 @@ def _largest_stiffness(slot: Slot, stiffness: Tensor) -> float:
     return float(slot.ranks.largest(largest))
 
 
-def _weight_after_decay(group: dict[str, Any]) -> float:
-    """Return the factor that decay leaves of a weight."""
-    return 1 - float(group["weight_decay"]) * _progress(group)
-
-
 def _store_floats(slot: Slot, rows: Tensor, moved: Tensor) -> None:
-    """Write ordinary values back, with one rounding."""
-    if rounds_at_random(rows, slot.group):
+    """Write ordinary values back, with one rounding where they have fewer bits."""
+    if moved.dtype is not rows.dtype and rounds_at_random(rows, slot.group):
         draws = draw_range(slot.offset, moved.numel(), slot.rounding_key, moved.device).view(
             moved.shape
         )
         moved = to_half(moved.contiguous(), rows.dtype, draws)
     rows.copy_(moved)
-
-
-def _progress(group: dict[str, Any]) -> float:
-    """Return ``lr / start_lr``: the factor of a schedule in this step.
-
-    ``start_lr`` is the lr that the group was given when it was added. ``initial_lr``
-    may differ, because schedulers write it, and OneCycleLR writes that of its warm-up.
-    """
-    start = float(group["start_lr"])
-    return lr_of(group) / start if start else float(lr_of(group) > 0)
 
 
 class RiemannianAdam(Riemannian):
@@ -403,6 +396,7 @@ class RiemannianAdam(Riemannian):
     """
 
     direction = "adam"
+    _numbers = staticmethod(riemannian_adam_numbers)
 
     def __init__(
         self,
@@ -463,13 +457,6 @@ class RiemannianAdam(Riemannian):
             slot, reference_stiffness(field, slot.ranks)
         )
 
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        group = slot.group
-        per_unit = 1 / slot.state.get("unit", 1.0)
-        eps = group["eps"] * slot.state["reference"] * per_unit
-        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), eps, slot.age)
-        return numbers | {"keep": _weight_after_decay(group), "per_unit": per_unit}
-
     def _descend_by_geoopt(
         self,
         slot: Slot,
@@ -484,7 +471,7 @@ class RiemannianAdam(Riemannian):
         divided by their bias corrections before eps is added.
         """
         group = slot.group
-        step = slot.age
+        step = age_of(slot)
         beta1, beta2 = group["betas"]
         names = DIRECTIONS["adam"].moments
         if group["amsgrad"]:
@@ -545,6 +532,7 @@ class RiemannianSGD(Riemannian):
     """
 
     direction = "sgd"
+    _numbers = staticmethod(riemannian_sgd_numbers)
 
     def __init__(
         self,
@@ -577,9 +565,6 @@ class RiemannianSGD(Riemannian):
         super()._check_group(group)
         check_momentum(group)
 
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        return sgd_numbers(slot) | {"keep": _weight_after_decay(slot.group), "per_unit": 1.0}
-
     def _descend_by_geoopt(
         self,
         slot: Slot,
@@ -593,7 +578,7 @@ class RiemannianSGD(Riemannian):
             return gradient, None
         buffer: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
         moments = {"momentum_buffer": buffer}
-        numbers = sgd_numbers(slot)
+        numbers = sgd_direction_numbers(slot)
         sgd = DIRECTIONS["sgd"].descend
         descent = sgd(gradient, moments, numbers, nesterov=group["nesterov"])
         buffer.copy_(descent.moments["momentum_buffer"])

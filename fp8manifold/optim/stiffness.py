@@ -7,16 +7,14 @@ each parameter (a `Slot`):
 
 - `_fields`: the parts of a step that are fixed: the direction ``d`` by its name, the
   metric ``S``, and the way in which the exponent ``k`` is computed.
-- `_numbers`: what changes from step to step: rates with bias corrections, decay,
-  ``S_ref`` and its bounds.
+- `_numbers`: what changes from step to step, a function of `_step_numbers.py`: rates with
+  bias corrections, decay, ``S_ref`` and its bounds.
 
 Nothing is computed on weights here. `ManifoldOptimizer` runs the step, directions are
-functions of `_directions.py`, and `_eager_step.py` has the arithmetic. Muon, the Riemannian
-optimizers and the Fisher optimizer take their numbers from here too.
+functions of `_directions.py`, and `_eager_step.py` has the arithmetic.
 """
 
 import math
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -24,21 +22,22 @@ from torch import Tensor
 from fp8manifold._base.checks import check_choice, check_number
 from fp8manifold._interface import MomentStorage, StiffnessPower
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._checks import (
-    Schedule,
-    check_first_moment,
-    lr_of,
-    options_in,
-    scheduled,
-)
+from fp8manifold.optim._checks import check_first_moment, options_in
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, foreign_manifold_of
+from fp8manifold.optim._step_numbers import (
+    LARGEST_EXPONENT,
+    Schedule,
+    adamw_numbers,
+    lion_numbers,
+    scheduled,
+    set_exponents,
+    sgd_numbers,
+)
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 
-_LARGEST_EXPONENT = 8.0
 _EXACT_POWERS = {
     0.0: StiffnessPower.NONE,
     0.5: StiffnessPower.SQRT,
@@ -54,12 +53,14 @@ class StiffnessOptimizer(ManifoldOptimizer):
     Subclasses give the direction ``d`` and its numbers.
     """
 
+    _apply_schedules = staticmethod(set_exponents)
+
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         # None, a manifold's own rounding, is for the Riemannian optimizers alone
         check_choice("writeback", group["writeback"], WRITEBACKS)
         if "stiffness" in group:
-            scheduled("stiffness", group["stiffness"], 0, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+            scheduled("stiffness", group["stiffness"], 0, -LARGEST_EXPONENT, LARGEST_EXPONENT)
             # raises for what is no metric
             chart_of(FloatFormat(4, 3), group["metric"])
         for parameter in group["params"]:
@@ -69,27 +70,6 @@ class StiffnessOptimizer(ManifoldOptimizer):
                     f"{type(self).__name__} can't step a parameter on {manifold}: "
                     "use fp8manifold.optim.RiemannianAdam"
                 )
-
-    def _apply_schedules(self, slots: list[Slot]) -> None:
-        """Set the exponent of each slot, or raise if a schedule has left its range.
-
-        A schedule is called once for all parameters of a group with as many steps.
-        """
-        exponents: dict[tuple[int, int], float] = {}
-        for slot in slots:
-            exponent = slot.group.get("stiffness", 0.0)
-            if callable(exponent):
-                key = (id(slot.group), slot.steps_done)
-                if key not in exponents:
-                    exponents[key] = scheduled(
-                        "stiffness",
-                        exponent,
-                        slot.steps_done,
-                        -_LARGEST_EXPONENT,
-                        _LARGEST_EXPONENT,
-                    )
-                exponent = exponents[key]
-            slot.power = exponent
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         if slot.fmt is None:
@@ -103,56 +83,6 @@ class StiffnessOptimizer(ManifoldOptimizer):
     def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
         # without an exponent no step reads S_ref
         return () if slot.spec.stiffness == StiffnessPower.NONE else super()._number_facts(slot)
-
-    def _shared_numbers(self, slot: Slot) -> dict[str, float]:
-        """Return decay, and for a quantised parameter S_ref, its bounds and the exponent."""
-        group, state = slot.group, slot.state
-        numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
-        if "reference" in state:
-            numbers |= _stiffness_numbers(
-                state["reference"], group[self.damping_option], group["clip"], slot.power
-            )
-        return numbers
-
-
-@lru_cache(maxsize=4096)
-def _stiffness_numbers(
-    reference: float, damping: float, clip: float, power: float
-) -> dict[str, float]:
-    return {
-        "inverse_reference": 1 / reference,
-        "log_reference": log2_bounded(reference),
-        "low": damping,
-        "high": clip,
-        "log_low": log2_bounded(damping),
-        "log_high": log2_bounded(clip),
-        "power": power,
-    }
-
-
-def injected(rate: float, beta: float) -> float:
-    """Return how much of a rounding error goes into a moment: ``(1 - beta) / beta / rate``.
-
-    It is 0 if rate or beta is 0.
-    """
-    return (1 - beta) / beta / rate if rate and beta else 0.0
-
-
-@lru_cache(maxsize=256)
-def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -> dict[str, float]:
-    """Return Adam's numbers, with its bias corrections in the rate and in eps."""
-    beta1, beta2 = betas
-    correction = math.sqrt(1 - beta2**step)
-    rate = lr * correction / (1 - beta1**step)
-    return {
-        "beta1": beta1,
-        "gain1": 1 - beta1,
-        "beta2": beta2,
-        "gain2": 1 - beta2,
-        "eps": eps * correction,
-        "rate": rate,
-        "inject": injected(rate, beta1),
-    }
 
 
 class StiffnessAdamW(StiffnessOptimizer):
@@ -238,6 +168,7 @@ class StiffnessAdamW(StiffnessOptimizer):
     """
 
     direction = "adam"
+    _numbers = staticmethod(adamw_numbers)
 
     def __init__(
         self,
@@ -267,11 +198,6 @@ class StiffnessAdamW(StiffnessOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_first_moment(group)
-
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        group = slot.group
-        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), group["eps"], slot.age)
-        return numbers | self._shared_numbers(slot)
 
 
 class StiffnessSGD(StiffnessOptimizer):
@@ -314,6 +240,7 @@ class StiffnessSGD(StiffnessOptimizer):
     """
 
     direction = "sgd"
+    _numbers = staticmethod(sgd_numbers)
 
     def __init__(
         self,
@@ -344,21 +271,6 @@ class StiffnessSGD(StiffnessOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_momentum(group)
-
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        return sgd_numbers(slot) | self._shared_numbers(slot)
-
-
-def momentum_numbers(rate: float, momentum: float, gain: float) -> dict[str, float]:
-    """Return the numbers of a step by one average; ``gain`` multiplies its gradient."""
-    return {"beta1": momentum, "gain1": gain, "rate": rate, "inject": injected(rate, momentum)}
-
-
-def sgd_numbers(slot: Slot) -> dict[str, float]:
-    """Return SGD's numbers; the momentum starts from the gradient without dampening."""
-    group = slot.group
-    gain = 1.0 if slot.age == 1 else 1 - group["dampening"]
-    return momentum_numbers(lr_of(group), group["momentum"], gain)
 
 
 def check_momentum(group: dict[str, Any]) -> None:
@@ -424,6 +336,7 @@ class StiffnessLion(StiffnessOptimizer):
     """
 
     direction = "lion"
+    _numbers = staticmethod(lion_numbers)
 
     def __init__(
         self,
@@ -448,15 +361,3 @@ class StiffnessLion(StiffnessOptimizer):
         **flags: Any,
     ) -> None:
         super().__init__(params, options_in(locals()))
-
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        beta1, beta2 = slot.group["betas"]
-        rate = lr_of(slot.group)
-        numbers = {
-            "beta1": beta1,
-            "gain1": 1 - beta1,
-            "beta2": beta2,
-            "gain2": 1 - beta2,
-            "rate": rate,
-        }
-        return numbers | self._shared_numbers(slot)

@@ -1,25 +1,25 @@
 """StiffnessAdafactor: Adafactor over weights on a grid, with a state of n + m numbers.
 
-The class is options, checks and numbers of a step, as in `stiffness.py`. Statistics and
-the factors that follow from them are `_factored.py`, and ``_native/factors.c``; with
-these a step is SGD's, by any backend.
+The class is options and their checks, as in `stiffness.py`. Statistics and the factors
+that follow from them are `_factored.py`, and ``_native/factors.c``; with these a step is
+SGD's, by any backend.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_number
 from fp8manifold._interface import MomentStorage
 from fp8manifold._numerics.charts import Metric
-from fp8manifold.optim._checks import Schedule, check_finite, lr_of, options_in
+from fp8manifold.optim._checks import check_finite, options_in
 from fp8manifold.optim._eager_step import StepView
 from fp8manifold.optim._factored import factors_of
 from fp8manifold.optim._factors import FACTORED_SHAPES, Preconditioner
 from fp8manifold.optim._slot import Parameters, Slot
+from fp8manifold.optim._step_numbers import Schedule, adafactor_numbers
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness import StiffnessOptimizer, momentum_numbers
+from fp8manifold.optim.stiffness import StiffnessOptimizer
 from fp8manifold.random_bits import Draws
 
 
@@ -79,6 +79,7 @@ class StiffnessAdafactor(StiffnessOptimizer):
     """
 
     direction = "sgd"
+    _numbers = staticmethod(adafactor_numbers)
 
     def __init__(
         self,
@@ -137,21 +138,6 @@ class StiffnessAdafactor(StiffnessOptimizer):
         is_matrix = slot.parameter.dim() > 1
         preconditioner = Preconditioner.FACTORED if is_matrix else Preconditioner.WHOLE
         return super()._fields(slot) | {"preconditioner": preconditioner}
-
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        group = slot.group
-        gain = slot.age ** group["beta2_decay"]
-        eps, least_size = group["eps"]
-        momentum = group["momentum"]
-        rate = min(lr_of(group), slot.age**-0.5)
-        numbers = {
-            "beta2": 1 - gain,
-            "gain2": gain,
-            "eps": torch.finfo(slot.dtype).eps if eps is None else eps,
-            "least_size": least_size,
-            "most": group["d"],
-        }
-        return numbers | momentum_numbers(rate, momentum, 1 - momentum) | self._shared_numbers(slot)
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Advance the statistics that need other processes, or the step twice; then run."""

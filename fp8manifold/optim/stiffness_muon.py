@@ -2,10 +2,10 @@
 
 One optimizer steps both; a group's ``direction`` says which. Three parts:
 
-- The class: options, checks, numbers of a step. Matrices are stepped by
-  `take_muon_steps` of `_muon.py`, everything else as by StiffnessAdamW. A steady step,
-  which `_plan.py` has planned, goes another way to the same arithmetic: `NativeMuonBatch` of
-  `_native_plan.py` on a CPU, `TritonMuonStep` on a GPU.
+- The class: options and their checks. A steady step, which `_plan.py` has planned, is
+  `NativeMuonBatch` of `_native_step.py` on a CPU, `TritonMuonStep` on a GPU. In other
+  steps matrices are stepped by `take_muon_steps` of `_muon.py`, everything else as by
+  StiffnessAdamW. All put the same parts together, those of `_matrices.py`.
 - `StiffnessMuon.for_model` sorts the parameters of a model into groups. Each parameter
   has a kind (`_kind_of`): a matrix, a kernel of a convolution, a batch of experts,
   another one with decay, or a vector without. `_GROUP_OPTIONS` has what follows.
@@ -26,20 +26,14 @@ from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._interface import MomentStorage, StiffnessPower
 from fp8manifold._numerics.charts import Metric
 from fp8manifold.nn._selection import CONVOLUTIONS, is_conv1d, is_linear
-from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
+from fp8manifold.optim._checks import check_first_moment, options_in
 from fp8manifold.optim._eager_step import StepView
-from fp8manifold.optim._muon import (
-    ADJUSTMENTS,
-    COEFFICIENTS,
-    MATRIX_SHAPES,
-    MatrixShape,
-    adjusted_rate,
-    size_of_matrices,
-    take_muon_steps,
-)
+from fp8manifold.optim._matrices import ADJUSTMENTS, COEFFICIENTS, MATRIX_SHAPES, MatrixShape
+from fp8manifold.optim._muon import take_muon_steps
 from fp8manifold.optim._slot import Parameters, Slot
+from fp8manifold.optim._step_numbers import Schedule, muon_numbers
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers
+from fp8manifold.optim.stiffness import StiffnessOptimizer
 from fp8manifold.random_bits import Draws
 
 _DIRECTIONS = ("muon", "adam")
@@ -146,6 +140,7 @@ class StiffnessMuon(StiffnessOptimizer):
     """
 
     direction = "muon"
+    _numbers = staticmethod(muon_numbers)
 
     def __init__(
         self,
@@ -278,19 +273,6 @@ class StiffnessMuon(StiffnessOptimizer):
     def _number_facts(self, slot: Slot) -> tuple[Any, ...]:
         # a rate depends on the shape of the matrix
         return (*super()._number_facts(slot), slot.parameter.shape if is_matrix(slot) else None)
-
-    def _numbers(self, slot: Slot) -> dict[str, float]:
-        group = slot.group
-        lr = lr_of(group)
-        shared = self._shared_numbers(slot)
-        if not is_matrix(slot):
-            return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
-        rows, columns = size_of_matrices(slot.parameter.shape, group["matrix_shape"])
-        if group["matrix_shape"] == MatrixShape.TRANSPOSED:
-            rows, columns = columns, rows
-        rate = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns)
-        momentum = group["momentum"]
-        return momentum_numbers(rate, momentum, 1 - momentum) | shared
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does."""

@@ -27,8 +27,9 @@ from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._checks import Schedule, refuse_sharded, scheduled
+from fp8manifold.optim._checks import refuse_sharded
 from fp8manifold.optim._slot import stiffness_manifold_of
+from fp8manifold.optim._step_numbers import Schedule, scheduled
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
 from fp8manifold.random_bits import Draws, mixed_word, random_bits

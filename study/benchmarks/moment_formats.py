@@ -40,7 +40,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold.formats import as_format
-from fp8manifold.optim._muon import COEFFICIENTS, orthogonal_factor
+from fp8manifold.optim._matrices import COEFFICIENTS, orthogonal_factor
 
 # All benchmarks share these modules.
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -26,11 +26,19 @@ from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._interface import MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
-from fp8manifold.optim._checks import Schedule, check_finite, lr_of, options_in, refuse_sharded
+from fp8manifold.optim._checks import check_finite, options_in, refuse_sharded
 from fp8manifold.optim._fisher import nngeometry as fisher
 from fp8manifold.optim._slot import Parameters, Slot, stiffness_field
+from fp8manifold.optim._step_numbers import (
+    Schedule,
+    adam_numbers,
+    age_of,
+    lr_of,
+    momentum_numbers,
+    shared_numbers,
+)
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers
+from fp8manifold.optim.stiffness import StiffnessOptimizer
 from fp8manifold.random_bits import Draws
 
 __all__ = ["FisherNaturalGradient"]
@@ -224,10 +232,11 @@ class FisherNaturalGradient(StiffnessOptimizer):
         lr = lr_of(group)
         momentum = group["momentum"]
         if slot.spec.direction == "adam":
-            numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)
+            numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], age_of(slot))
         else:
-            numbers = momentum_numbers(lr / (1 - momentum**slot.age), momentum, 1 - momentum)
-        return numbers | self._shared_numbers(slot)
+            rate = lr / (1 - momentum ** age_of(slot))
+            numbers = momentum_numbers(rate, momentum, 1 - momentum)
+        return numbers | shared_numbers(slot, self.damping_option)
 
     def _prepare(self, slot: Slot) -> None:
         metric = self._new_metrics.pop(slot.parameter, None)

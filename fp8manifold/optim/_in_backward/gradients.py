@@ -27,7 +27,7 @@ from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import steps_taken
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import DrawKey, draw_range
+from fp8manifold.random_bits import FOR_SUMS, DrawKey, draw_range
 
 _SPENT: Final = (
     "this gradient has been used and freed: under step_in_backward a parameter's step is taken as "
@@ -181,10 +181,6 @@ class SpentGradient(StandIn):
             g.norm_before if isinstance(g, SpentGradient) else torch.linalg.vector_norm(g)
             for g in args[0]
         ]
-
-
-FOR_SUMS: Final = 4
-"""A fourth key word, which separates the draws of sums from those of steps."""
 
 
 class GradientSum(StandIn):

@@ -44,12 +44,12 @@ class Budget:
 
 
 BUDGETS = {
-    "StiffnessAdamW": Budget(first=698, second=345, steady=51, files=9),
-    "StiffnessSGD": Budget(first=661, second=331, steady=52, files=9),
-    "StiffnessLion": Budget(first=645, second=315, steady=48, files=8),
-    "StiffnessMuon": Budget(first=895, second=434, steady=69, files=11),
-    "StiffnessAdafactor": Budget(first=720, second=376, steady=53, files=11),
-    "RiemannianAdam": Budget(first=577, second=301, steady=80, files=12),
+    "StiffnessAdamW": Budget(first=696, second=342, steady=49, files=5),
+    "StiffnessSGD": Budget(first=659, second=328, steady=50, files=5),
+    "StiffnessLion": Budget(first=643, second=312, steady=46, files=5),
+    "StiffnessMuon": Budget(first=891, second=427, steady=65, files=6),
+    "StiffnessAdafactor": Budget(first=714, second=369, steady=50, files=6),
+    "RiemannianAdam": Budget(first=570, second=294, steady=72, files=6),
 }
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim._in_backward.gradients import FOR_SUMS, GradientSum, clip_factor
+from fp8manifold.optim._in_backward.gradients import GradientSum, clip_factor
 from fp8manifold.optim._plan import Plan
 from fp8manifold.optim._streams import twins
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import DrawKey, draw_range
+from fp8manifold.random_bits import FOR_SUMS, DrawKey, draw_range
 
 TOKENS = torch.arange(10)
 OPTIMIZERS = {
@@ -288,7 +288,7 @@ def test_what_it_cannot_be_over_is_refused(monkeypatch):
         optim.step_in_backward(optimizer)
     optimizer.zero_grad()
     optim.step_in_backward(optimizer)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("fp8manifold.optim._in_backward.is_distributed", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     old_state = everything(model, optimizer)
     with pytest.raises(RuntimeError, match="one process, and there are 2"):

@@ -13,7 +13,7 @@ from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon
-from fp8manifold.optim._muon import COEFFICIENTS, adjusted_rate, orthogonal_factor
+from fp8manifold.optim._matrices import COEFFICIENTS, adjusted_rate, orthogonal_factor
 
 SHAPES = ((16, 16), (24, 8), (8, 24), (7, 5))
 torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
