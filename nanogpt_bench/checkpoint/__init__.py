@@ -104,21 +104,23 @@ def _read_contents(file: BufferedReader, path: Path) -> Contents:
     contents = read_head(file)
     # A file under another name, such as a copy, may hold any step.
     if step_of(path.name) not in (None, contents.step):
-        raise ValueError(f"holds step {contents.step}, not the step of its name")
+        raise ValueError(
+            f"holds step {contents.step}, but its file name gives step {step_of(path.name)}"
+        )
     return contents
 
 
 def _check_digest(file: BufferedReader, path: Path) -> None:
     size = os.fstat(file.fileno()).st_size
     if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise ValueError(f"has {size:,} bytes, more than this machine's memory")
+        raise ValueError(f"has {size:,} bytes, which do not fit into this machine's memory")
     digest_file = sum_file(path)
     saved_line = read_text(digest_file, 500, links=False)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     if saved_line != sum_line(digest, path):
         raise ValueError(
-            f"does not have the sha256 that {digest_file.name} gives: one of them was cut off or "
-            f"changed"
+            f"has another sha256 than {digest_file.name} gives: one of the two files was cut off "
+            "or changed"
         )
 
 
@@ -141,7 +143,7 @@ def _errors_named(path: Path) -> Iterator[None]:
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {reason}") from None
     except MemoryError:
         raise BrokenCheckpoint(
-            f"checkpoint {str(path)!r}: needs more than this machine's memory"
+            f"checkpoint {str(path)!r} does not fit into this machine's memory"
         ) from None
     except (ValueError, SafetensorError, RuntimeError) as error:
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {one_line(error)}") from None
@@ -252,12 +254,12 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
             while len(rest):
                 count = os.write(file, rest[:WRITTEN_AT_A_TIME])
                 if count <= 0:
-                    raise OSError(f"the system took {count} of {len(rest)} bytes")
+                    raise OSError(f"only {count} of {len(rest)} bytes could be written")
                 rest = rest[count:]
         os.fsync(file)
         size_on_disk = os.fstat(file).st_size
         if size_on_disk != size:
-            raise OSError(f"the system took {size:,} bytes and has {size_on_disk:,} of them")
+            raise OSError(f"{size:,} bytes were written, but the file has {size_on_disk:,}")
     finally:
         os.close(file)
     return digest.hexdigest()
@@ -295,6 +297,6 @@ def check_room(folder: Path, needed: int, subject: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:
         raise BenchError(
-            f"{subject} needs {(needed + SPARE_BYTES) / 1e6:,.1f} MB below {str(folder)!r}, "
+            f"{subject} needs {(needed + SPARE_BYTES) / 1e6:,.1f} MB in {str(folder)!r}, but "
             f"{free / 1e6:,.1f} MB are free; make room or choose another folder"
         )

@@ -96,8 +96,8 @@ def refuse_checkpoint_folders(run_dir: Path) -> None:
         path = run_dir / CHECKPOINTS / name
         if _FORMER.fullmatch(name) and path.is_dir():
             raise BenchError(
-                f"checkpoint {str(path)!r} is a folder, the layout of an earlier version, which "
-                f"this one does not read; go on with the version that wrote it, or begin a new run"
+                f"checkpoint {str(path)!r} is a folder, as earlier versions wrote them; this "
+                "version can't read it; go on with the version that wrote it, or begin a new run"
             )
 
 
@@ -204,7 +204,9 @@ def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
     data += b" " * (-len(data) % 8)
     # What can't be read again must not be written.
     if len(data) > HEADER:
-        raise ValueError(f"the header has {len(data):,} bytes; allowed: {HEADER:,}")
+        raise ValueError(
+            f"its header would have {len(data):,} bytes; at most {HEADER:,} are allowed"
+        )
     _parse_header(data)
     return struct.pack("<Q", len(data)) + data, ordered_tensors
 
@@ -213,8 +215,8 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
     is_dense = tensor.layout == torch.strided and tensor.is_contiguous()
     if tensor.dtype not in _DTYPE_NAMES or not is_dense:
         raise ValueError(
-            f"tensor {name!r} of {tensor.dtype}, {tensor.layout}: dense, contiguous ones are "
-            f"written"
+            f"tensor {name!r} is {tensor.dtype}, {tensor.layout}; only contiguous, dense tensors "
+            "can be saved"
         )
 
 
@@ -232,7 +234,7 @@ def read_head(file: BinaryIO) -> Contents:
         raise ValueError("is cut off")
     size = int.from_bytes(prefix, "little")
     if size > HEADER:
-        raise ValueError(f"has a header of {size:,} bytes; allowed: {HEADER:,}")
+        raise ValueError(f"has a header of {size:,} bytes; at most {HEADER:,} are allowed")
     data = file.read(size)
     if len(data) < size:
         raise ValueError(f"is cut off in its header of {size:,} bytes")
@@ -245,21 +247,19 @@ def _parse_header(data: bytes) -> Contents:
     text = texts.get(_TEXT) if isinstance(texts, dict) else None
     content = parse_json(text) if isinstance(text, str) else None
     if not isinstance(content, dict):
-        raise ValueError("is no checkpoint of a run")
+        raise ValueError("is not the checkpoint of a run")
     file_format = content.get("format")
     if file_format != FORMAT:
-        raise ValueError(
-            f"is of format {str(file_format)[:20]}, this version reads format {FORMAT}"
-        )
+        raise ValueError(f"has format {str(file_format)[:20]}; this version reads format {FORMAT}")
     facts = content.get("facts")
     step = facts.get("step") if isinstance(facts, dict) else None
     if not isinstance(facts, dict) or not _is_step(step):
-        raise ValueError("gives no step")
+        raise ValueError("does not give its step")
     metadata = content.get("texts")
     if not isinstance(metadata, dict):
-        raise ValueError("has no metadata of its tensors")
+        raise ValueError("does not describe its tensors")
     if not all(isinstance(texts_of_part, Mapping) for texts_of_part in metadata.values()):
-        raise ValueError("has no metadata of its tensors")
+        raise ValueError("does not describe its tensors")
     return Contents(facts["step"], {}, metadata, facts)
 
 
@@ -314,7 +314,7 @@ def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[
     except Exception as error:
         # An outline that does not fit can raise anything.
         reason = f"{type(error).__name__}: {shortened(printable(one_line(error)), 200)}"
-        raise ValueError(f"the outline does not fit its tensors: {reason}") from None
+        raise ValueError(f"its structure and its tensors do not fit together: {reason}") from None
 
 
 def _outline(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -340,7 +340,7 @@ def _outline(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         for index, item in enumerate(value):
             items.append(_outline(item, _path_of_entry(path, index), tensors))
         return {"tuple": items} if isinstance(value, tuple) else items
-    raise TypeError(f"{path or 'the state'} is of {type(value).__name__}, which can't be saved")
+    raise TypeError(f"{path or 'the state'} has type {type(value).__name__}, which can't be saved")
 
 
 def _path_of_entry(path: str, key: object) -> str:

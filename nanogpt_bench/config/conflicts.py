@@ -57,11 +57,11 @@ class Conflict(NamedTuple):
 _WEIGHTS_IN_WORDS: dict[str, str] = {Storage.FLOAT32: "floats", Storage.PEER: "another package's"}
 #: settings that can't be used under `task: classify`, and why
 _NOT_CLASSIFY = {
-    "model.pretrained": "which brings a head for the next token",
-    "model.tie_weights": "whose lm_head has another size than the embedding",
-    "data.train_tokens": "which trains on documents: prepare --limit-tokens makes fewer",
-    "eval.also": "whose labels another text does not have",
-    "train.parallel": "whose losses are per document",
+    "model.pretrained": "since such a model brings a head for the next token",
+    "model.tie_weights": "since its lm_head has another size than the embedding",
+    "data.train_tokens": "which trains on whole documents (prepare --limit-tokens limits them)",
+    "eval.also": "since another text does not have its labels",
+    "train.parallel": "since its losses are per document",
 }
 
 
@@ -78,15 +78,15 @@ def refuse_new_meanings(
         for key in keys_where("is_rate"):
             if key not in overrides and file.get(key) is not None:
                 raise BenchError(
-                    f"{key}: {file[key]!r} is the file's for {file_optimizer}, and {optimizer} has "
-                    f"another unit ({unit(optimizer)}); add {without(key)} for its own, or give "
-                    f"--{key}"
+                    f"{key}: {file[key]!r} in the file is a rate of {file_optimizer}, but "
+                    f"{optimizer} takes rates in another unit ({unit(optimizer)}); add "
+                    f"{without(key)} for its default rate, or give --{key}"
                 )
     formats = file.get("model.formats")
     if overrides.get("model.format") is not None and formats and "model.formats" not in overrides:
         raise BenchError(
-            f"model.formats: {formats!r} of the file stays beside --model.format "
-            f"{overrides['model.format']}; add {without('model.formats')}"
+            f"model.formats: {formats!r} in the file would override --model.format "
+            f"{overrides['model.format']}; to drop it, add {without('model.formats')}"
         )
 
 
@@ -103,7 +103,7 @@ def refuse_disagreement(config: Config, rule: Rule) -> None:
             flags = [f"--{name} {word}" for name, word in wanted.items() if word is not None]
             remedy = f"--rule null {' '.join(flags)}"
         raise BenchError(
-            f"{key}: {value!r} contradicts rule {config.rule!r}, which means "
+            f"{key}: {value!r} contradicts rule {config.rule!r}, which sets "
             f"{rule_settings[key]!r}; add {without(key)}, or give {remedy}"
         )
 
@@ -156,7 +156,7 @@ def _storage_facts(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "model.storage",
         multiplies_codes and model.storage == Storage.GRID,
-        f"can't be used with rule {config.rule!r}; give codes, which it multiplies",
+        f"can't be used with rule {config.rule!r}, which multiplies codes; give codes",
     )
     for key in keys_where("storages"):
         storages = FIELDS[key].facts["storages"]
@@ -175,7 +175,7 @@ def _options(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             f"optimizer.{option}",
             name not in optimizers,
-            f"is not an option of {name}, but of {', '.join(optimizers)}",
+            f"is not an option of {name}, only of {', '.join(optimizers)}",
         )
 
 
@@ -200,7 +200,7 @@ def _storage(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "model.granularity",
         not has_formats,
-        f"means nothing under {cause}, whose weights are {weights}",
+        f"has no effect with {cause}, whose weights are {weights}",
     )
     for key in ("rule", "model.storage"):
         yield Conflict(
@@ -251,7 +251,7 @@ def _peer(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "train.precision",
         peer == TORCHAO_INT8 and config.train.precision != Precision.FLOAT32,
-        f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
+        f"can't be used with model.peer {peer!r}, whose products need one dtype; give float32",
     )
 
 
@@ -268,7 +268,7 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "optimizer.name",
         name in PEERS and on_manifolds,
-        f"steps float weights; it can't be used with storage {storage!r}",
+        f"steps float weights; it can't be used with model.storage {storage!r}",
     )
     yield Conflict(
         "optimizer.moments",
@@ -279,18 +279,18 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "optimizer.stiffness",
         not on_manifolds and name in ON_FLOATS and bool(optimizer.stiffness),
-        f"means nothing with storage {storage!r}, whose weights have no stiffness; give 0",
+        f"has no effect with model.storage {storage!r}, whose weights have no stiffness; give 0",
     )
     yield Conflict(
         "optimizer.stiffness_schedule",
         optimizer.stiffness_end is None,
-        "needs optimizer.stiffness_end, the value it leads to",
+        "needs optimizer.stiffness_end, the last value of k",
     )
     yield Conflict(
         "optimizer.name",
         config.task == Task.CLASSIFY and name == OptimizerName.FISHER,
-        "can't be used with task 'classify', whose labels are not drawn from a softmax; give "
-        "another rule",
+        "can't be used with task 'classify', whose loss has no softmax over labels; give another "
+        "rule",
     )
 
 
@@ -315,7 +315,7 @@ def _pretrained(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "train.recompute",
         not is_pretrained,
-        "needs model.pretrained; the GPT here keeps its activations",
+        "needs model.pretrained; the bench's own GPT always stores its activations",
     )
 
 
@@ -338,20 +338,21 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "optimizer.noise",
         in_backward,
-        "can't be used with train.step_in_backward, which takes no step of all weights",
+        "can't be used with train.step_in_backward, which steps one weight at a time",
     )
     yield Conflict(
         "monitor.floor_formats",
         in_backward,
-        "can't be used with train.step_in_backward, which leaves no gradients",
+        "can't be used with train.step_in_backward, which keeps no gradients",
     )
     is_clipped = in_backward and train.accumulation == 1 and optimizer.grad_clip > 0
     has_clip_by = optimizer.clip_by is not None
     yield Conflict(
         "optimizer.grad_clip",
         is_clipped and not has_clip_by,
-        "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step "
-        "before, one backward pass) or exact (two backward passes); or give 0",
+        "with train.step_in_backward needs optimizer.clip_by: previous (clips by the norm of the "
+        "step before, one backward pass) or exact (two backward passes); or give 0 for no "
+        "clipping",
     )
     yield Conflict(
         "optimizer.clip_by",
@@ -361,7 +362,7 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "optimizer.clip_by",
         has_clip_by and config.runtime.compile,
-        "can't be used with runtime.compile, whose graphs take one backward pass; give "
+        "can't be used with runtime.compile, whose graphs allow one backward pass; give "
         "optimizer.grad_clip 0",
     )
 
@@ -409,20 +410,20 @@ def _constraint(config: Config) -> Iterator[Conflict]:
     yield Conflict(
         "model.n_embd",
         is_constrained and model.n_embd == 1,
-        f"leaves nothing to turn under {constraint}; give 2 or more",
+        f"leaves no direction to move in under {constraint}; give 2 or more",
     )
     no_ulps = is_constrained and model.storage not in MANIFOLDS
     storage = f"model.storage {model.storage!r}"
     yield Conflict(
         "optimizer.lr",
         no_ulps and optimizer.lr != optimizer.float_lr,
-        f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights: none is "
-        f"stepped by ULPs with {storage}; give one of them",
+        f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights: with "
+        f"{storage}, no weight is stepped in ULPs; give one of them",
     )
     yield Conflict(
         "optimizer.weight_decay",
         no_ulps and bool(optimizer.weight_decay),
-        f"is for weights that {name} steps by ULPs: there are none with {storage}",
+        f"decays weights that {name} steps in ULPs, and with {storage} there are none",
     )
 
 

@@ -112,7 +112,7 @@ def check_names(value: Any) -> None:
         for name, item in value.items():
             if not isinstance(name, str):
                 raise BenchError(
-                    f"{name!r} is not allowed as the name of an entry; give a word, in quotes"
+                    f"{name!r} is not allowed as the key of an entry; give a string, in quotes"
                 )
             check_names(item)
     elif isinstance(value, list | tuple):

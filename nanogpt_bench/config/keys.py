@@ -48,7 +48,7 @@ class Setting:
             int: "a whole number",
             float: "a number",
             bool: "true or false",
-            str: "a word",
+            str: "a string",
             list: "a list of words",
         }
         # Only used for a mapping, whose help begins with what it maps to what.

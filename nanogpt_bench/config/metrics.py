@@ -92,41 +92,40 @@ class MonitorConfig(SettingsSection):
 
     watch: list[str] = setting(
         lambda: list(WATCHED),
-        "what is watched: memory and speed (resources), the weights' gradients, updates that "
-        "stall, zones in which a weight does nothing, ranges and use of bits of what is quantised, "
-        "attention's entropy, the spacing of the weights and their constraints (geometry), and "
-        "where the losses are heading (trend), which train.stop_on needs",
+        "what is measured: memory and speed (resources), weight gradients (gradients), updates "
+        "that stall (stall), zones in which a weight has no effect (zones), ranges and code use "
+        "of what is quantised (ranges, bits), entropy of attention (attention), spacing and "
+        "constraints of weights (geometry), and where the losses are heading (trend), which "
+        "train.stop_on needs",
         choices=WATCHED,
     )
     interval: int = setting(100, "steps between two measurements", minimum=1)
     turns: int = setting(
         1,
-        "measurements that share the layers: with 4 each takes a quarter of them, in turn, and the "
-        "first takes all; values over all layers use the latest of each; attention is measured on "
-        "a quarter of the sequences",
+        "how many measurements share the layers: with 4, each takes a quarter of them in turn "
+        "(the first takes all), values over all layers use each layer's latest, and attention is "
+        "measured on a quarter of the sequences",
         minimum=1,
     )
     activation_format: str | None = setting(
         None,
-        "format against which unquantised activations are measured; null: measure only what needs "
-        "no format",
+        "format by which unquantised activations are measured; null: leave out what needs a format",
     )
     gradient_format: str | None = setting(
         None,
-        "format against which unquantised gradients are measured; null: measure only what needs no "
-        "format",
+        "format by which unquantised gradients are measured; null: leave out what needs a format",
     )
     dead_interval: int = setting(
         1,
-        "steps between two checks for dead gradients; a check counts for all these steps",
+        "steps between two checks for dead gradients; a check stands for all these steps",
         minimum=1,
         maximum=1000,
     )
     floor_formats: list[str] = setting(
         list,
-        "formats for which a quarter of the averaged gradient's L1 norm in codes is recorded at "
-        "the last step, as its mean over the last quarter of the steps: what rounding to them "
-        "would cost at an equilibrium",
+        "formats whose rounding floor is recorded at the last step: a quarter of the averaged "
+        "gradient's L1 norm in codes, mean over the last quarter of the steps; it predicts what "
+        "rounding would cost at an equilibrium",
         choices=FLOOR_FORMATS,
     )
 
@@ -139,7 +138,11 @@ LOSS_IS_NAN = Metric(
     bad=ABOVE,
 )
 GRAD_HAS_NAN = Metric(
-    "grad_has_nan", "Gradient not finite", "0 or 1", "Whether its norm is NaN or Inf.", bad=ABOVE
+    "grad_has_nan",
+    "Gradient not finite",
+    "0 or 1",
+    "Whether the gradient's norm is NaN or Inf.",
+    bad=ABOVE,
 )
 TRAIN_LOSS = Metric(
     "train/loss", "Training loss", NATS, "Of the step's batch, per token or label.", bad=ABOVE
@@ -169,11 +172,15 @@ VAL_LOSS_SE = Metric(
     "val/loss_se",
     "Standard error of the validation loss",
     NATS,
-    "Over its batches, or documents.",
+    "Over the batches, or documents, of the validation.",
     bad=ABOVE,
 )
 VAL_ALSO_LOSS = Metric(
-    "val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, per token.", bad=ABOVE
+    "val/also_loss",
+    "Loss on the other text",
+    NATS,
+    "On the text of `eval.also`, per token.",
+    bad=ABOVE,
 )
 VAL_PERPLEXITY = Metric(
     "val/perplexity", "Perplexity", "", "exp of the validation loss.", bad=ABOVE
@@ -186,7 +193,10 @@ MICRO_F1 = _labels(
     "val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together."
 )
 MACRO_F1 = _labels(
-    "val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given."
+    "val/macro_f1",
+    "Macro F1",
+    "F1",
+    "Mean over the labels; a label that no document has or gets counts as 0.",
 )
 R_PRECISION = _labels(
     "val/r_precision", "R-precision", SHARE, "Share of a document's R labels in its R best scores."
@@ -210,5 +220,5 @@ EXCESS = _trend(
 # neither side of the norm is bad by itself: it may vanish, and it may explode
 GRAD_NORM = Metric("grad/norm", "Gradient norm", "L2 norm", "Before clipping.", chart=LOG)
 GRAD_CLIPPED = Metric(
-    "grad/clipped", "Gradient clipped", "0 or 1", "Whether any micro-step's gradient was."
+    "grad/clipped", "Gradient clipped", "0 or 1", "Whether any micro-step's gradient was clipped."
 )

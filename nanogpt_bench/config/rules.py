@@ -116,7 +116,7 @@ RULES: dict[str, Rule] = {
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
     "bf16-pure": _on_floats("AdamW, weights and state in bfloat16", precision="bf16-pure"),
     "bf16-stochastic": _on_floats(
-        "StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes per "
+        "StiffnessAdamW, bfloat16 weights with stochastic rounding, 8-bit moments: 4 bytes per "
         "parameter",
         "stiffness_adamw",
         "bf16-pure",
@@ -124,8 +124,8 @@ RULES: dict[str, Rule] = {
         stiffness=0.0,
     ),
     "bf16-adafactor": _on_floats(
-        "Adafactor without momentum, bfloat16 weights rounded stochastically: two bytes per "
-        "weight, and its state is that of rows and columns",
+        "Adafactor without momentum, bfloat16 weights with stochastic rounding: two bytes per "
+        "weight, and state for rows and columns only",
         "stiffness_adafactor",
         "bf16-pure",
         lr=0.1,
@@ -139,7 +139,7 @@ RULES: dict[str, Rule] = {
     ),
     "sgd": _on_floats("SGD with momentum 0.9, everything in float32", "sgd", "float32", lr=1e-1),
     "torchao-float8": _on_floats(
-        "AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 "
+        "AdamW, torchao's float8 training: products of E4M3 operands and E5M2 gradients, float32 "
         "weights",
         torchao_float8="tensorwise",
         **_TORCHAO,
@@ -168,21 +168,21 @@ RULES: dict[str, Rule] = {
     "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
     "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),
     "stochastic-8bit": _one_byte(
-        "adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"
+        "adamw", 2e-3, "stochastic", "AdamW, stochastic rounding, 8-bit moments", moments="8bit"
     ),
     "stochastic-fp8": _one_byte(
         "adamw",
         2e-3,
         "stochastic",
-        "stochastic-8bit with products on FP8 units",
+        "AdamW, stochastic rounding, 8-bit moments, products on FP8 units",
         moments="8bit",
         products="fp8",
     ),
     "residual8": _one_byte(
-        "adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits per weight"
+        "adamw", 2e-3, "residual8", "AdamW, rounding errors kept in 8 bits per weight"
     ),
     "momentum": _one_byte(
-        "adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"
+        "adamw", 2e-3, "momentum", "AdamW, rounding errors added to the momentum"
     ),
     "muon": _on_floats(
         "Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
@@ -194,13 +194,13 @@ RULES: dict[str, Rule] = {
     ),
     "muon-stochastic": _muon(
         "stochastic",
-        "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes per hidden "
-        "weight",
+        "Muon on hidden matrices, AdamW (at float_lr) on the rest, stochastic rounding, 8-bit "
+        "moments: two bytes per hidden weight",
     ),
-    "muon-nearest": _muon("nearest", "muon-stochastic, but rounded to nearest"),
+    "muon-nearest": _muon("nearest", "as muon-stochastic, but nearest rounding"),
     "muon-residual8": _muon(
         "residual8",
-        "muon-stochastic, but what rounding loses kept in 8 bits per weight: three bytes",
+        "as muon-stochastic, but rounding errors kept in 8 bits per weight: three bytes",
     ),
     "adafactor": _on_floats(
         "Adafactor without momentum, everything in float32",
@@ -213,8 +213,8 @@ RULES: dict[str, Rule] = {
         "stiffness_adafactor",
         0.1,
         "stochastic",
-        "Adafactor without momentum, stochastic rounding: one byte per weight, and its state is "
-        "that of rows and columns",
+        "Adafactor without momentum, stochastic rounding: one byte per weight, and state for rows "
+        "and columns only",
         stiffness=0.0,
     ),
     "stiffness-k0": _stiffness_rule("= 0 (AdamW)", 0.0),
@@ -298,7 +298,7 @@ for _name in WITH_TWIN:
         RULES[_name],
         storage="continuous",
         writeback=None,
-        help=f"{_name} on float32 weights that are never rounded",
+        help=f"as {_name}, but on float32 weights that are never rounded",
     )
 
 

@@ -171,7 +171,7 @@ class DataConfig(SettingsSection):
     )
     train_tokens: int | None = setting(
         None,
-        "train on only the first so many tokens of the corpus; null: all",
+        "train on the first N tokens of the corpus only; null: on all of them",
         minimum=1,
         of_task=True,
     )
@@ -182,68 +182,71 @@ class ModelConfig(SettingsSection):
 
     size: str | None = setting(
         None,
-        "named size, for what is not given below; 124M is GPT-2's; null: 0.8M, or that of "
-        "init_from or pretrained",
+        "a named size, for the sizes that are not given below; 124M is GPT-2's; null: 0.8M, or "
+        "the size of init_from or pretrained",
         choices=("0.8M", "10M", "50M", "124M"),
         of_task=True,
     )
     init_from: str | None = setting(
         None,
-        "weights to start from: a run's folder (its newest checkpoint) or one of its checkpoints; "
-        "or a GPT-2 checkpoint in Hugging Face's layout (config.json and model.safetensors): its "
-        "folder, an id on the hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
+        "weights to start from: a run's folder (its newest checkpoint is taken), one of its "
+        "checkpoints, or a GPT-2 checkpoint in Hugging Face's layout (config.json and "
+        "model.safetensors): its folder, an id on the hub, or gpt2, gpt2-medium, gpt2-large, "
+        "gpt2-xl; null: random weights",
         of_task=True,
     )
     pretrained: str | None = setting(
         None,
-        "a causal language model of transformers (extra hf) in place of the GPT: a folder that "
-        "save_pretrained wrote, a .gguf file, or an id on the hub; formats then name layers as "
-        "that model does; null: the GPT",
+        "train a causal language model of transformers (extra hf) instead of the GPT: a folder "
+        "that save_pretrained wrote, a .gguf file, or an id on the hub; formats then name that "
+        "model's layers; null: train the GPT",
         of_task=True,
     )
     n_layer: int | None = setting(
-        None, "transformer blocks; null: the size's", minimum=1, maximum=4096, of_task=True
+        None, "number of transformer blocks; null: by size", minimum=1, maximum=4096, of_task=True
     )
-    n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
+    n_head: int | None = setting(
+        None, "number of attention heads; null: by size", minimum=1, of_task=True
+    )
     n_embd: int | None = setting(
-        None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True
+        None, "width, a multiple of n_head; null: by size", minimum=1, of_task=True
     )
     block_size: int | None = setting(
-        None, "context length in tokens; null: the size's", minimum=1, of_task=True
+        None, "context length in tokens; null: by size", minimum=1, of_task=True
     )
     dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
-    bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: the size's (124M: true)")
+    bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: by size (124M: true)")
     tie_weights: bool | None = setting(
-        None, "lm_head shares the embedding's weight; null: the size's (124M: true)"
+        None, "one weight for lm_head and embedding; null: by size (124M: true)"
     )
     gelu: str | None = setting(
         None,
-        "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)",
+        "exact, or GPT-2's tanh approximation; null: by size (124M: tanh)",
         choices=("exact", "tanh"),
     )
     storage: str | None = setting(
         None,
-        "how weights are stored: float32, master (float32 copy, quantised forward), codes (one "
-        "byte), grid (the same values in float32), continuous (float32, the format's geometry "
-        "without its rounding) or peer (another package's, see peer); null: the rule's, or what "
-        "formats and optimizer call for",
+        "how weights are stored: float32; master (float32 master copy, quantised in the forward "
+        "pass); codes (one byte); grid (the values of codes, in float32); continuous (float32 "
+        "that steps in the format's geometry and is never rounded); peer (another package's "
+        "weights, see peer); null: as the rule says, or as formats and optimizer need",
         choices=STORAGES,
         of_rule=True,
     )
     format: str | None = setting(
         None,
-        "of all linear layers: formats {'*': FORMAT}",
+        "weight format of all linear layers; short for formats {'*': FORMAT}",
         of_rule=True,
         of_formats=True,
         rows_by="--formats",
     )
     formats: dict[str, Any] = setting(
         dict,
-        "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys "
-        "weight, activation, gradient (each a format, or a mapping with key format and further "
-        "options), granularity (tensor, channel, block, for weights in one byte square), policy "
-        "(dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
-        "(identity, clipped, relu, none)",
+        "weight formats by layer pattern; for each pattern a format, none for layers that stay "
+        "float, or a mapping with keys weight, activation, gradient (each a format, or a mapping "
+        "with key format and further options), granularity (tensor, channel, block; square for "
+        "weights in one byte), policy (dynamic, static, delayed), history, rounding (nearest, "
+        "stochastic, split), ste (identity, clipped, relu, none)",
         of_rule=True,
         of_formats=True,
         words=True,
@@ -251,16 +254,17 @@ class ModelConfig(SettingsSection):
     )
     torchao_float8: str | None = setting(
         None,
-        "torchao's float8 training of the blocks' linear layers: its recipe of scales (extra "
-        "torchao; emulated where the device has no FP8 products); null: none",
+        "train the blocks' linear layers by torchao's float8 training with this recipe of scales "
+        "(extra torchao; emulated on a device without FP8 products); null: no",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
         rows_by="--rules",
     )
     products: str | None = setting(
         None,
-        "codes storage: how layers multiply, except lm_head and layers whose format says it: "
-        "decoded (as floats), fp8 (codes of E4M3 or E5M2 on FP8 hardware), int8 (codes of E1M6), "
-        "or auto (what the device has); a CPU emulates fp8 and int8; null: the rule's, or decoded",
+        "codes storage: what layers multiply, except lm_head and layers whose own format says it: "
+        "decoded (the weights' values as floats), fp8 (codes of E4M3 or E5M2 on FP8 hardware), "
+        "int8 (codes of E1M6), or auto (codes on a device that multiplies them, else values); a "
+        "CPU emulates fp8 and int8; null: as the rule says, or decoded",
         choices=PRODUCTS,
         of_rule=True,
         of_formats=True,
@@ -269,17 +273,17 @@ class ModelConfig(SettingsSection):
     )
     peer: str | None = setting(
         None,
-        "peer storage: the package whose weights the linear layers have, and their format (extra "
-        "torchao); null: the rule's",
+        "peer storage: package and format of the linear layers' weights (extra torchao); null: as "
+        "the rule says",
         choices=tuple(PEER_WEIGHTS),
         of_rule=True,
         rows_by="--rules",
     )
     headroom: float | None = setting(
         None,
-        "grid, codes and continuous storage: largest value of the grid over a matrix row's "
-        "initial amax; null: by format, at most 16 (with few binades 2, or 1 in codes storage, "
-        "which widens)",
+        "grid, codes and continuous storage: the largest value of the grid, as a multiple of the "
+        "initial amax of a matrix row; null: by format, at most 16 (formats with few binades: 2, "
+        "or 1 in codes storage, whose scales can double later)",
         minimum=1.0,
         of_rule=True,
         of_formats=True,
@@ -287,31 +291,32 @@ class ModelConfig(SettingsSection):
     )
     granularity: str | None = setting(
         None,
-        "one weight scale per tensor, per matrix row (channel), per block of 32 in a row (codes or "
-        "master storage), or per square of 128 x 128 (codes storage); null: channel",
+        "which weights share a scale: those of a tensor, a matrix row (channel), 32 neighbours in "
+        "a row (block; codes or master storage), or a square of 128 x 128 (square; codes "
+        "storage); null: channel",
         choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
     )
     tied: str | None = setting(
         None,
-        "with an lm_head that shares the embedding's weight: untie (quantise a copy for the "
-        "lm_head) or leave (in float); null: refuse formats that reach it",
+        "what formats do to an lm_head that shares the embedding's weight: untie (the lm_head "
+        "gets a quantised copy) or leave (it stays float); null: such formats are refused",
         choices=("untie", "leave"),
         of_rule=True,
         of_formats=True,
     )
     embeddings: str | None = setting(
         None,
-        "format of embeddings (and a tied head); null: float",
+        "format of embeddings, and of an lm_head that is tied to them; null: float",
         storages=(Storage.CODES,),
         of_rule=True,
         of_formats=True,
     )
     constraint: str | None = setting(
         None,
-        "constraint of attn.qkv and attn.proj: stiefel (orthonormal columns) or sphere (rows of "
-        "length 1); null: none",
+        "manifold on which attn.qkv and attn.proj stay: stiefel (orthonormal columns) or sphere "
+        "(rows of length 1); null: none",
         choices=("stiefel", "sphere"),
         of_rule=True,
         optimizers=RIEMANNIAN,
@@ -323,30 +328,31 @@ class OptimizerConfig(SettingsSection):
 
     name: str | None = setting(
         None,
-        "null: the rule's, or adamw",
+        "the optimizer; null: as the rule says, or adamw",
         choices=tuple(name.value for name in OptimizerName),
         rows_by="--rules",
     )
     lr: float | None = setting(
         None,
-        "peak learning rate, in value (riemannian_adam: ULPs per step; riemannian_sgd: ULPs for a "
-        "code gradient of 1; stiffness_adafactor: in sizes of the weights); null: the rule's, "
-        "named or given by its settings, or the optimizer's",
+        "peak learning rate, in the weights' own unit (riemannian_adam: in ULPs per step; "
+        "riemannian_sgd: in ULPs for a code gradient of 1; stiffness_adafactor: relative to the "
+        "size of the weights); null: the default of the rule (named, or recognised by its "
+        "settings), or of the optimizer",
         above=0.0,
         is_rate=True,
     )
     float_lr: float | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd: learning rate of float parameters; stiffness_muon: of "
-        "all but hidden matrices; null: the rule's, or 1e-3 (riemannian_sgd: 0.1; stiffness_muon: "
-        "4e-3)",
+        "second learning rate: of float parameters (riemannian_adam, riemannian_sgd), or of all "
+        "but hidden matrices (stiffness_muon); null: as the rule says, or 1e-3 (riemannian_sgd: "
+        "0.1; stiffness_muon: 4e-3)",
         above=0.0,
         is_rate=True,
     )
     constrained_lr: float | None = setting(
         None,
-        "rate of constrained weights: for riemannian_adam radians per step of a row or column, "
-        "null: 0.01; for riemannian_sgd a factor of the gradient, null: 0.1",
+        "learning rate of constrained weights: in radians per step of a row or column "
+        "(riemannian_adam; null: 0.01), or a factor of the gradient (riemannian_sgd; null: 0.1)",
         above=0.0,
         optimizers=RIEMANNIAN,
     )
@@ -358,31 +364,32 @@ class OptimizerConfig(SettingsSection):
     )
     momentum: float | None = setting(
         None,
-        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, stiffness_adafactor: "
-        "momentum; null: 0.9, for the last two 0.95 and 0",
+        "momentum of sgd, stiffness_sgd, riemannian_sgd and fisher (null: 0.9), of stiffness_muon "
+        "(null: 0.95) and of stiffness_adafactor (null: 0)",
         minimum=0.0,
         below=1.0,
     )
     weight_decay: float | None = setting(
         None,
-        "decay of parameters with two or more dimensions: decoupled, times lr per step "
-        "(riemannian_*: times float_lr, quantised weights only; sgd on floats: added to the "
-        "gradient); null: 0.1, for *sgd 0",
+        "decoupled decay of parameters with two or more dimensions, times lr per step "
+        "(riemannian_*: of quantised weights only, times float_lr; sgd on floats: added to the "
+        "gradient instead); null: 0.1, for *sgd 0",
         minimum=0.0,
     )
     grad_clip: float = setting(
-        1.0, "largest gradient norm; 0: no clipping", minimum=0.0, of_rule=False
+        1.0, "largest norm of the gradient; 0: no clipping", minimum=0.0, of_rule=False
     )
     clip_by: str | None = setting(
         None,
-        "train.step_in_backward: the norm by which gradients are clipped to grad_clip: that of the "
-        "step before, or of this one so far where it is larger (previous), or this step's, from "
-        "one more backward pass (exact)",
+        "with train.step_in_backward, the norm that is clipped to grad_clip: previous (of the "
+        "last step's gradient, or of this step's so far where that is larger) or exact (of this "
+        "step's gradient, which takes a second backward pass)",
         choices=("previous", "exact"),
     )
     writeback: str | None = setting(
         None,
-        "grid and codes storage: how a step is written back; null: the rule's, or stochastic",
+        "grid and codes storage: how a step is rounded to the grid; null: as the rule says, or "
+        "stochastic",
         choices=WRITEBACKS,
         of_formats=True,
         storages=ROUNDED,
@@ -390,74 +397,81 @@ class OptimizerConfig(SettingsSection):
     )
     writeback_end: str | None = setting(
         None,
-        "grid and codes storage: how steps are written back after the share step_at of all steps; "
-        "null: as before",
+        "grid and codes storage: the write-back after the share step_at of all steps; null: no "
+        "change",
         choices=tuple(name for name in WRITEBACKS if name != "momentum"),
         of_formats=True,
         storages=ROUNDED,
     )
     draws: str | None = setting(
         None,
-        "grid and codes storage: random draws of rounding, independent in every step, or dither: "
-        "spread evenly over the steps; null: independent",
+        "grid and codes storage: draws of stochastic rounding, independent at every step, or "
+        "dither (spread evenly over the steps); null: independent",
         choices=("independent", "dither"),
         of_formats=True,
         storages=ROUNDED,
     )
     retraction: str | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd: where a step goes before it is rounded, along the "
-        "format's chart (exponential) or straight in value (euclidean); null: exponential",
+        "riemannian_adam, riemannian_sgd: the path of a step before it is rounded, straight in "
+        "the format's chart (exponential) or straight in value (euclidean); null: exponential",
         choices=("exponential", "euclidean"),
         of_formats=True,
         storages=MANIFOLDS,
     )
     noise: str | None = setting(
         None,
-        "continuous storage, for experiments: normal noise after every step, of the variance that "
-        "stochastic rounding would have, by the format's spacing at each weight (ulp), its mean "
-        "over the layer (mean), or that at another weight of the layer (permuted); null: none",
+        "continuous storage, for experiments: normal noise that is added after every step, with "
+        "the variance that stochastic rounding would have by the format's spacing at each weight "
+        "(ulp), its mean over the layer (mean), or that at another weight of the layer "
+        "(permuted); null: none",
         choices=("ulp", "mean", "permuted"),
         of_formats=True,
         storages=(Storage.CONTINUOUS,),
     )
     moments: str | None = setting(
         None,
-        "the library's own optimizers: type of the running averages; null: the rule's, or float32",
+        "the library's own optimizers: how moments are stored; null: as the rule says, or float32",
         choices=MOMENTS,
         of_formats=True,
         rows_by="--rules",
     )
     stiffness: float | None = setting(
         None,
-        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, stiffness_adafactor, "
-        "fisher: exponent k at the first step; null: 0",
+        "stiffness exponent k at the first step, of stiffness_adamw, stiffness_sgd, "
+        "stiffness_lion, stiffness_muon, stiffness_adafactor and fisher; null: 0",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_end: float | None = setting(
         None,
-        "the same six: k at the last step, reached linearly; null: k stays",
+        "same optimizers: stiffness exponent k at the last step; null: k does not change",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_schedule: str | None = setting(
-        None, "the same six: schedule of k to stiffness_end; null: linear", choices=COURSES
+        None,
+        "same optimizers: how k goes from stiffness to stiffness_end; null: linearly",
+        choices=COURSES,
     )
     schedule: str = setting(
         "cosine",
-        "schedule of the learning rate after the warm-up: to min_lr_ratio, or none",
+        "how the learning rate falls to min_lr_ratio after the warm-up; constant: it does not",
         choices=("cosine", "trapezoid", "constant", "linear", "step"),
         of_rule=False,
     )
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0, of_rule=False)
     min_lr_ratio: float = setting(
-        0.1, "last learning rate over its peak", minimum=0.0, maximum=1.0, of_rule=False
+        0.1,
+        "learning rate at the last step, as a share of lr",
+        minimum=0.0,
+        maximum=1.0,
+        of_rule=False,
     )
     step_at: float = setting(
         0.5,
-        "schedule and stiffness_schedule step, and writeback_end: share of the steps after which "
-        "the last value holds",
+        "share of all steps after which a schedule of step takes its last value, and "
+        "writeback_end applies",
         minimum=0.0,
         maximum=1.0,
         of_rule=False,
@@ -474,29 +488,30 @@ class TrainConfig(SettingsSection):
         instead="nanogpt-bench evaluate measures a loss without training",
         of_task=True,
     )
-    batch_size: int = setting(12, "sequences in a micro-batch", minimum=1, of_task=True)
-    accumulation: int = setting(1, "micro-batches in a step", minimum=1, of_task=True)
+    batch_size: int = setting(12, "sequences per micro-batch", minimum=1, of_task=True)
+    accumulation: int = setting(1, "micro-batches per step", minimum=1, of_task=True)
     precision: str | None = setting(
         None,
-        "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed",
+        "float32, bf16-mixed (autocast), or bf16-pure (weights and state in bfloat16); null: as "
+        "the rule says, or bf16-mixed",
         choices=tuple(precision.value for precision in Precision),
         of_rule=True,
     )
     step_in_backward: bool = setting(
         False,
-        "the library's optimizers: step each parameter as soon as it has its gradient, and free "
-        "the gradient; see optimizer.clip_by; micro-batches are summed in bfloat16, rounded "
-        "stochastically; no monitor sees gradients",
+        "the library's optimizers: step each parameter in the backward pass, as soon as it has "
+        "its gradient, and free that gradient; optimizer.clip_by says how it is clipped; "
+        "micro-batches are summed in bfloat16 with stochastic rounding; monitors see no gradients",
     )
     recompute: bool = setting(
         False,
-        "model.pretrained: keep no activations inside a block, compute them again in the backward "
-        "pass",
+        "model.pretrained: recompute the activations inside each block in the backward pass, and "
+        "do not store them",
     )
     parallel: str | None = setting(
         None,
-        "how the processes of torchrun share a run: ddp, each holds the model and takes "
-        "train.batch_size / processes sequences of every batch; null: one process",
+        "how the processes of torchrun share a run: ddp (each holds the whole model and takes "
+        "train.batch_size / processes sequences of every batch); null: one process",
         choices=("ddp",),
         changes_numbers=False,
     )
@@ -505,17 +520,17 @@ class TrainConfig(SettingsSection):
     )
     on_anomaly: str = setting(
         "skip",
-        "a step whose loss or gradient is not finite is left out, and the run ends after three in "
-        "a row (skip) or at the first (stop), if stop_on has nan; weights or optimizer state that "
-        "are not finite end it always",
+        "what happens at a step whose loss or gradient is not finite: skip (it is left out; three "
+        "in a row end the run) or stop (the first ends the run); without nan in stop_on it never "
+        "ends the run; weights or optimizer state that are not finite always do",
         choices=("skip", "stop"),
     )
     stop_on: list[str] = setting(
         lambda: ["nan"],
-        "end the run on steps whose loss or gradient is not finite (nan, see on_anomaly), on a "
-        "smoothed training loss a tenth above its lowest, or alerts.baseline's, at three "
-        "validations in a row (divergence), on a validation loss that did not fall by a thousandth "
-        "at five in a row (plateau)",
+        "what ends the run early: nan (loss or gradient not finite, see on_anomaly), divergence "
+        "(at three validations in a row the smoothed training loss is a tenth above its lowest, "
+        "or above that of alerts.baseline), plateau (at five in a row the validation loss has not "
+        "fallen by a thousandth)",
         choices=("nan", "divergence", "plateau"),
         changes_numbers=False,
     )
@@ -524,11 +539,13 @@ class TrainConfig(SettingsSection):
 class EvalConfig(SettingsSection):
     """Settings of the validation."""
 
-    interval: int = setting(250, "steps between validations", minimum=1)
-    batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
+    interval: int = setting(250, "steps between two validations", minimum=1)
+    batches: int = setting(
+        20, "batches per validation, of train.batch_size sequences", minimum=1, of_task=True
+    )
     also: str | None = setting(
         None,
-        "another prepared text, by the same tokenizer, to validate on too: it shows what "
+        "a second prepared text with the same tokenizer, to validate on too: it shows what "
         "fine-tuning forgets",
         is_folder=True,
     )
@@ -537,21 +554,25 @@ class EvalConfig(SettingsSection):
 class RuntimeConfig(SettingsSection):
     """Settings of the machine."""
 
-    device: str = setting("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    device: str = setting(
+        "auto", "where to train; auto: on a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
     threads: int | None = setting(
-        None, "CPU threads; null: torch's own choice", minimum=1, maximum=1024
+        None, "CPU threads; null: as many as torch chooses", minimum=1, maximum=1024
     )
     compile: bool = setting(
         False,
-        "compile the model with torch.compile: the first step and the first validation take long; "
-        "steps that monitors measure with hooks run uncompiled",
+        "compile the model with torch.compile; the first step and the first validation take long, "
+        "and steps that monitors measure with hooks run uncompiled",
     )
 
 
 class ShadowConfig(SettingsSection):
     """Settings of the float32 model with which gradients are compared."""
 
-    enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
+    enabled: bool = setting(
+        False, "compare gradients with those of a float32 model on the same batches"
+    )
     interval: int = setting(100, "steps between two comparisons", minimum=1)
 
 
@@ -562,11 +583,11 @@ class AlertsConfig(SettingsSection):
         True, "check for failures during the run, after measurements and validations"
     )
     save_on_anomaly: bool = setting(
-        True, "save the state before the first step that is not finite, in anomaly/"
+        True, "save the state from before the first step that is not finite, to anomaly/"
     )
     baseline: str | None = setting(
         None,
-        "run folder with whose losses divergence is judged; null: the run's own lowest",
+        "a run folder; divergence is judged against its losses; null: against the run's own lowest",
         changes_numbers=True,
     )
 
@@ -576,17 +597,16 @@ class TrackingConfig(SettingsSection):
 
     wandb: str = setting(
         "off",
-        "Weights & Biases, with WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS of the environment; "
-        "auto: online with an API key, otherwise offline",
+        "Weights & Biases, set up by WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS of the "
+        "environment; auto: online with an API key, otherwise offline",
         choices=tuple(mode.value for mode in WandbMode),
     )
-    wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
+    wandb_id: str | None = setting(None, "W&B run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(
         False,
-        "at the end, upload the last checkpoint to Weights & Biases, as an artifact with the alias "
-        "latest",
+        "at the end, upload the last checkpoint to W&B as an artifact with the alias latest",
     )
-    tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
+    tensorboard: bool = setting(False, "write TensorBoard's event files to the run folder")
 
 
 class CheckpointConfig(SettingsSection):
@@ -594,20 +614,21 @@ class CheckpointConfig(SettingsSection):
 
     every: int | None = setting(
         500,
-        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. "
-        "When a signal ends the run, one is always written",
+        "steps between two checkpoints, best a multiple of eval.interval; null: none during the "
+        "run. A signal that ends the run always writes one",
         minimum=1,
     )
-    last: bool = setting(True, "a checkpoint when the run ends, unless it failed")
+    last: bool = setting(True, "write a checkpoint when the run ends, unless it failed")
     keep: int = setting(
         2,
-        "newest checkpoints that stay; the one with the lowest validation loss stays beside them",
+        "how many of the newest checkpoints are kept, beside the one with the lowest validation "
+        "loss",
         minimum=1,
     )
     best: bool = setting(
         False,
-        "a checkpoint at every validation with the lowest loss so far; without this setting the "
-        "lowest loss has a checkpoint only if one was due at that step",
+        "write a checkpoint at every validation with the lowest loss so far; otherwise the lowest "
+        "loss has a checkpoint only if one was due at that step",
     )
 
 
@@ -625,7 +646,10 @@ class Config(SettingsSection):
         rows_by="--rules",
     )
     seed: int = setting(
-        42, "of the initial weights, the data's order and rounding", minimum=0, maximum=2**64 - 1
+        42,
+        "seed of the initial weights, the data's order and rounding",
+        minimum=0,
+        maximum=2**64 - 1,
     )
     task: str = setting(
         Task.LANGUAGE.value,
@@ -644,12 +668,12 @@ class Config(SettingsSection):
     train: TrainConfig = section(TrainConfig, "The length and the shape of the training.")
     eval: EvalConfig = section(EvalConfig, "The validation, always on the same batches.")
     monitor: MonitorConfig = section(
-        MonitorConfig, "Monitors beside the loss; they record by layer and over all layers."
+        MonitorConfig, "Monitors beside the loss; they record each layer, and all layers together."
     )
     shadow: ShadowConfig = section(
         ShadowConfig,
-        "A float32 model with the run's current weights, with whose gradients the run's are "
-        "compared.",
+        "A float32 model with the run's current weights. Its gradients are compared with the "
+        "run's.",
     )
     alerts: AlertsConfig = section(
         AlertsConfig,
@@ -663,7 +687,7 @@ class Config(SettingsSection):
     )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig,
-        "Checkpoints: when the state of a run is saved to its folder, and which of them stay.",
+        "Checkpoints: when the state of a run is saved to its folder, and which are kept.",
         changes_numbers=False,
     )
     runtime: RuntimeConfig = section(RuntimeConfig, "The machine.")

@@ -60,7 +60,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 def content_of(path: Path, kind: str) -> Any:
     """Return the content of a YAML file; `kind` is what an error calls the file."""
-    with refusals(f"{kind} {str(path)!r} is not YAML", ValueError):
+    with refusals(f"{kind} {str(path)!r} is not valid YAML", ValueError):
         try:
             return untrusted.read_yaml(path)
         except OSError as error:
@@ -206,7 +206,7 @@ def unknown_key(key: str) -> BenchError:
     """
     for gone in GONE:
         if f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}."):
-            return BenchError(f"{key} is no setting any more; leave it out")
+            return BenchError(f"{key} is no longer a setting; leave it out")
     section, _, last = key.rpartition(".")
     guess = nearest(key, FIELDS)
     if guess is None:
@@ -279,7 +279,7 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
             raise BenchError(f"--{key} needs a value; give {allowed}")
         text = queue.pop(0)
     if text in RENAMED.get(key, {}):
-        raise BenchError(f"--{key}: {text!r} is called {RENAMED[key][text]!r} now; give that")
+        raise BenchError(f"--{key}: {text!r} is now called {RENAMED[key][text]!r}; give that")
     if not text.strip():
         raise BenchError(f"--{key}: {text!r} is not allowed; give {_takes(key)}, or leave it out")
     return key, text
@@ -298,7 +298,10 @@ def _read_value(key: str, text: str) -> Any:
         words = [part.strip(" '\"") for part in text.strip("[] ").split(",")]
         words = [word for word in words if word]
         if not words and "[" not in text:
-            raise BenchError(f"--{key}: {text!r} names nothing; give words, or [] for none")
+            raise BenchError(
+                f"--{key}: {text!r} has no words in it; give words with commas between them, or [] "
+                "for none"
+            )
         return words
     if setting.optional and text.lower() in (*NULLS, "none"):
         return None
@@ -410,8 +413,8 @@ def find_shipped(name: str, folder: Path, kind: str) -> Path:
         raise BenchError(f"{kind} {name!r} can't be read: {error.strerror or error}") from None
     if is_local and is_packaged:
         raise BenchError(
-            f"{kind} {name!r} means {str(local)!r} here and the shipped {str(packaged)!r}; give "
-            f"one of these"
+            f"{kind} {name!r} could mean {str(local)!r} here or the shipped {str(packaged)!r}; "
+            "give one of these paths"
         )
     if is_local:
         return local

@@ -222,7 +222,7 @@ def _no_meta(folder: Path) -> BenchError:
     """
     if folder.is_symlink() and not folder.exists():
         return BenchError(
-            f"data.dir {str(folder)!r} is a link to nothing; mend it, or give another folder"
+            f"data.dir {str(folder)!r} is a broken link; mend it, or give another folder"
         )
     problem = f"data.dir {str(folder)!r} has no meta.json"
     if folder.exists() and not folder.is_dir():

@@ -396,6 +396,6 @@ def _compare_with_record(
         value_then = at(trained.environment, key)
         value_now = at(environment_now, key)
         if value_then != value_now:
-            differences.append(f"{key} was {value_then!r}, is {value_now!r}")
+            differences.append(f"{key} was {value_then!r}, is now {value_now!r}")
     reasons = ", ".join(differences) or "nothing known differs"
     return f"{run} had val loss {recorded!r}, here it is {loss!r}: {reasons}"

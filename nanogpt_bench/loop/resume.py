@@ -325,7 +325,7 @@ class _SettingChange:
         return bool(FIELDS[self.key].facts["changes_numbers"])
 
     def describe(self) -> str:
-        return f"{self.key} was {self.old!r}, is {self.new!r}"
+        return f"{self.key} was {self.old!r}, is now {self.new!r}"
 
 
 def _setting_changes(
@@ -357,7 +357,7 @@ def _check_environment(
         old = at(saved, key)
         new = at(current, key)
         if old != new:
-            differences.append(f"{key} was {old!r}, is {new!r}")
+            differences.append(f"{key} was {old!r}, is now {new!r}")
     if differences:
         say(f"the last bits may differ from an uninterrupted run's: {', '.join(differences)}")
 

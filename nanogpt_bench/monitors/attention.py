@@ -23,7 +23,7 @@ ENTROPY = _attention(
     over=MEAN,
 )
 ENTROPY_MIN = _attention(
-    "attention/entropy_min", "Lowest attention entropy", NATS, "The most collapsed head."
+    "attention/entropy_min", "Lowest attention entropy", NATS, "Entropy of the most collapsed head."
 )
 #: the most attention scores in memory at a time
 _CHUNK = 1 << 22

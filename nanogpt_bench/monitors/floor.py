@@ -25,8 +25,8 @@ from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step
 
 _MEANING: Final = (
-    "A quarter of the L1 norm that the averaged gradient has in codes, by the kind of layer; "
-    "recorded at the last step, mean over the last quarter of the steps."
+    "A quarter of the averaged gradient's L1 norm in codes, for each kind of layer; recorded at "
+    "the last step, mean over the last quarter of the steps."
 )
 FLOOR = Metric(
     "floor/loss",

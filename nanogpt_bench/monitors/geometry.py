@@ -23,7 +23,7 @@ OFF_GRID = _geometry(
     "geometry/off_grid",
     "Off the grid",
     SHARE,
-    "Weights that are no grid value; must stay 0.",
+    "Weights that are not on their grid; must stay 0.",
     bad=ABOVE,
     chart=LINEAR,
 )
@@ -33,7 +33,7 @@ ORTHOGONALITY = _constraint_metric(
     "geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL
 )
 OFF_SPHERE = _constraint_metric(
-    "geometry/off_sphere", "Off the sphere", meaning="|length of a row - 1|, the largest."
+    "geometry/off_sphere", "Off the sphere", meaning="Largest |length of a row - 1|."
 )
 _ROUNDED = "The same distances of these weights rounded to their formats."
 CONSTRAINT_ROUNDED = _constraint_metric(

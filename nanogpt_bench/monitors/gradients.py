@@ -42,7 +42,7 @@ GRAD_DEAD = _gradients(
     "grad/dead",
     "Dead gradients",
     SHARE,
-    "Elements below 1e-8 for 100 steps or more.",
+    "Gradient elements below 1e-8 for 100 steps or more.",
     bad=ABOVE,
     chart=LINEAR,
 )

@@ -44,7 +44,7 @@ KURTOSIS = _ranges(
     "quant/kurtosis",
     "Kurtosis",
     "raw, normal = 3",
-    "The largest of the layers.",
+    "Largest kurtosis of the layers.",
     over=LARGEST,
     bad=ABOVE,
     chart=LOG,

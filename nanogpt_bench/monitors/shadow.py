@@ -24,7 +24,7 @@ COSINE = _shadow(
     "grad/cosine",
     "Gradient cosine",
     "cosine",
-    "Against the float32 shadow, mean over the layers.",
+    "With the float32 shadow's gradient, mean over the layers.",
     over=MEAN,
     bad=BELOW,
     chart=LINEAR,
@@ -33,7 +33,7 @@ COSINE_MIN = _shadow(
     "grad/cosine_min",
     "Lowest gradient cosine",
     "cosine",
-    "Against the shadow, the layer that is furthest off.",
+    "With the float32 shadow's gradient, in the layer where it is lowest.",
     bad=BELOW,
     chart=LINEAR,
 )
@@ -41,13 +41,13 @@ QUANT_SNR = _shadow(
     "grad/quant_snr_db",
     "Signal to quantisation noise",
     "dB",
-    "10 log10 of |g32|² / |g8 - g32|².",
+    "10 log10 of |g32|² / |g8 - g32|², g32 being the float32 shadow's gradient.",
     over=MEAN,
     bad=BELOW,
     chart=LINEAR,
 )
 SHADOW_OVERHEAD = _shadow(
-    "shadow/overhead", "Time of the shadow", "steps", "Of one comparison.", bad=ABOVE
+    "shadow/overhead", "Time of the shadow", "steps", "Time of one comparison.", bad=ABOVE
 )
 
 

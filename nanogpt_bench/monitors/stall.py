@@ -47,7 +47,7 @@ ARRIVED = _stall_metric(
     chart=LINEAR,
 )
 UPDATE_ULPS = _stall_metric(
-    "stall/update_ulps", "Size of the updates", ULPS, "Mean over the requested ones.", chart=LOG
+    "stall/update_ulps", "Size of the updates", ULPS, "Mean over the requested updates.", chart=LOG
 )
 RESIDUAL_SATURATION = _stall_metric(
     "stall/residual_saturation",

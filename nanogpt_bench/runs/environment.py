@@ -200,16 +200,16 @@ def history_lines(environment: Any) -> Iterator[str]:
     >>> changed = {"optimizer.lr": [0.1, 0.2]}
     >>> line, = history_lines({"resumed": [{"step": 3, "changed": changed}]})
     >>> line.partition(";")[0]
-    'settings were changed after step 3: optimizer.lr was 0.1, is 0.2'
+    'settings were changed after step 3: optimizer.lr was 0.1, is now 0.2'
     """
     for entry in config_history(environment):
         changes = []
         for key, pair in entry["changed"].items():
             old, new = (shortened(json.dumps(value), LONGEST_VALUE) for value in pair)
-            changes.append(f"{key} was {old}, is {new}")
+            changes.append(f"{key} was {old}, is now {new}")
         yield (
             f"settings were changed after step {entry['step']}: {', '.join(changes)}; config.yaml "
-            f"alone does not repeat the run"
+            "alone does not reproduce the run"
         )
 
 

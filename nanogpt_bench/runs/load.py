@@ -182,7 +182,9 @@ def load_run(path: Path) -> Run:
     Files that are missing or damaged are left out and named in its `notes`.
     """
     if not is_run_folder(path):
-        raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
+        raise BenchError(
+            f"{str(path)!r} is not a run folder; a run folder has {' or '.join(RUN_FILES)}"
+        )
     notes: list[str] = []
     config = with_current_sections(mapping(path / "config.yaml", notes))
     environment = mapping(path / "environment.json", notes)
@@ -310,7 +312,10 @@ def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
     ([0, 2, 4], [0, 1])
     """
     if limit < 2:
-        raise ValueError(f"limit = {limit!r}: expected at least 2, the first and the last point")
+        raise ValueError(
+            f"limit={limit!r} is not allowed; give 2 or more, since the first and the last point "
+            "are kept"
+        )
     if count <= limit:
         return list(range(count))
     return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
@@ -372,8 +377,8 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
         search = _search(path)
         if not search.runs:
             raise BenchError(
-                f"{str(path)!r} is not a run folder and holds none{search.left_out}: expected "
-                f"{', '.join(RUN_FILES)}"
+                f"{str(path)!r} is not a run folder and contains none{search.left_out}; a run "
+                f"folder has {' or '.join(RUN_FILES)}"
             )
         for run in search.runs:
             runs.setdefault(run.resolve(), run)
@@ -442,7 +447,8 @@ def make_ready(run_dir: Path) -> bool:
     """
     if run_dir.is_symlink():
         raise BenchError(
-            f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it"
+            f"{str(run_dir)!r} is a symbolic link; runs are written to real folders only; remove "
+            "the link"
         )
     if not run_dir.exists():
         return False

@@ -83,7 +83,7 @@ def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(content, dict):
         return dict(cleaned(content))
-    notes.append(f"{path.name} holds a {type(content).__name__} where a mapping was expected")
+    notes.append(f"{path.name} holds a {type(content).__name__}, not a mapping")
     return {}
 
 
@@ -110,10 +110,10 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
                 whole += 1
                 yield number, record
             elif not line.endswith(b"\n"):
-                notes.append(f"{path.name}: {CUT_OFF}; the {whole} whole records were read")
+                notes.append(f"{path.name}: {CUT_OFF}; the {whole} complete records were read")
             else:
                 notes.append(
-                    f"{path.name}: line {number} is not a record with a step and was left out"
+                    f"{path.name}: line {number} is not a record with a step, and was left out"
                 )
 
 
@@ -262,9 +262,9 @@ def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
         if not path.exists():
             yield name, "is missing"
         elif not path.is_file() or path.is_symlink():
-            yield name, f"is no ordinary file, and {SUMS} has its sha256"
+            yield name, f"is not an ordinary file, but {SUMS} lists it"
         elif sha256(path) != digest:
-            yield name, f"does not have the sha256 that {SUMS} gives: it was cut off or changed"
+            yield name, f"has another sha256 than {SUMS} gives: it was cut off or changed"
 
 
 def _read_sums(path: Path) -> dict[str, str]:
@@ -278,5 +278,5 @@ def _read_sums(path: Path) -> dict[str, str]:
     # The file is written at the start, and again at the end.
     is_complete = tuple(digests) == AT_START or AT_END[-1] in digests
     if not text.endswith("\n") or len(digests) < len(lines) or not is_complete:
-        raise RefusedFile("it is cut off or changed")
+        raise RefusedFile("it was cut off or changed")
     return digests

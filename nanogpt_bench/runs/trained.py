@@ -97,7 +97,7 @@ def choose(run_dir: Path, checkpoint: str = "last") -> Path:
     if not paths:
         refuse_checkpoint_folders(run_dir)
         raise BenchError(
-            f"{str(run_dir)!r} has no checkpoint; "
+            f"{str(run_dir)!r} has no checkpoint; to get one, train it once more: "
             f"{_trained_again(run_dir, '--checkpoint.last true')}"
         )
     if checkpoint == "best":
@@ -106,7 +106,8 @@ def choose(run_dir: Path, checkpoint: str = "last") -> Path:
         return list(paths.values())[-1]
     if checkpoint not in paths:
         raise BenchError(
-            f"--checkpoint: {checkpoint!r} does not exist; allowed: best, last, {', '.join(paths)}"
+            f"--checkpoint: the run has no checkpoint {checkpoint!r}; allowed: best, last, "
+            f"{', '.join(paths)}"
         )
     return paths[checkpoint]
 
@@ -123,13 +124,14 @@ def _best(run_dir: Path, paths: list[Path]) -> Path:
             return path
     raise BenchError(
         f"{str(run_dir)!r} has no checkpoint of its lowest validation loss; give --checkpoint "
-        f"last, or step-N; {_trained_again(run_dir, '--checkpoint.best true')}"
+        "last, or step-N; to get one, train it once more: "
+        f"{_trained_again(run_dir, '--checkpoint.best true')}"
     )
 
 
 def _trained_again(run_dir: Path, option: str) -> str:
     command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
-    return f"{command} {option} trains it once more and saves one"
+    return f"{command} {option}"
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
@@ -137,7 +139,7 @@ def load(path: Path, *, weights: bool = True) -> Trained:
     contents = read_checkpoint(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
-        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: it does not have the run's settings")
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r} does not hold the run's settings")
     environment = contents.facts.get("environment")
     return Trained(
         path=path,
@@ -161,9 +163,9 @@ def trained_shape(path: Path) -> GPTShape:
     if settings.pretrained:
         name = shlex.quote(path.resolve().parent.parent.name)
         raise BenchError(
-            f"checkpoint {str(path)!r} is of the pretrained model {settings.pretrained!r}; its "
-            f"finetune command with --resume --name {name} --save DIR writes it as a model, which "
-            f"evaluate --model DIR and finetune --model DIR take"
+            f"checkpoint {str(path)!r} belongs to the pretrained model {settings.pretrained!r}; "
+            "write it as a model first: give its finetune command again, with --resume --name "
+            f"{name} --save DIR; then use --model DIR"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
     unreadable = f"checkpoint {str(path)!r}: its weights can't be read"
@@ -174,14 +176,15 @@ def trained_shape(path: Path) -> GPTShape:
         embedding = _shape_in(file, EMBEDDING)
         head = _shape_in(file, HEAD)
     if embedding is None or len(embedding) != 2 or None in sizes.values():
-        raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
+        raise BenchError(f"checkpoint {str(path)!r} does not hold a GPT's weights")
     # Checked before so much memory is allocated: linear layers of the blocks, of which
     # every weight takes a byte or more.
     claimed = 12 * sizes["n_layer"] * sizes["n_embd"] ** 2
     size = path.stat().st_size
     if claimed > size:
         raise BenchError(
-            f"checkpoint {str(path)!r}: settings for {claimed:,} weights, a file of {size:,} bytes"
+            f"checkpoint {str(path)!r}: its settings describe {claimed:,} weights, too many for a "
+            f"file of {size:,} bytes"
         )
     return GPTShape(
         **sizes,
@@ -217,8 +220,8 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
     """
     if any(PART in name for name in trained.tensors):
         raise BenchError(
-            f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), "
-            f"which only its own run can use"
+            f"checkpoint {str(trained.path)!r} holds weights of another package (model.peer); only "
+            "the run itself can use them"
         )
     with refusals(f"checkpoint {str(trained.path)!r}", ValueError):
         state = fm.files.unflatten(trained.tensors, trained.metadata)
@@ -242,10 +245,11 @@ def fill_floats(model: GPT, trained: Trained, source: str) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing, unknown = parameters.keys() - state.keys(), state.keys() - parameters.keys()
     if missing:
-        raise BenchError(f"{source} lacks the tensor {min(missing)!r}: it is of another model")
+        raise BenchError(f"{source} has no tensor {min(missing)!r}: it is from another model")
     if unknown:
         raise BenchError(
-            f"{source} has a tensor too many, {min(unknown)!r}: it is of another model"
+            f"{source} has a tensor {min(unknown)!r}, which this model does not have: it is from "
+            "another model"
         )
     for name, parameter in model.named_parameters():
         value = state[name]
@@ -253,7 +257,7 @@ def fill_floats(model: GPT, trained: Trained, source: str) -> None:
             value = value[: len(parameter)]
         if value.shape != parameter.shape:
             raise BenchError(
-                f"{source} has {name} of shape {tuple(value.shape)}, the model needs "
+                f"{source} has {name} with shape {tuple(value.shape)}; the model needs "
                 f"{tuple(parameter.shape)}"
             )
         parameter.copy_(value)

@@ -180,10 +180,10 @@ def rough_time(seconds: float) -> str:
     """Return an estimated time, to one or two digits.
 
     >>> [rough_time(seconds) for seconds in (4, 42, 100, 1800, 9000)]
-    ['some seconds', 'about 40 s', 'about 2 min', 'about 30 min', 'about 2 h 30 min']
+    ['a few seconds', 'about 40 s', 'about 2 min', 'about 30 min', 'about 2 h 30 min']
     """
     if seconds < 10:
-        return "some seconds"
+        return "a few seconds"
     if seconds < 90:
         return f"about {round(seconds, -1):.0f} s"
     minutes = round(seconds / 60)

@@ -89,18 +89,18 @@ def check_place(option: str, path: Path) -> None:
             continue
         if not place.exists():
             raise BenchError(
-                f"{option} {str(path)!r}: {str(place)!r} is a link to nothing; remove it, or give "
-                f"another name"
+                f"{option} {str(path)!r}: {str(place)!r} is a broken link; remove it, or give "
+                "another name"
             )
         if not place.is_dir() and place != path:
             raise BenchError(
-                f"{option} {str(path)!r}: {str(place)!r} is a file; give a name in a folder"
+                f"{option} {str(path)!r}: {str(place)!r} is a file, not a folder; give another name"
             )
         folder = place if place.is_dir() else place.parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise BenchError(
-                f"{option} {str(path)!r}: nothing may be written in {str(folder)!r}; give another "
-                f"name"
+                f"{option} {str(path)!r}: no permission to write in {str(folder)!r}; give another "
+                "name"
             )
         return
 
@@ -117,7 +117,9 @@ def refuse_to_replace(
     if not path.exists():
         return
     if not path.is_file():
-        raise BenchError(f"{option} {str(path)!r} exists and is no ordinary file; give {instead}")
+        raise BenchError(
+            f"{option} {str(path)!r} exists and is not an ordinary file; give {instead}"
+        )
     if path.stat().st_size and not is_replaceable(path):
         raise BenchError(
             f"{option} {str(path)!r} exists, and this command did not write it; give {instead}"
@@ -185,7 +187,7 @@ def locked(folder: Path, subject: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise BenchError(
-            f"{subject} {str(folder)!r} is in use by another process; wait until that ends"
+            f"{subject} {str(folder)!r} is in use by another process; wait until it ends"
         ) from None
     except (OSError, NotImplementedError):
         # If the folder is not usable, the first file written to it says why.

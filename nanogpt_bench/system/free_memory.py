@@ -44,5 +44,5 @@ def check_memory(needed: float, request: str) -> None:
     if free is not None and needed > free:
         asked = min(needed, _ENDLESS) / _GIB
         raise BenchError(
-            f"{request} needs about {asked:.1f} GiB of memory, {free / _GIB:.1f} GiB are free"
+            f"{request} needs about {asked:.1f} GiB of memory; {free / _GIB:.1f} GiB are free"
         )

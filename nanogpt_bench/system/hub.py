@@ -26,8 +26,8 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
     """
     if find_spec("huggingface_hub") is None:
         raise BenchError(
-            f"{asked} {repository!r} is no folder here, and the hub needs huggingface_hub; "
-            "get it with pip install 'fp8manifold[hub]'"
+            f"{asked} {repository!r} is not a folder here, and looking it up on the hub needs "
+            "huggingface_hub; get it with pip install 'fp8manifold[hub]'"
         )
     from huggingface_hub import HfApi, errors, hf_hub_download
 
@@ -41,7 +41,8 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
         raise BenchError(f"{asked} {one_line(error)}") from None
     except errors.GatedRepoError:
         raise BenchError(
-            f"{asked} {repository!r} on the hub needs an account with access"
+            f"{asked} {repository!r} on the hub is gated; ask for access on its page, then: hf "
+            "auth login"
         ) from None
     except errors.RepositoryNotFoundError:
         raise BenchError(
@@ -52,9 +53,9 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
     except Exception as error:
         # The client lets errors of Python and of its transport through.
         raise BenchError(
-            f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: "
+            f"{asked} the hub can't be reached for {repository!r} ({type(error).__name__}: "
             f"{one_line(error)}); give the folder of a local copy with config.json and "
-            f"model.safetensors"
+            "model.safetensors"
         ) from None
 
 

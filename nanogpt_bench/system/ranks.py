@@ -20,8 +20,8 @@ from nanogpt_bench.system.errors import BenchError, one_line
 
 #: message of a process when another process of the run has ended
 LOST = (
-    "nanogpt-bench: error: another process of the run has ended; whole checkpoints stay, and "
-    "--resume goes on"
+    "nanogpt-bench: error: another process of this run has ended; complete checkpoints are kept, "
+    "and --resume continues from the newest"
 )
 #: seconds that a failed process waits for the others, which may be about to fail alike,
 #: before torchrun ends them

@@ -36,7 +36,7 @@ _NUMBER_CHARACTERS = re.compile(r"[-+.0-9][-+.:_0-9a-fA-FxTtZz \t]*")
 #: plain numbers of YAML 1.1 that YAML 1.2 reads as others: octal 010, sexagesimal 1:30
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 #: what an error says of a number that is beyond floats
-BEYOND_FLOATS = "a float would have it as 0 or as infinity"
+BEYOND_FLOATS = "as a float it would become 0 or infinity"
 _FLOAT = "tag:yaml.org,2002:float"
 _NUMBERS = ("tag:yaml.org,2002:int", _FLOAT, "tag:yaml.org,2002:timestamp")
 
@@ -64,7 +64,7 @@ def read_text(path: Path, limit: int = MOST_FILE_BYTES, *, links: bool = True) -
     with open_file(path, links=links) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise RefusedFile(f"it has more than {limit:,} bytes, the most that is read")
+        raise RefusedFile(f"it has more than {limit:,} bytes, the most that are read")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -74,7 +74,7 @@ def read_text(path: Path, limit: int = MOST_FILE_BYTES, *, links: bool = True) -
 def open_file(path: Path, *, links: bool = True) -> Any:
     """Open an ordinary file to read its bytes; `links` and errors as in `read_text`."""
     if not links and path.is_symlink():
-        raise RefusedFile("it is a symbolic link, which is not followed here")
+        raise RefusedFile("it is a symbolic link; links are not followed here")
     # Opening a pipe would wait for its other end.
     if path.exists() and not path.is_file():
         raise RefusedFile("it is not an ordinary file")
@@ -102,16 +102,16 @@ def parse_json(data: bytes | str) -> Any:
     text = data if isinstance(data, str) else data.decode("utf-8", errors="replace")
     if sum(map(text.count, ",[{")) > MOST_JSON_MARKS:
         raise RefusedFile(
-            f"it holds more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read"
+            f"it has more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read"
         )
     try:
         content = json.loads(
             data, parse_constant=_refuse_constant, object_pairs_hook=_object_without_repetition
         )
     except json.JSONDecodeError as error:
-        raise RefusedFile(f"it is no JSON: {error.msg} at character {error.pos}") from None
+        raise RefusedFile(f"it is not JSON: {error.msg} at character {error.pos}") from None
     except UnicodeDecodeError as error:
-        raise RefusedFile(f"it is no text: {one_line(error)}") from None
+        raise RefusedFile(f"it is not UTF-8: {one_line(error)}") from None
     except RecursionError:
         raise _too_deep() from None
     _check_depth(content)
@@ -119,20 +119,20 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RefusedFile(f"it holds {name}, which is no JSON")
+    raise RefusedFile(f"it has the value {name}, which JSON does not allow")
 
 
 def _object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise DuplicateName(f"it gives the name {shortened(name, LONGEST_QUOTE)!r} twice")
+            raise DuplicateName(f"the name {shortened(name, LONGEST_QUOTE)!r} is given twice")
         content[name] = value
     return content
 
 
 def _too_deep() -> RefusedFile:
-    return RefusedFile(f"it nests more than {DEEPEST} deep")
+    return RefusedFile(f"it is nested more than {DEEPEST} levels deep")
 
 
 def _check_depth(content: Any) -> None:
@@ -218,7 +218,8 @@ def _too_long_number(scalar: Any) -> RefusedFile:
     """Return the error of a number, given as PyYAML's event or node."""
     return RefusedFile(
         f"line {scalar.start_mark.line + 1}: {shortened(scalar.value, LONGEST_QUOTE)} is not "
-        f"allowed: a number has at most {LONGEST_NUMBER:,} characters; write a text in quotes"
+        f"allowed: a number has at most {LONGEST_NUMBER:,} characters; if it is a text, put it in "
+        "quotes"
     )
 
 
@@ -247,7 +248,7 @@ class _Loader(yaml.SafeLoader):
             self._check_number(node)
         if self._count > MOST_YAML_VALUES:
             raise RefusedFile(
-                f"it holds more than {MOST_YAML_VALUES:,} values, the most that is read"
+                f"it has more than {MOST_YAML_VALUES:,} values, the most that are read"
             )
         return node
 
@@ -302,8 +303,8 @@ class _Loader(yaml.SafeLoader):
         if is_ambiguous(node.value):
             feature = "a leading 0" if ":" not in node.value else "colons"
             raise RefusedFile(
-                f"line {line}: {number} is not allowed, since readers differ in what a number with "
-                f"{feature} is; write a plain number, or a text in quotes"
+                f"line {line}: {number} is not allowed: YAML readers disagree on numbers with "
+                f"{feature}; write a plain number, or put a text in quotes"
             )
         if node.tag == _FLOAT and is_beyond_floats(node.value):
             raise RefusedFile(f"line {line}: {number} is not allowed: {BEYOND_FLOATS}")

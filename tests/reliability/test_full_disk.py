@@ -206,7 +206,7 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(
             assert main(words_of_second) == 2
         first, second = capsys.readouterr().err.splitlines()
         assert first.endswith(
-            "run folder 'runs/r' is in use by another process; wait until that ends"
+            "run folder 'runs/r' is in use by another process; wait until it ends"
         )
         assert "already holds a run" in second
     finally:
@@ -233,7 +233,7 @@ def test_an_output_folder_belongs_to_one_process(
     with locked(Path("out"), "--out"):
         assert main([*line, "--out", "out"]) == 2
         assert capsys.readouterr().err == (
-            "nanogpt-bench: error: --out 'out' is in use by another process; wait until that ends\n"
+            "nanogpt-bench: error: --out 'out' is in use by another process; wait until it ends\n"
         )
         assert os.listdir("out") == [LOCK]
     assert not Path("out").exists()

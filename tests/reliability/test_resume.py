@@ -52,11 +52,11 @@ def taken_up_at(run_dir):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"train.batch_size": 4}, ["train.batch_size was 2, is 4"]),
-        ({"seed": 7}, ["seed was 42, is 7"]),
+        ({"train.batch_size": 4}, ["train.batch_size was 2, is now 4"]),
+        ({"seed": 7}, ["seed was 42, is now 7"]),
         (
             {"optimizer.lr": 0.125, "model.dropout": 0.25},
-            ["optimizer.lr was", "model.dropout was 0.1, is 0.25"],
+            ["optimizer.lr was", "model.dropout was 0.1, is now 0.25"],
         ),
     ],
 )
@@ -89,8 +89,8 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     overrides = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
     assert main(line(overrides, "--allow-config-change")) == 0
     printed = capsys.readouterr().err
-    assert f"train.max_steps was {STEPS}, is {STEPS + 3}" in printed
-    assert ", is 0.125" in printed
+    assert f"train.max_steps was {STEPS}, is now {STEPS + 3}" in printed
+    assert ", is now 0.125" in printed
     assert f"goes on after step {STEPS}\n" in printed
     records = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(STEPS + 4))
@@ -98,8 +98,8 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     # What the run is from now on is in its folder, and the next start asks for nothing.
     assert main(line(overrides)) == 0
     # That its configuration does not repeat it, the folder says wherever it shows it.
-    announced = f"settings were changed after step {STEPS}: optimizer.lr was 0.002, is 0.125, train.max_steps was {STEPS}, "
-    announced += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
+    announced = f"settings were changed after step {STEPS}: optimizer.lr was 0.002, is now 0.125, train.max_steps was {STEPS}, "
+    announced += f"is now {STEPS + 3}; config.yaml alone does not reproduce the run"
     assert (RUN / "config.yaml").read_text().startswith(f"# {announced}\nrule: ")
     (change,) = read_json(RUN / "summary.json")["config_history"]
     assert change == {
@@ -124,7 +124,7 @@ def test_settings_that_change_no_number_are_free_and_so_is_the_place_of_the_corp
     )
     printed = capsys.readouterr().err
     assert "settings that differ from the checkpoint's: data.dir was" in printed
-    assert ", checkpoint.keep was 2, is 5\n" in printed
+    assert ", checkpoint.keep was 2, is now 5\n" in printed
     assert read_json(RUN / "summary.json")["config_history"] == []
     assert (RUN / "config.yaml").read_text().startswith("rule: ")
 
@@ -187,7 +187,7 @@ def test_checkpoints_of_an_earlier_layout_are_refused(line, capsys, command, cod
     shutil.rmtree(RUN / "checkpoints")
     (RUN / "checkpoints" / "step-24").mkdir(parents=True)
     old_traces = traces(RUN)
-    message = "checkpoint 'runs/r/checkpoints/step-24' is a folder, the layout of an earlier version, which this one does"
+    message = "checkpoint 'runs/r/checkpoints/step-24' is a folder, as earlier versions wrote them; this version"
     assert main(command or line()) == code
     printed = capsys.readouterr()
     assert message in (printed.out if code == 1 else printed.err.splitlines()[-1])
@@ -217,7 +217,7 @@ def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
     )
     (RUN / "summary.json").unlink()
     assert main(line({"seed": 7})) == 2
-    assert "seed was 42, is 7" in capsys.readouterr().err
+    assert "seed was 42, is now 7" in capsys.readouterr().err
     shutil.rmtree(RUN)
     assert main(line()) == 0
     assert "runs/r has no checkpoint: the run begins at step 0" in capsys.readouterr().err

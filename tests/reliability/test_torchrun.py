@@ -180,7 +180,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dyi
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == [*range(step + 2)]
     output = (tmp_path / "output.txt").read_text()
-    assert f"processes was 2, is {resumed if resumed > 1 else None}" in output
+    assert f"processes was 2, is now {resumed if resumed > 1 else None}" in output
     assert main(["verify", str(run_dir)]) == 0
 
 

@@ -98,7 +98,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
 
 def test_a_header_too_long_to_be_read_again_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_format, "HEADER", 200)
-    with pytest.raises(ValueError, match=r"the header has [\d,]+ bytes; allowed: 200"):
+    with pytest.raises(ValueError, match=r"its header would have [\d,]+ bytes; at most 200"):
         commit_checkpoint(tmp_path, contents(1), keep_last=1)
     assert os.listdir(tmp_path) == []
 
@@ -145,7 +145,7 @@ def test_others_read_it(tmp_path):
         ({"tensors": {"model": {"w": torch.ones(4, 6).T}}}, "contiguous"),
         (
             {"tensors": {"model": {"w": torch.ones(2).to(torch.float8_e8m0fnu)}}},
-            "of torch.float8_e8m0fnu",
+            "is torch.float8_e8m0fnu",
         ),
         ({"tensors": {"model": {"w": torch.ones(2).to_sparse()}}}, "sparse"),
     ],

@@ -176,9 +176,9 @@ def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
 def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     run(settings(), tmp_path / "run")
     message = refused("evaluate", tmp_path / "run")
-    assert "is of the pretrained model" in message
+    assert "belongs to the pretrained model" in message
     assert (
-        "its finetune command with --resume --name run --save DIR writes it as a model" in message
+        "give its finetune command again, with --resume --name run --save DIR; then use --model DIR" in message
     )
 
 

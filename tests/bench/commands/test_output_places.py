@@ -25,8 +25,8 @@ COMMANDS = {
 PLACES = {
     "below a file": ("file/new.json", "'file' is a file; give a name in a folder"),
     "far below a file": ("file/a/b/new.json", "'file' is a file; give a name in a folder"),
-    "a link to nothing": ("link.json", "'link.json' is a link to nothing"),
-    "below a link to nothing": ("link.json/new.json", "'link.json' is a link to nothing"),
+    "a link to nothing": ("link.json", "'link.json' is a broken link"),
+    "below a link to nothing": ("link.json/new.json", "'link.json' is a broken link"),
 }
 
 
@@ -75,7 +75,7 @@ def test_a_folder_that_can_not_be_written_is_refused_at_once(command, line, refu
         os, "access", lambda path, mode: Path(path).name != "locked" and writable(path, mode)
     )
     message = refused(*line(command, "locked/new.json"))
-    assert "nothing may be written in 'locked'; give another name" in message
+    assert "no permission to write in 'locked'; give another name" in message
     assert os.listdir("locked") == []
 
 
@@ -84,7 +84,7 @@ def test_a_corpus_behind_a_link_to_nothing_is_named(name, working_folder, refuse
     Path("data").mkdir()
     Path(name).symlink_to("gone")
     message = refused("run", "fp32", "--data.dir", name)
-    assert f"data.dir {name!r} is a link to nothing; mend it, or give another folder" in message
+    assert f"data.dir {name!r} is a broken link; mend it, or give another folder" in message
     assert os.listdir("data") == [Path(name).name]
 
 

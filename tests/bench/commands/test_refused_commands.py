@@ -81,7 +81,7 @@ REFUSED = {
     "5001; give a longer "
     "text or a smaller "
     "--model.block_size",
-    "run fp32": "config 'fp32' means 'fp32.yaml' here and the shipped",
+    "run fp32": "config 'fp32' could mean 'fp32.yaml' here or the shipped",
     "run fp32.yaml --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; "
     "keep one",
     "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not "
@@ -147,7 +147,7 @@ REFUSED = {
     "sample RUN --model.storage codes": "--model.storage: no row has a format; give --formats",
     "sample RUN --optimizer.lr 1": "the weights of a run have been trained",
     # weights of a run: losses
-    "evaluate RUN --checkpoint step-4": "'step-4' does not exist; allowed: best, last, step-3, "
+    "evaluate RUN --checkpoint step-4": "no checkpoint 'step-4'; allowed: best, last, step-3, "
     "step-6",
     "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; "
     "allowed: data.dir",

@@ -59,7 +59,7 @@ def test_what_an_interruption_leaves_is_noted(folder, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{folder}: whole, steps up to 5, 1 whole checkpoint",
         "  note: summary.json is missing: the run has not ended",
-        "  note: metrics.jsonl: the last line is cut off; the 6 whole records were read",
+        "  note: metrics.jsonl: the last line is cut off; the 6 complete records were read",
         "  note: checkpoints/.step-7.safetensors.part is left by an interruption; the next start "
         "removes it",
         "  note: checkpoints/notes.txt is no checkpoint, and is ignored",

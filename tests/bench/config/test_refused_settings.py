@@ -91,7 +91,7 @@ CASES += [("model.formats", f"rule=fp32 {E4M3}")]
 #: how the line begins, by the words that are refused for their own sake
 UNREADABLE = {
     "--train.max_stps 1": "unknown key 'train.max_stps'; did you mean 'train.max_steps'?",
-    "--monitor.fisher true": "monitor.fisher is no setting any more; leave it out",
+    "--monitor.fisher true": "monitor.fisher is no longer a setting; leave it out",
     "--monitor.watch [bit]": "monitor.watch: 'bit' is not known; did you mean 'bits'?",
     "--train.zzz 1": "unknown key 'train.zzz'; allowed: train.max_steps, train.batch_size",
     "--train.max_steps many": "train.max_steps: 'many' is not allowed; give a whole number >= 1",
@@ -102,7 +102,7 @@ UNREADABLE = {
         f"number"
         for number in ("010", "1:30", "-017")  # which readers of YAML differ in
     },
-    "--train.stop_on ,": "--train.stop_on: ',' names nothing; give words, or [] for none",
+    "--train.stop_on ,": "--train.stop_on: ',' has no words in it; give words with commas",
     "--optimizer.lr nan": "optimizer.lr: nan is out of range; give a number > 0 or null",
     "--optimizer.beta1 1": "optimizer.beta1: 1 is out of range; give a number >= 0 and < 1 or null",
     "--optimizer.schedule cosin": "optimizer.schedule: 'cosin' is not known; did you mean 'cosine'?",
@@ -225,11 +225,11 @@ def test_a_file_s_settings_that_get_another_meaning_are_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("rule: fp32\noptimizer: {lr: 1.0e-3}\n")
     assert load_config(path, ["--rule", "bf16-mixed"]).optimizer.lr == 1e-3
-    with refusal(r"^optimizer\.lr: 0\.001 is the file's for adamw, and sgd has another unit"):
+    with refusal(r"^optimizer\.lr: 0\.001 in the file is a rate of adamw, but sgd takes rates in another unit"):
         load_config(path, ["--rule", "sgd"])
     assert load_config(path, ["--rule", "sgd", "--optimizer.lr", "0.1"]).optimizer.lr == 0.1
     path.write_text("model: {formats: {attn: E4M3}}\n")
-    with refusal(r"^model\.formats: .* stays beside --model\.format E5M2; add --model\.formats {}"):
+    with refusal(r"^model\.formats: .* would override --model\.format E5M2; to drop it, add --model\.formats {}"):
         load_config(path, ["--model.format", "E5M2"])
     assert load_config(path, ["--model.formats.mlp", "E5M2"]).model.formats == {
         "attn": "E4M3",
@@ -288,7 +288,7 @@ def test_a_number_that_a_float_can_not_have_is_refused(key, text, tmp_path):
         load_config(None, [f"--{key}", text])
     path = tmp_path / "my.yaml"
     path.write_text(f"{key}: {text}\n")
-    with refusal("is not allowed: a float would have it as 0 or as infinity"):
+    with refusal("is not allowed: as a float it would become 0 or infinity"):
         load_config(path)
 
 

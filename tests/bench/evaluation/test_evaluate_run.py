@@ -124,7 +124,7 @@ def test_a_tied_head_is_left_or_measured_too(trained, capsys, tied, size):
 def test_without_a_checkpoint_one_line_says_how_to_get_one(trained, tmp_path, refused, name):
     bare = shutil.copytree(trained["float"], tmp_path / "bare")
     shutil.rmtree(bare / "checkpoints")
-    words = f"run {bare}/config.yaml --checkpoint.last true trains it once more and saves one"
+    words = f"train it once more: nanogpt-bench run {bare}/config.yaml --checkpoint.last true"
     assert words in refused("evaluate", bare / name, "--formats", "E4M3")
 
 

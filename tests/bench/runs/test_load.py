@@ -43,7 +43,7 @@ def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followe
     links = tmp_path / "links"
     links.mkdir()
     (links / "d").symlink_to(tmp_path / "elsewhere" / "d")
-    with refusal(r"holds none \(1 link not followed\)"):
+    with refusal(r"contains none \(1 link not followed\)"):
         find_runs([links])
     assert len(find_runs([links / "d"])) == 1  # one that is named is meant
 
@@ -73,7 +73,7 @@ def test_a_truncated_last_line_costs_that_line_only_and_the_page_says_so(
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5, seed=7)
     content = (folder / "metrics.jsonl").read_bytes()[:end] + addition
     (folder / "metrics.jsonl").write_bytes(content)
-    note = f"metrics.jsonl: the last line is cut off; the {last + 1} whole records were read"
+    note = f"metrics.jsonl: the last line is cut off; the {last + 1} complete records were read"
     assert (load_run(folder).last_step, load_run(folder).notes) == (last, (note,))
     assert main(["report", str(folder), "--out", str(tmp_path / "page")]) == 0
     assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(

@@ -29,7 +29,7 @@ YAML = {
     "text('seed: ' + '9' * 5000)": "line 1: 999 & a number has at most 1,000 characters",
     "text('seed: ' + '1:' * 400_000 + '1')": "a number has at most 1,000 characters",
     "text('seed: !!int ' + '1:99:' * 160_000 + '1')": "a number has at most 1,000 characters",
-    "text('seed: ' + '1:' * 400 + '1')": "readers differ in what a number with colons is",
+    "text('seed: ' + '1:' * 400 + '1')": "YAML readers disagree on numbers with colons",
     "text('seed: !!python/object/apply:os.system [touch executed]')": "could not determine a "
     "constructor",
     "text('seed: !!python/name:os.system')": "could not determine a constructor",
@@ -40,7 +40,7 @@ YAML = {
     "text('{[1]: 2}')": "unhashable",
     "text('- 1\\n---\\n- 2')": "single document",
     "text('\\0')": "not allowed",
-    "text('[' * 101 + ']' * 101)": "nests more than 100 deep",
+    "text('[' * 101 + ']' * 101)": "nested more than 100 levels deep",
     "text('1: a\\n0x1: b')": "'0x1' is given twice",
 }
 #: reader -> damage, as the file and an expression of `NAMES` -> what the line says of it,
@@ -134,7 +134,7 @@ DAMAGED = {
         'x.json: text(\'[{"kind": "else"}]\')': "holds no results",
         'x.json: text(\'[{"kind": "run"}]\')': "can't be read",
         'x.json: text(\'{"kind": "nanogpt-bench results"}\')': "is of the former layout",
-        'x.json: text(\'[{"label": 1, "label": 2}]\')': "gives the name 'label' twice",
+        'x.json: text(\'[{"label": 1, "label": 2}]\')': "the name 'label' is given twice",
     },
     "study": {"sweep.json: put('runs', [1])": "/it'", "tuning.json: text('{')": "/it/tuning.json'"},
     "run": {
@@ -161,7 +161,7 @@ DAMAGED = {
         'alerts.jsonl: append(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, "
         "after step 5",
         "metrics.jsonl: gone()": "problem: metrics.jsonl is missing",
-        "config.yaml: text('a: [1')": "problem: & config.yaml' is not YAML",
+        "config.yaml: text('a: [1')": "problem: & config.yaml' is not valid YAML",
         "environment.json: gone()": "problem: environment.json is missing",
         "summary.json: cut()": "problem: summary.json can't be read: it is no JSON",
         "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have "
@@ -291,7 +291,7 @@ def test_nesting_is_read_to_the_bound(parse):
 @pytest.mark.parametrize("parse", [untrusted.parse_yaml, untrusted.parse_json])
 @pytest.mark.parametrize("depth", [untrusted.DEEPEST + 1, 100_000])
 def test_nesting_beyond_the_bound_is_refused(parse, depth):
-    with pytest.raises(untrusted.RefusedFile, match=f"nests more than {untrusted.DEEPEST} deep"):
+    with pytest.raises(untrusted.RefusedFile, match=f"nested more than {untrusted.DEEPEST} levels"):
         parse("[" * depth + "]" * depth)
 
 

@@ -71,8 +71,8 @@ def test_values_that_are_there_twice_are_found_among_many():
     ("text", "part"),
     [
         ("seed: " + "9" * 399, "seed: 9"),
-        ("model: {formats: {1: E4M3}}", "1 is not allowed as the name of an entry"),
-        ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the name of "
+        ("model: {formats: {1: E4M3}}", "1 is not allowed as the key of an entry"),
+        ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the key of "
                                                                    "an entry"),
         ('"\\e[2J\\u202E\\u2028": 1', "unknown key '\\x1b[2J\\u202e\\u2028'"),
         ("rule: " + "x" * 100_000, "unknown rule 'xxx"),

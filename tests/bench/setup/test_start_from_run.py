@@ -92,12 +92,12 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"config": None}, "it does not have the run's settings"),
+        ({"config": None}, "does not hold the run's settings"),
         ({"config": {"model": 7}}, "model: 7 is not a section"),
         ({"config": {"model": {"n_layer": "many"}}}, "model.n_layer: 'many' is not allowed"),
         (
             {"config": {"modle": {}}},
-            "has no weights of a GPT",
+            "does not hold a GPT's weights",
         ),  # a section nobody asks for is not looked at
         ({"config": {"model": {"n_layer": 10**9}}}, "model.n_layer: 1000000000 is out of range"),
     ],

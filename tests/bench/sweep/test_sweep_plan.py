@@ -147,7 +147,7 @@ def test_granularities_of_a_float_rule_are_one_point(write):
     assert [run.rule for run in planned].count("fp32") == 1
     assert len(planned) == 1 + 4
     shared = {"model.granularity": "tensor", "model.formats.lm_head": "E5M2"}
-    with refusal(r"model\.granularity: 'tensor' means nothing under rule 'fp32'"):
+    with refusal(r"model\.granularity: 'tensor' has no effect with rule 'fp32'"):
         plan_sweep(
             read_sweep(
                 write(settings={"rule": "fp32", "model.granularity": "tensor"}, axes={"seed": [1]})

@@ -134,7 +134,7 @@ def test_a_checkpoint_under_another_step_s_name_is_detected_and_replaced_when_it
     )
     assert is_named(second)
     assert_passed_over(run_dir)
-    assert "holds step 1, not the step of its name" in newest(run_dir)[1][0]
+    assert "holds step 1, but its file name gives step 2" in newest(run_dir)[1][0]
     commit_checkpoint(run_dir, small(2), keep_last=2)
     assert newest(run_dir) == (second, [])
     assert steps(run_dir) == [1, 2]
@@ -263,7 +263,7 @@ def test_each_is_refused_in_one_line_or_read(case, tmp_path, attacks, monkeypatc
 def test_a_file_of_a_terabyte_without_content_is_not_read(tmp_path):
     path = lay(tmp_path, b"")
     os.truncate(path, 1 << 43)
-    assert "more than this machine's memory" in message_of(verify, path)
+    assert "do not fit into this machine's memory" in message_of(verify, path)
 
 
 QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
