@@ -36,16 +36,16 @@ FAILED = 1
 COMMANDS = {
     "prepare": "turn a text into train.bin, val.bin and meta.json",
     "run": "train one model",
-    "evaluate": "validation loss of one set of weights in several formats, without training",
-    "sample": "text that a run's weights write, as they are and rounded to formats",
-    "fits": "the memory that training a model takes, and whether a card has it",
-    "finetune": "train all weights of a pretrained language model further",
-    "compare": "train formats x rules on one corpus and report (the main job)",
+    "evaluate": "measure the validation loss of one set of weights in several formats",
+    "sample": "let a run's weights write text, as they are and rounded to formats",
+    "fits": "compute the memory that training a model takes, and whether a card has it",
+    "finetune": "fine-tune all weights of a pretrained language model",
+    "compare": "train formats x rules on one corpus and write a report (the main command)",
     "sweep": "train over any settings: grid, random, tuned rates, sensitivity of layers",
-    "map": "where which format would cost, from one training in floats",
-    "report": "rebuild the page, figures and tables from runs on disk",
-    "results": "results of a sweep as one small JSON file, and its tables",
-    "verify": "check that run folders are whole",
+    "map": "predict what each format would cost in each layer, from one training in floats",
+    "report": "rebuild page, figures and tables from runs on disk",
+    "results": "write a sweep's results to one small JSON file, or print its tables",
+    "verify": "check that run folders are complete and unchanged",
 }
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "map")
@@ -109,7 +109,7 @@ def _guarded(words: list[str]) -> int:
     except UnicodeEncodeError as error:
         # Bytes that are not UTF-8 stand in arguments as halves of surrogate pairs.
         text = shortened(str(error.object), LONGEST_COMPARED_WORD)
-        say(f"nanogpt-bench: error: {BenchError(f'{text!r} is not UTF-8; give a text that is')}")
+        say(f"nanogpt-bench: error: {BenchError(f'{text!r} is not UTF-8; give UTF-8 text')}")
         return USAGE_ERROR
     except OSError as error:
         message = disk_failure(error)
@@ -148,7 +148,7 @@ def _dispatch(words: list[str]) -> int:
     args = parse(words)
     if is_worker() and name != "run":
         raise BenchError(
-            f"torchrun is for run: {name} works in one process; start it without torchrun"
+            f"torchrun works with run only; {name} takes one process, so start it without torchrun"
         )
     # So that a terminated prepare removes its unfinished files.
     signal.signal(signal.SIGTERM, _interrupt)

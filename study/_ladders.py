@@ -238,7 +238,7 @@ def _chart_points(rungs: Rungs, offset: float) -> list[ChartPoint]:
 def _caption(ladder: Ladder) -> str:
     caption = (
         "Paired difference of final validation losses and its 95% interval;"
-        " a point alone is a lead of one seed."
+        " a point alone is a hint of one seed."
     )
     if ladder.appearance_heading:
         caption += " Ringed: the first size whose interval leaves 0 out."

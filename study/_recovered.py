@@ -55,12 +55,12 @@ def share_text(share: Difference | None) -> str:
     """Return a share with its interval in percent.
 
     >>> share_text(Difference(0.5, 3, 0.25, 0.75)), share_text(Difference(1.1, 1))
-    ('50% [25%, 75%]', '110%, one seed: a lead')
+    ('50% [25%, 75%]', '110%, one seed: a hint')
     >>> share_text(None)
     '-'
     """
     if share is None:
         return "-"
     if share.low is None or share.high is None:
-        return f"{share.mean:.0%}, one seed: a lead"
+        return f"{share.mean:.0%}, one seed: a hint"
     return f"{share.mean:.0%} [{share.low:.0%}, {share.high:.0%}]"

@@ -62,7 +62,7 @@ def parse_names(text: str) -> list[str]:
     listed = [name for name in parts if name]
     if not listed:
         raise argparse.ArgumentTypeError(
-            f"{text!r} names nothing; give names with commas between them"
+            f"{text!r} has no name in it; give names with commas between them"
         )
     return listed
 
@@ -99,10 +99,11 @@ def add_executor(parser: Any) -> None:
         "--executor",
         default="local",
         metavar="local|ray",
-        help="where runs train: processes of this machine (default), or of a Ray cluster",
+        help="where runs train: processes on this machine (default), or a Ray cluster",
     )
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="ray: a running cluster (default: one of these cores)",
+        help="with --executor ray: address of a running cluster (default: one on this machine's "
+        "cores)",
     )

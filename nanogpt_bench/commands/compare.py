@@ -16,15 +16,12 @@ MODE = "compare"
 
 TEXTS = {
     "description": (
-        "Train formats x rules on one corpus, same seeds and batches, and write a report. "
-        "Without\n"
-        "arguments: a demonstration on the standard library's prose, two to seven minutes on two "
-        "CPU cores, with an\n"
-        "estimate of the time left from the first minute on. The same command with the same "
-        "--out continues an\n"
-        "interrupted comparison. Settings are those of run: each applies to the rows that take "
-        "it, and compare names\n"
-        "these where they are not all."
+        "Train every format under every rule on one corpus, with the same seeds and batches, and "
+        "write a\nreport. Without arguments: a demonstration on the standard library's prose, two "
+        "to seven minutes on two\nCPU cores, with an estimate of the time left after the first "
+        "minute. The same command with the same --out\ncontinues an interrupted comparison. "
+        "Settings are those of run; if a setting does not apply to all rows,\ncompare prints "
+        "those that take it."
     ),
     "usage": (
         "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] "
@@ -48,7 +45,7 @@ def add_options(parser: Any) -> None:
         "--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus"
     )
     parser.add_argument(
-        "--formats", type=parse_names, metavar="A,B", help="formats of the quantised rules"
+        "--formats", type=parse_names, metavar="A,B", help="formats, for the rules that quantise"
     )
     parser.add_argument(
         "--rules", type=parse_names, metavar="A,B|all", help="update rules, or all of them"
@@ -57,13 +54,19 @@ def add_options(parser: Any) -> None:
         "--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run"
     )
     parser.add_argument(
-        "--seeds", type=positive, metavar="N", help="runs of every row (default: 1)"
+        "--seeds",
+        type=positive,
+        metavar="N",
+        help="number of runs per row, with one seed each (default: 1)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the results (default: runs/compare-DATE)",
     )
     parser.add_argument(
-        "--reference", metavar="ROW", help="row to measure against (default: the BF16 row)"
+        "--reference", metavar="ROW", help="row to compare with (default: the BF16 row)"
     )
     add_executor(parser)
 

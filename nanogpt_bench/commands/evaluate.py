@@ -37,11 +37,10 @@ TEXTS = {
         "                              [--budget BYTES] [--save DIR] [--out DIR]"
     ),
     "description": (
-        "Measure the loss of the weights that a run has trained, as they are and rounded to each "
-        "format.\n"
-        "With --scales, --sensitivity, --budget or --formats all a run's weights get a report; "
-        "with --model\n"
-        "those of any causal language model of transformers, with its own tokenizer."
+        "Measure the loss of a run's weights, first as they were trained and then rounded to each "
+        "format.\nWith --scales, --sensitivity, --budget or --formats all, write a report about a "
+        "run's weights; with --model,\nabout those of any causal language model of transformers, "
+        "with the model's own tokenizer."
     ),
     "epilog": (
         "examples:\n"
@@ -65,19 +64,21 @@ def add_options(parser: Any) -> None:
         help="a folder of save_pretrained or published in FP8, a .gguf file, or an id on the hub",
     )
     parser.add_argument(
-        "--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N"
+        "--checkpoint",
+        metavar="WHICH",
+        help="checkpoint of the run: best, last (default) or step-N",
     )
     parser.add_argument(
         "--formats",
         type=parse_names,
         metavar="A,B",
-        help="formats of all weights, one row each; all: all of eight bits",
+        help="formats to round all weights to, one row each; all: every format of eight bits",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the table as JSON as well; of a report: its folder",
+        help="file for the table as JSON; for a report, its folder",
     )
     parser.add_argument(
         "--save",
@@ -85,23 +86,29 @@ def add_options(parser: Any) -> None:
         metavar="DIR",
         help="write every row's weights to DIR/FORMAT.safetensors",
     )
-    report = parser.add_argument_group("a report, of a RUN or with --model")
+    report = parser.add_argument_group("a report, about RUN or --model PATH")
     report.add_argument(
-        "--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file"
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="with --model: text to measure on, any UTF-8 file",
     )
     report.add_argument(
-        "--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)"
+        "--windows",
+        type=positive,
+        metavar="N",
+        help="with --model: number of windows of the text (default: 24)",
     )
     report.add_argument(
         "--scales",
         type=parse_names,
         metavar="A,B",
-        help="tensor, channel, block, square: rows for each",
+        help="scales to round with, a row for each: tensor, channel, block, square",
     )
     report.add_argument(
         "--embeddings",
         action="store_true",
-        help="round the embeddings, too, in the format of each row",
+        help="round the embeddings too, to the format of each row",
     )
     report.add_argument(
         "--sensitivity",
@@ -109,14 +116,14 @@ def add_options(parser: Any) -> None:
         const="kinds",
         type=one_of(("kinds", "blocks", "layers")),
         metavar="BY",
-        help="each kind of layer (default), block or layer, and the embeddings, alone in each "
-        "format: a map of gaps",
+        help="round each kind of layer (default), block or layer, and the embeddings, alone to "
+        "each format: a map of gaps",
     )
     report.add_argument(
         "--budget",
         type=above_0,
         metavar="X",
-        help="the best mixture of the map in X bytes per parameter",
+        help="print the mixture of the map's formats with the least gap in X bytes per parameter",
     )
 
 
@@ -150,8 +157,9 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None:
             word = repr(value) if name == "run" else f"--{name}"
-            place = "without" if args.model else "with"
-            raise BenchError(f"{word} goes {place} --model; leave one of them out")
+            if args.model:
+                raise BenchError(f"{word} can't be used with --model; leave one of them out")
+            raise BenchError(f"{word} needs --model PATH; give that, or leave {word} out")
     for option in ("out", "save"):
         path = getattr(args, option)
         if path is not None:
@@ -159,7 +167,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.save is not None and args.save.exists() and not args.save.is_dir():
         raise BenchError(f"--save {str(args.save)!r} is a file; give a folder")
     if not args.model and args.run is None:
-        raise BenchError("evaluate needs a run, or --model PATH")
+        raise BenchError("evaluate needs RUN, a run's folder, or --model PATH")
     for scale in args.scales or ():
         if scale not in GRANULARITIES:
             raise unknown("--scales", scale, GRANULARITIES)
@@ -180,7 +188,7 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
     )
     console = Console()
     console.width = console.width if console.is_terminal else _TABLE_WIDTH
-    console.print(rows_table(rows, "gap to as trained"))
+    console.print(rows_table(rows, "gap to trained weights"))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.out, [row.facts(EVALUATION_FIELDS) for row in rows])
@@ -193,12 +201,12 @@ def _no_run(path: Path) -> str:
 
     if path.is_file() and path.suffix == ".yaml":
         return (
-            f"{str(path)!r} is no folder of a run; train and validate one first: nanogpt-bench "
+            f"{str(path)!r} is not a run's folder; train and validate a run first: nanogpt-bench "
             f"run {path}"
         )
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
-    message = f"{str(path)!r} is no folder of a run"
+    message = f"{str(path)!r} is not a run's folder"
     children = sorted(path.glob("*")) if path.is_dir() else []
     runs = [str(child) for child in children if is_run(child)]
-    return f"{message}; it holds: {', '.join(runs)}" if runs else message
+    return f"{message}; it contains: {', '.join(runs)}" if runs else message

@@ -36,10 +36,9 @@ TEXTS = {
         "[--resume] [--save DIR] [--layout LAYOUT] [--section.key VALUE ...]"
     ),
     "description": (
-        "Train all weights of a causal language model of transformers further, as finetune.yaml "
-        "says,\n"
-        "with the loop, checkpoints, monitors and report of run; every setting of run can be "
-        "overridden."
+        "Fine-tune all weights of a causal language model of transformers, with the settings "
+        "of\nfinetune.yaml; every setting of run can be overridden. Loop, checkpoints, monitors "
+        "and report are those\nof run."
     ),
     "epilog": (
         "examples:\n"
@@ -58,7 +57,8 @@ def add_options(parser: Any) -> None:
         "--model",
         required=True,
         metavar="PATH",
-        help="a folder, of floats or published in FP8, a .gguf file, or an id on the hub",
+        help="model to train: a folder (floats, or published in FP8), a .gguf file, or an id on "
+        "the hub",
     )
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
     add_resume(parser)
@@ -66,15 +66,16 @@ def add_options(parser: Any) -> None:
         "--save",
         type=Path,
         metavar="DIR",
-        help="write the model as save_pretrained does; one published in FP8 in its own layout",
+        help="write the trained model to DIR, as save_pretrained does; a model published in FP8 "
+        "keeps its layout",
     )
     parser.add_argument(
         "--layout",
         type=one_of(LAYOUTS),
         metavar=braced(LAYOUTS),
-        help="layout of --save: float (the default, unless the model was published in FP8), codes "
-        "and scales as compressed-tensors or torchao store them, or fp8: as DeepSeek-V3 does, "
-        "in squares of 128 x 128",
+        help="layout of --save: float (default, unless the model was published in FP8), "
+        "compressed-tensors or torchao (codes and scales as these store them), or fp8 (as "
+        "DeepSeek-V3 stores them, in squares of 128 x 128)",
     )
 
 
@@ -83,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     check_options(args)
     layout: Any = args.layout
     if args.layout is not None and args.save is None:
-        raise BenchError("--layout needs --save DIR, whose layout it sets")
+        raise BenchError("--layout needs --save DIR: it is the layout in which DIR is written")
     if args.save is not None:
         check_place("--save", args.save)
         if not is_unused(args.save):
@@ -119,12 +120,13 @@ def check_save(config: Resolved, out: Path, layout: SaveLayout | Literal["float"
     files, trains_codes = outline(config.model.pretrained or ""), trains_stored(config.model)
     if not config.checkpoint.last:
         raise BenchError(
-            "--save writes the weights of the last checkpoint; leave --checkpoint.last false out"
+            "--save writes the weights of the last checkpoint, so it needs one; leave "
+            "--checkpoint.last false out"
         )
     if trains_codes and layout not in (None, FLOAT):
         raise BenchError(
-            f"--layout {layout}: {config.model.pretrained!r} has a layout of its own; leave "
-            f"--layout out"
+            f"--layout {layout}: {config.model.pretrained!r} is saved in its own layout; leave "
+            "--layout out"
         )
     if layout is not None and layout != FLOAT:
         check_save_layout(config, layout)
@@ -149,8 +151,8 @@ def _naming_weights(run_dir: Path, out: Path) -> Iterator[None]:
             else:
                 shutil.rmtree(path)
         raise type(error)(
-            f"--save: {error}; the weights are kept in {str(run_dir)!r}: the same command with "
-            f"--resume --name {run_dir.name} and --save DIR writes them"
+            f"--save: {error}; the trained weights are still in {str(run_dir)!r}; to write them, "
+            f"give the same command with --resume --name {run_dir.name} and --save DIR"
         ) from None
 
 
@@ -183,7 +185,10 @@ def memory_line(summary: dict[str, Any]) -> str:
     if held_bytes and gradient_peak:
         parts.append(f"together {(held_bytes + gradient_peak) / _MIB:,.1f} MiB")
     adamw_bytes = ADAMW_BYTES * summary["parameters"]
-    return f"memory: {', '.join(parts)}; float32 AdamW by arithmetic: {adamw_bytes / _MIB:,.1f} MiB"
+    return (
+        f"memory: {', '.join(parts)}; float32 AdamW would take {adamw_bytes / _MIB:,.1f} MiB, by "
+        "arithmetic"
+    )
 
 
 def check_save_layout(config: Resolved, layout: SaveLayout) -> None:
@@ -202,8 +207,8 @@ def check_save_layout(config: Resolved, layout: SaveLayout) -> None:
             specs[name] = fm.LayerSpec(weight.format, granularity=weight.granularity)
     if not specs or config.model.storage == Storage.CONTINUOUS:
         raise BenchError(
-            f"--layout {layout} takes quantised weights, not the run's floats; give --layout "
-            f"{FLOAT}"
+            f"--layout {layout} stores quantised weights, but this run's weights are floats; give "
+            f"--layout {FLOAT}"
         )
     # A trial without weights: what can't be quantised or exported raises here.
     model = skeleton(config.model.pretrained or "")

@@ -45,12 +45,10 @@ SIDE_FILE: Final = "fp8manifold.grids"
 TEXTS = {
     "usage": "nanogpt-bench fits MODEL [--tokens N] [--sequences N] [--card GB] [--optimizer NAME]",
     "description": (
-        "Print the memory that a step of training all weights of a model takes, by arithmetic: a "
-        "line for\n"
-        "each way of training, best first, with its parts at the moment when they are most, and "
-        "whether a\n"
-        "card has that much. Below stand the lines of code for the least, or for the least by one\n"
-        "optimizer. No weight is read."
+        "Compute the memory of a training step over all weights of a model, for each way of "
+        "training,\nleast first: its parts at the moment when their sum is largest, and whether a "
+        "card has that much. Below\nthe table are the lines of code for the way that takes least, "
+        "or that takes least with one optimizer.\nNo weight is read."
     ),
     "epilog": (
         "examples:\n"
@@ -67,37 +65,42 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="an id on the hub, a folder, a .gguf file, a config.json, or settings of a "
-        "config.json with commas between them (of a Llama, unless model_type is given)",
+        help="an id on the hub, a folder, a .gguf file, a config.json, or its settings with commas "
+        "between them (of a Llama, unless model_type is given)",
     )
     parser.add_argument(
         "--tokens",
         type=positive,
         default=DEFAULT_TOKENS,
         metavar="N",
-        help="of a sequence (default: 2048)",
+        help="tokens in a sequence (default: 2048)",
     )
     parser.add_argument(
-        "--sequences", type=positive, default=1, metavar="N", help="of a step (default: 1)"
+        "--sequences",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="sequences in a step (default: 1)",
     )
     parser.add_argument(
         "--card",
         type=above_0,
         default=DEFAULT_CARD,
         metavar="GB",
-        help="memory of the card, such as 12, 16 or 24; these are GiB (default: 24)",
+        help="memory of the card as it is sold, such as 12, 16 or 24, counted in GiB (default: 24)",
     )
     parser.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
         metavar="NAME",
-        help=f"print the lines of code for the least by this optimizer: {', '.join(OPTIMIZERS)} "
-        "(default: the least of all)",
+        help="print the lines of code for the way that takes least with this optimizer: "
+        f"{', '.join(OPTIMIZERS)} (default: with any)",
     )
     parser.add_argument(
         "--no-checkpointing",
         action="store_true",
-        help="save all activations, in place of computing each block again",
+        help="store all activations; otherwise those of each block are computed again in the "
+        "backward pass",
     )
 
 
@@ -118,13 +121,13 @@ def main(args: argparse.Namespace) -> int:
     parameters = fits[0].needed.parameters
     print(
         f"{args.model}: {parameters / 1e9:.3g} billion parameters; a step of {args.sequences} x "
-        f"{args.tokens:,} tokens; GB (10^9 bytes)"
+        f"{args.tokens:,} tokens; sizes in GB of 10^9 bytes"
     )
     print(table(fits, args.card))
     smallest = smallest_of_ours(fits, args.card, args.optimizer)
     if smallest is None:
-        by = f" by {args.optimizer}" if args.optimizer else ""
-        print(f"\nNo way of this library{by} fits on a card of {args.card:g} GB.")
+        by = f" with {args.optimizer}" if args.optimizer else ""
+        print(f"\nNo way of training with this library{by} fits on a card of {args.card:g} GiB.")
         return 0
     if not smallest.way.has_measured_loss:
         print(f"\n{_warning(smallest.way, smallest_measured(fits, args.card))}")
@@ -139,17 +142,18 @@ def _warning(smallest: Any, measured: Any) -> str:
     largest = f"{LARGEST_MEASURED:g} million weights"
     scale = "not measured"
     if smallest.measured_millions:
-        scale = f"measured with {smallest.measured_millions:g} million weights alone"
+        scale = f"measured with {smallest.measured_millions:g} million weights only"
     text = (
-        f"The loss of the way below in fine-tuning was {scale}, and its learning rate is a first "
-        "guess.\n"
+        f"The way below takes least. Its loss in fine-tuning was {scale}, and its learning rate is "
+        "a first guess.\n"
     )
     if measured is None:
         return f"{text}No way whose loss was measured with {largest} fits."
     peak = measured.needed.peak / 1e9
     return (
-        f"{text}Of those measured with {largest} the least is: {way_name(measured.way)} "
-        f"({peak:.2f} GB). --optimizer {measured.way.options['optimizer']} prints its lines."
+        f"{text}Of the ways measured with {largest}, the one that takes least is "
+        f"{way_name(measured.way)} ({peak:.2f} GB); --optimizer "
+        f"{measured.way.options['optimizer']} prints its lines."
     )
 
 
@@ -171,7 +175,8 @@ def _advice(way: Any, args: argparse.Namespace, config: Any) -> str:
     text = f"{way_name(way)}:\n\n{code}"
     if is_in_codes:
         text = (
-            f"The model is in codes already; the table is for the same model in floats.\n\n{text}"
+            "This model is stored in codes already; the table is for the same model in "
+            f"floats.\n\n{text}"
         )
     return text
 
@@ -206,7 +211,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     with refusals(f"model {str(path)!r}", ValueError, OSError):
         settings = untrusted.read_json(path)
     if not isinstance(settings, dict):
-        raise BenchError(f"model {str(path)!r} holds no settings, but a {type(settings).__name__}")
+        raise BenchError(f"model {str(path)!r} holds a {type(settings).__name__}, not settings")
     return settings
 
 
@@ -221,7 +226,7 @@ def _written_out(text: str) -> dict[str, Any]:
         name, equals, value = (word.strip() for word in part.partition("="))
         if not name or not equals or not value:
             raise BenchError(
-                f"model {part!r} is no setting; give NAME=VALUE, such as hidden_size=64"
+                f"model {part!r} is not a setting; give NAME=VALUE, such as hidden_size=64"
             )
         if name not in SETTINGS:
             raise unknown("setting", name, SETTINGS)
@@ -250,7 +255,7 @@ PARTS: Final = ("weights", "state", "gradients", "activations", "logits", "works
 
 def table(fits: Sequence[Any], card: float) -> str:
     """Return the lines of the table, in columns."""
-    rows = [["way of training", *PARTS, f"{card:g} GB"]]
+    rows = [["way of training", *PARTS, f"{card:g} GiB"]]
     for fit in fits:
         sizes = [f"{getattr(fit.needed, part) / 1e9:.2f}" for part in PARTS]
         rows.append([way_name(fit.way), *sizes, "fits" if fit.fits(card) else "-"])

@@ -54,15 +54,12 @@ TEXTS = {
         "[--section.key VALUE ...]"
     ),
     "description": (
-        "Train once in floats and predict where which format would cost: for every kind of layer "
-        "and format\n"
-        "the floor 1/4 sum |m| S of stochastic rounding, from the averaged gradient m and the "
-        "spacing S.\n"
-        "It ranks layers and formats under Muon; a training of any length reaches only a part of "
-        "the floor.\n"
-        "For losses of finished weights that are rounded once, and not trained on, use evaluate "
-        "--sensitivity;\n"
-        "to measure the map with one training for every cell, use sweep --sensitivity."
+        "Train once in floats and predict what each format would cost in each kind of layer: the "
+        "floor\n1/4 sum |m| S of stochastic rounding, from the averaged gradient m and the "
+        "spacing S. The map ranks layers\nand formats under Muon; a training of any length "
+        "reaches only a part of the floor. To round finished weights\nonce and measure their "
+        "loss, use evaluate --sensitivity. To measure the map, with one training for every\ncell, "
+        "use sweep --sensitivity."
     ),
     "epilog": (
         "examples:\n"
@@ -78,13 +75,13 @@ def add_options(parser: Any) -> None:
         "config",
         nargs="?",
         metavar="FILE.yaml",
-        help="settings of a training: a file, or the name of a shipped one",
+        help="settings of the training: a file, or the name of a shipped one",
     )
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="train this pretrained model, as finetune does: a folder, a .gguf file, or an id on "
-        "the hub",
+        help="pretrained model to train, as finetune does: a folder, a .gguf file, or an id on the "
+        "hub",
     )
     parser.add_argument(
         "--formats",
@@ -102,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     """Train in floats, then print and write the map."""
     check_options(args)
     if (args.config is None) == (args.model is None):
-        raise BenchError("map needs a FILE.yaml or --model PATH, and not both")
+        raise BenchError("map needs either FILE.yaml or --model PATH")
     path = FINETUNE_CONFIG if args.model is not None else find_config(args.config)
     overrides = list(args.overrides)
     if args.model is not None:
@@ -127,7 +124,9 @@ def float_twin(settings: Mapping[str, Any], formats: list[str] | None) -> Config
     from nanogpt_bench.setup.resolve import resolve
 
     if formats is not None and settings.get(FORMATS_KEY):
-        raise BenchError(f"--formats and {FORMATS_KEY} say the same; leave one of them out")
+        raise BenchError(
+            f"--formats and {FORMATS_KEY} both set the formats of the map; leave one of them out"
+        )
     named = dict(settings)
     named[FORMATS_KEY] = formats or settings.get(FORMATS_KEY) or list(DEFAULT_FORMATS)
     given = resolve(build_config(settings))
@@ -143,8 +142,8 @@ def float_twin(settings: Mapping[str, Any], formats: list[str] | None) -> Config
     for key in ("optimizer.stiffness", "optimizer.stiffness_end"):
         if get(given, key):
             raise BenchError(
-                f"map trains in floats, where {key} {get(given, key)} means nothing; give 0, or a "
-                f"rule without it"
+                f"map trains in floats, where {key} {get(given, key)} has no effect; give 0, or a "
+                "rule without it"
             )
     twin: dict[str, Any] = {"rule": FLOAT_RULES[optimizer]}
     for key in KEPT:
@@ -161,7 +160,7 @@ def _write_map(run_dir: Path) -> None:
 
     floors = floor_map(load_run(run_dir))
     if floors is None:
-        raise BenchError(f"{str(run_dir)!r} has no floors: its last quarter has no step")
+        raise BenchError(f"{str(run_dir)!r} recorded no floors, since its last quarter has no step")
     path = write_text(run_dir / MAP_FILE, json.dumps(floors.content(), indent=1) + "\n")
     print(floors.table())
     print(path)

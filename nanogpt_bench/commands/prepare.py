@@ -45,7 +45,7 @@ NEEDS = {
     Source.HUB: {"dataset": "--dataset ID", "column": "--column COL"},
     Source.NANOGPT: {
         "input": "--input FOLDER",
-        "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled",
+        "tokenizer": "--tokenizer {byte,char,gpt2}, since its meta.pkl is never unpickled",
     },
 }
 TEXT_SOURCES = tuple(source.value for source in Source)
@@ -76,14 +76,14 @@ def add_options(parser: Any) -> None:
         help="stdlib: the help topics and docstrings of the Python standard library; packages: "
         "documentation and comments in fixed versions of packages of PyPI and Debian; eurlex: "
         "English EU legislation; hub: any text data set of the Hugging Face hub; text: any "
-        "UTF-8 file; nanogpt: its train.bin and val.bin",
+        "UTF-8 file; nanogpt: train.bin and val.bin of nanoGPT",
     )
     # `main` checks which option goes with which source
     parser.add_argument(
         "--task",
         type=one_of(PREPARED),
         metavar=braced(PREPARED),
-        help="eurlex: text; labels: documents with their EUROVOC labels (default: text)",
+        help="eurlex: text, or documents with their EUROVOC labels (labels) (default: text)",
     )
     parser.add_argument(
         "--input", type=Path, metavar="FILE", help="the UTF-8 file (text), or the folder (nanogpt)"
@@ -102,20 +102,20 @@ def add_options(parser: Any) -> None:
         "--packages",
         type=parse_names,
         metavar="A,B",
-        help="only these packages (packages; default: all)",
+        help="read these packages only (packages; default: all)",
     )
     parser.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead "
-        "(eurlex, hub), or the archives of the packages in DIR (packages)",
+        help="read a local copy instead: DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet "
+        "(eurlex, hub), or the packages' archives in DIR (packages)",
     )
     parser.add_argument(
         "--limit-tokens",
         type=positive,
         metavar="N",
-        help="stop after N tokens for training, N/10 for validation",
+        help="stop after N tokens of training text, and N/10 of validation text",
     )
     parser.add_argument(
         "--out",
@@ -126,7 +126,8 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="replace the corpus of another text in --out, too (default: only one of this text)",
+        help="replace the corpus in --out even if it is of another text (default: only if it is of "
+        "this one)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -134,7 +135,7 @@ def add_options(parser: Any) -> None:
         metavar="{byte,char,gpt2,bpe-N,MODEL}",
         help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's "
         "50257 byte pairs; bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
-        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's tokenizer (default: "
         "byte)",
     )
 
@@ -165,7 +166,7 @@ def _check_options(args: argparse.Namespace) -> None:
         if value is not None and args.source not in sources:
             spelling = f"--{option.replace('_', '-')} {str(value)!r}"
             raise BenchError(
-                f"{spelling} goes with prepare {' and '.join(sources)}, not with prepare "
+                f"{spelling} is an option of prepare {' and '.join(sources)}, not of prepare "
                 f"{args.source}"
             )
     for option, spelling in NEEDS.get(args.source, {}).items():
@@ -173,8 +174,8 @@ def _check_options(args: argparse.Namespace) -> None:
             raise BenchError(f"prepare {args.source} needs {spelling}")
     if args.revision is not None and args.data_dir is not None:
         raise BenchError(
-            f"--revision {args.revision!r} goes with the hub, not with --data-dir; leave one of "
-            f"them out"
+            f"--revision {args.revision!r} names a revision on the hub, but --data-dir reads a "
+            "local copy; leave one of them out"
         )
 
 
@@ -196,8 +197,8 @@ def default_folder(args: argparse.Namespace) -> Path:
     if folder == Path(DEFAULT_DATA_DIR):
         # run and compare would take it for the standard library's prose
         raise BenchError(
-            f"prepare {args.source} would write {str(folder)!r}, the folder of prepare stdlib; "
-            f"give another one with --out"
+            f"prepare {args.source} would write to {str(folder)!r}, the folder of prepare stdlib; "
+            "give another one with --out"
         )
     return folder
 

@@ -23,14 +23,14 @@ def add_options(parser: Any) -> None:
         nargs="+",
         type=Path,
         metavar="RUNS",
-        help="run folders, folders of them at any depth, or results files",
+        help="run folders, folders that contain them at any depth, or results files",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
         *("--reference", "--baseline"),
         dest="baseline",
         metavar="ROW",
-        help="row to measure against (default: the BF16 autocast row)",
+        help="row to compare with (default: the BF16 autocast row)",
     )
 
 

@@ -21,9 +21,8 @@ TEXTS = {
     ),
     "description": (
         "export: write the results of a sweep or a comparison, with settings, environments and "
-        "tuned\n"
-        "values, to one JSON file. show: print the tables of such a file.\n"
-        "The command report draws its page."
+        "tuned\nvalues, to one JSON file. show: print the tables of such a file.\nTo draw its "
+        "page, use report FILE.json."
     ),
     "epilog": (
         "examples:\n"
@@ -35,19 +34,24 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    parser.add_argument("word", type=one_of(ACTIONS), metavar=braced(ACTIONS), help="what to do")
     parser.add_argument(
-        "path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder; show: a file"
+        "word", type=one_of(ACTIONS), metavar=braced(ACTIONS), help="export or show"
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="SWEEP|FILE.json",
+        help="for export, a sweep's folder; for show, a results file",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
     parser.add_argument(
-        "--reference", metavar="ROW", help="show: row to measure against (default: the file's)"
+        "--reference", metavar="ROW", help="show: row to compare with (default: the file's)"
     )
     parser.add_argument(
         "--table",
         type=one_of(TABLE_FORMATS),
         metavar=braced(TABLE_FORMATS),
-        help="show: only the table, in this form",
+        help="show: print the table only, in this format",
     )
 
 
@@ -55,14 +59,14 @@ def main(args: argparse.Namespace) -> int:
     """Export a folder, or show a file."""
     for option, word in GO_WITH.items():
         if getattr(args, option) is not None and args.word != word:
-            message = f"--{option} goes with results {word}"
+            message = f"--{option} is an option of results {word}"
             if option == "out":
-                message += "; show prints, and report FILE.json --out DIR draws"
+                message += "; to draw a page, use report FILE.json --out DIR"
             raise BenchError(message)
     if args.word == "show":
         return _print_results(args.path, args.reference, args.table)
     if args.out is None:
-        raise BenchError("--out is missing: results export SWEEP --out FILE.json")
+        raise BenchError("--out is missing; give results export SWEEP --out FILE.json")
     return _export(args.path, args.out)
 
 

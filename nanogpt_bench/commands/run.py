@@ -50,7 +50,7 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--defaults",
         action="store_true",
-        help="print a file of all settings with their defaults and meanings",
+        help="print all settings with their defaults and meanings, as a file",
     )
     parser.add_argument(
         "--name", help="results go to runs/NAME (default: the config's name, numbered)"
@@ -62,13 +62,13 @@ def add_resume(parser: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest whole checkpoint of runs/NAME (default: the config's latest); "
-        "without one, begin",
+        help="continue runs/NAME (default: the config's latest run) from its newest complete "
+        "checkpoint; without one, start at step 0",
     )
     parser.add_argument(
         "--allow-config-change",
         action="store_true",
-        help="--resume: go on with settings or a corpus that change the numbers",
+        help="with --resume: accept settings or a corpus that change the numbers",
     )
 
 
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise BenchError(
-            "run needs a CONFIG.yaml: a file, or the name of a shipped one; or --defaults"
+            "run needs CONFIG.yaml, a file or the name of a shipped one, or --defaults"
         )
     check_options(args)
     path = find_config(args.config)
@@ -251,13 +251,14 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
         return f"failed: {summary['failure']['message']}; see {run_dir}"
     if _stop_kind(summary) == StopKind.DISK:
         return (
-            f"stopped: {summary['stop']['message']}; make room, and --resume goes on; see {run_dir}"
+            f"stopped: {summary['stop']['message']}; make room, then continue with --resume; see "
+            f"{run_dir}"
         )
     reason = f" ({summary['stop']['message']})" if summary["stop"] else ""
     shadow = ""
     if summary["shadow_overhead"] is not None:
         steps = f"{summary['shadow_overhead']:.2f} steps"
-        shadow = f", a comparison with the float32 shadow takes {steps}"
+        shadow = f", a comparison with the float32 shadow takes as long as {steps}"
     return (
         f"{summary['status']}{reason} after {counted(summary['steps'], 'step')}: "
         f"val loss {_number(summary['final_val_loss'], '.4f')} "

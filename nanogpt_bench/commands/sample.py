@@ -59,9 +59,8 @@ TEXTS = {
         "[--section.key VALUE ...]"
     ),
     "description": (
-        "Continue a text with the weights that a run has trained, as they are and rounded to "
-        "each format,\n"
-        "side by side and with the same draws."
+        "Continue a text with a run's weights, first as they were trained and then rounded to "
+        "each format, side\nby side and with the same random draws."
     ),
     "epilog": (
         "examples:\n"
@@ -74,18 +73,22 @@ TEXTS = {
 
 def add_options(parser: Any) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder")
-    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="WHICH",
+        help="checkpoint of the run: best, last (default) or step-N",
+    )
     parser.add_argument(
         *("--formats", "--format"),
         type=parse_names,
         metavar="A,B",
-        help="formats of all weights, a text each; none: floats",
+        help="formats to round all weights to, a text each; none: the weights as floats",
     )
     parser.add_argument(
         "--prompt",
         default="",
         metavar="TEXT",
-        help="text to continue (default: a text's beginning)",
+        help="text to continue (default: begin a text)",
     )
     parser.add_argument(
         "--tokens", type=positive, default=200, metavar="N", help="tokens at most (default: 200)"
@@ -95,13 +98,16 @@ def add_options(parser: Any) -> None:
         type=at_least_0,
         default=1.0,
         metavar="T",
-        help="0: always the likeliest token (default: 1)",
+        help="sampling temperature; 0: always the likeliest token (default: 1)",
     )
     parser.add_argument(
-        "--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)"
+        "--top-k",
+        type=positive,
+        metavar="K",
+        help="sample from the K likeliest tokens (default: all)",
     )
     parser.add_argument(
-        "--seed", type=natural, default=0, metavar="S", help="seed of the draws (default: 0)"
+        "--seed", type=natural, default=0, metavar="S", help="seed of the random draws (default: 0)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
 
@@ -137,8 +143,9 @@ def sample_run(
     trained = load(choose(run_dir, checkpoint))
     if trained.config.task != Task.LANGUAGE:
         raise BenchError(
-            f"{folder_of(trained.path)} is of task {trained.config.task!r}, whose weights write no "
-            f"text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"
+            f"{folder_of(trained.path)} was trained with task {trained.config.task!r}, so its "
+            "weights can't write text; to measure them: nanogpt-bench evaluate "
+            f"{shlex.quote(str(run_dir))}"
         )
     weights = RunWeights(trained, checked_overrides(overrides))
     corpus = weights.open_text()
@@ -206,7 +213,7 @@ def _generated_tokens(
                 return
             yield int(token)
     except FloatingPointError as error:
-        raise BenchError(f"{name}: {error}; these weights write no text") from None
+        raise BenchError(f"{name}: {error}; these weights can't write text") from None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -216,7 +223,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         args.prompt.encode("utf-8")
     except UnicodeEncodeError:
-        raise BenchError(f"--prompt {args.prompt!r} is not UTF-8; give a text that is") from None
+        raise BenchError(f"--prompt {args.prompt!r} is not UTF-8; give UTF-8 text") from None
     draw = Draw(
         prompt=args.prompt,
         tokens=args.tokens,
@@ -227,7 +234,8 @@ def main(args: argparse.Namespace) -> int:
     run_dir = run_folder(args.run)
     if run_dir is None:
         raise BenchError(
-            f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3"
+            f"{args.run!r} is not a run's folder; give one that nanogpt-bench run wrote, such as "
+            "runs/e4m3"
         )
     if args.out:
         refuse_to_replace(

@@ -18,10 +18,9 @@ TEXTS = {
     ),
     "description": (
         "Train one run for every point of FILE.yaml's axes, several at a time, and write a "
-        "report. With\n"
-        "tune and confirm in the file: find the best learning rate of every point first, then "
-        "train it on other\n"
-        "seeds. The same command continues an interrupted sweep."
+        "report. If the\nfile has sections tune and confirm, first find the best learning rate of "
+        "every point, then train it on other\nseeds. The same command continues an interrupted "
+        "sweep."
     ),
     "epilog": (
         "examples:\n"
@@ -37,19 +36,23 @@ def add_options(parser: Any) -> None:
         "file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one"
     )
     parser.add_argument(
-        "--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps"
+        "--sensitivity",
+        action="store_true",
+        help="quantise one layer pattern at a time and measure its gap",
     )
     parser.add_argument(
-        "--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)"
+        "--reference", metavar="ROW", help="row to compare with (default: the file's, or BF16)"
     )
     parser.add_argument(
-        "--smoke", action="store_true", help="the file's small version, as its section smoke says"
+        "--smoke",
+        action="store_true",
+        help="run the small version that the file's section smoke describes",
     )
     parser.add_argument(
         "--workers",
         type=positive,
         metavar="N",
-        help="runs at a time (default: the file's, or cores)",
+        help="runs at a time (default: as the file says, or one per core)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)"
@@ -60,7 +63,7 @@ def add_options(parser: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the sweep in its mode, see `nanogpt_bench.sweep.session`."""
     if args.file is None:
-        raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
+        raise BenchError("FILE.yaml is missing; give a sweep file, or the name of a shipped one")
     from nanogpt_bench.sweep.file import find_sweep, read_sweep
     from nanogpt_bench.sweep.record import SweepMode
     from nanogpt_bench.sweep.session import MODES, sweep_grid
@@ -85,8 +88,8 @@ def main(args: argparse.Namespace) -> int:
     # `MODES` has only the modes that are no grid.
     if sweep.rows and mode in MODES:
         raise BenchError(
-            f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and "
-            f"model.format"
+            f"{sweep.path.name} has rows, which only a grid can have; {mode} takes axes, such as "
+            "rule and model.format"
         )
     with locked(out, "--out"), executor_of(args.executor, args.address, out) as executor:
         return MODES.get(mode, sweep_grid)(sweep, out, workers, executor)

@@ -32,10 +32,9 @@ class Report:
 
 TEXTS = {
     "description": (
-        "Check run folders: every byte of every checkpoint, records of every step, settings and "
-        "summary.\n"
-        "The exit code is 1 if anything is wrong. What an interruption leaves behind is only "
-        "noted."
+        "Check run folders: every byte of every checkpoint, the records of every step, settings "
+        "and summary.\nThe exit code is 1 if anything is wrong. What an interruption left behind "
+        "is a note, not an error."
     ),
     "epilog": (
         "examples:\n"
@@ -51,7 +50,7 @@ def add_options(parser: Any) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="run folders, or folders of them at any depth",
+        help="run folders, or folders that contain them at any depth",
     )
 
 
@@ -106,7 +105,7 @@ def _mapping(path: Path, report: Report, reason: str | None = None) -> dict[str,
         content = read_json(path)
         if isinstance(content, dict):
             return content
-        report.problems.append(f"{path.name} holds no mapping")
+        report.problems.append(f"{path.name} does not hold a mapping")
     except FileNotFoundError:
         if reason:
             report.notes.append(f"{path.name} is missing: {reason}")
@@ -123,7 +122,7 @@ def _check_metrics(path: Path, ended: bool, report: Report) -> None:
     for number, step in _records(path, ended, report):
         if step != expected:
             report.problems.append(
-                f"{path.name}: line {number} is of step {step}, where step {expected} is expected"
+                f"{path.name}: line {number} has step {step}; step {expected} was expected"
             )
         report.last_step = step
         expected = step + 1
@@ -141,13 +140,14 @@ def _check_alerts(path: Path, ended: bool, report: Report) -> None:
     for number, step in _records(path, ended, report):
         if step < last_alert:
             report.problems.append(
-                f"{path.name}: line {number} is of step {step}, after step {last_alert}"
+                f"{path.name}: line {number} has step {step}, but follows step {last_alert}"
             )
         last_alert = step
     last_step = report.last_step or 0
     if last_alert > last_step:
         line = (
-            f"{path.name} ends with step {last_alert}, {METRICS_FILE} with step {report.last_step}"
+            f"{path.name} ends with step {last_alert}, but {METRICS_FILE} with step "
+            f"{report.last_step}"
         )
         is_interruption = not ended and last_alert <= last_step + 1
         lines = report.notes if is_interruption else report.problems
@@ -188,7 +188,8 @@ def _check_checkpoints(path: Path, report: Report) -> None:
         report.whole.append(step)
         if step > (report.last_step or 0):
             report.problems.append(
-                f"checkpoint {str(file)!r}: {METRICS_FILE} ends with step {report.last_step}"
+                f"checkpoint {str(file)!r} is later than the last step of {METRICS_FILE}, "
+                f"{report.last_step}"
             )
     try:
         refuse_checkpoint_folders(path)
@@ -206,5 +207,5 @@ def _check_checkpoints(path: Path, report: Report) -> None:
         if name in interrupted:
             state = "left by an interruption; the next start removes it"
         else:
-            state = "no checkpoint, and is ignored"
+            state = "not a checkpoint, and is ignored"
         report.notes.append(f"{CHECKPOINTS}/{name[:80]} is {state}")

@@ -86,7 +86,7 @@ def refuse_new_meanings(
     if overrides.get("model.format") is not None and formats and "model.formats" not in overrides:
         raise BenchError(
             f"model.formats: {formats!r} in the file would override --model.format "
-            f"{overrides['model.format']}; to drop it, add {without('model.formats')}"
+            f"{overrides['model.format']}; add {without('model.formats')}"
         )
 
 

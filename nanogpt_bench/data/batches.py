@@ -138,8 +138,8 @@ def open_corpus(config: Config, meta: dict[str, Any] | None = None) -> Corpus:
         return corpus
     if not block < count <= len(corpus.train):
         raise BenchError(
-            f"data.train_tokens: {count} is not allowed with {config.data.dir!r} and a block of "
-            f"{block}; give {block + 1} to {len(corpus.train)}"
+            f"data.train_tokens: {count} is not allowed with the text {config.data.dir!r} and "
+            f"model.block_size {block}; give {block + 1} to {len(corpus.train)}"
         )
     return replace(corpus, train=corpus.train[:count])
 
@@ -149,12 +149,13 @@ def label_names(corpus: Corpus) -> list[str]:
     names = corpus.meta.get("labels")
     if names is None:
         raise BenchError(
-            f"task: 'classify' needs documents with labels, which data.dir {str(corpus.folder)!r} "
-            f"does not have; prepare some with: nanogpt-bench prepare eurlex --task labels"
+            f"task: 'classify' needs documents with labels, but data.dir {str(corpus.folder)!r} "
+            "has none; prepare some with: nanogpt-bench prepare eurlex --task labels"
         )
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise BenchError(
-            f"{str(corpus.folder / 'meta.json')!r} is damaged (labels); prepare the corpus again"
+            f"{str(corpus.folder / 'meta.json')!r} is damaged: its labels are not a list of names; "
+            "prepare the corpus again"
         )
     return names
 
@@ -174,7 +175,7 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
     for key in ("tokenizer", "vocab_size", "characters", "pairs"):
         if also.meta.get(key) != corpus.meta.get(key):
             raise BenchError(
-                f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}"
+                f"eval.also: {config.eval.also!r} is tokenized differently from {str(corpus.folder)!r}"
             )
     return also
 
@@ -189,7 +190,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         vocab_size = int(meta["vocab_size"])
         tokenizer = tokenizer_from_meta(meta)
         if not 1 <= vocab_size <= 2**31:
-            raise ValueError(f"vocab_size {vocab_size}; 1 to {2**31} are allowed")
+            raise ValueError(f"vocab_size is {vocab_size}; 1 to {2**31} are allowed")
         for split in SPLITS:
             _check_split_facts(meta["splits"][split], split)
     except BenchError as error:
@@ -200,8 +201,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         ) from None
     if tokenizer.vocab_size != vocab_size:
         raise BenchError(
-            f"{str(path)!r} gives a vocabulary of {vocab_size}, its {tokenizer.name} tokenizer has "
-            f"{tokenizer.vocab_size}; prepare the corpus again"
+            f"{str(path)!r} gives a vocabulary of {vocab_size}, but its {tokenizer.name} tokenizer "
+            f"has {tokenizer.vocab_size}; prepare the corpus again"
         )
     return dict(meta)
 
@@ -212,7 +213,7 @@ def _check_split_facts(facts: Mapping[str, Any], split: str) -> None:
     if "sha256" not in facts:
         raise KeyError("sha256")
     if counts["bytes"] < 1:
-        raise ValueError(f"splits.{split}.bytes {counts['bytes']}; at least 1 is needed")
+        raise ValueError(f"splits.{split}.bytes is {counts['bytes']}; at least 1 is needed")
 
 
 def _no_meta(folder: Path) -> BenchError:
@@ -231,19 +232,21 @@ def _no_meta(folder: Path) -> BenchError:
     quoted = shlex.quote(str(folder))
     if names:
         problem = (
-            f"{problem} and holds {names[0]!r}, which prepare did not write; prepare the text "
-            f"into a folder of its own"
+            f"{problem} but holds {names[0]!r}, which prepare did not write; prepare the text into "
+            "a folder of its own"
         )
         if "train.bin" not in names:
-            return BenchError(f"{problem}: nanogpt-bench prepare text --input FILE --out DIR")
+            return BenchError(
+                f"{problem}; prepare its text with: nanogpt-bench prepare text --input FILE --out "
+                "DIR")
         command = f"nanogpt-bench prepare nanogpt --input {quoted} --tokenizer gpt2 --out DIR"
-        return BenchError(f"{problem} with its tokenizer, gpt2, byte or char: {command}")
+        return BenchError(f"{problem}; prepare it with its tokenizer (gpt2, byte or char): {command}")
     command = f"nanogpt-bench prepare stdlib --out {quoted}"
     if folder.exists() or folder.is_absolute():
         return BenchError(f"{problem}; prepare it with: {command}")
     return BenchError(
-        f"data.dir {str(folder)!r} does not exist in {str(Path.cwd())!r}: start where it is, or "
-        f"give its whole path as --data.dir; this prepares a new one: {command}"
+        f"data.dir {str(folder)!r} does not exist in {str(Path.cwd())!r}; start in the folder "
+        f"where it is, or give its whole path as --data.dir; to prepare a new one: {command}"
     )
 
 
@@ -255,9 +258,9 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
     size = path.stat().st_size
     dtype = token_dtype(int(meta["vocab_size"]))
     if size % dtype.itemsize:
-        widths = {2: "an odd number; uint16 tokens take two", 4: "uint32 tokens take four"}
+        widths = {2: "uint16 tokens take two", 4: "uint32 tokens take four"}
         raise BenchError(
-            f"{str(path)!r} has {counted(size, 'byte')}, {widths[dtype.itemsize]} each"
+            f"{str(path)!r} has {counted(size, 'byte')}, but {widths[dtype.itemsize]} each"
         )
     if size == 0:
         raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
@@ -265,17 +268,17 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
     expected = int(facts["tokens"])
     if len(tokens) != expected:
         raise BenchError(
-            f"{str(path)!r} has {counted(len(tokens), 'token')}, meta.json says {expected}; "
-            f"prepare the corpus again"
+            f"{str(path)!r} has {counted(len(tokens), 'token')}, but meta.json says {expected}; "
+            "prepare the corpus again"
         )
     if len(tokens) <= block_size:
         raise BenchError(
-            f"{str(path)!r} has {counted(len(tokens), 'token')}, a block of {block_size} needs "
+            f"{str(path)!r} has {counted(len(tokens), 'token')}, but a block of {block_size} needs "
             f"{block_size + 1}; give a longer text or a smaller --model.block_size"
         )
     if int(tokens.max()) >= int(meta["vocab_size"]):
         raise BenchError(
-            f"{str(path)!r} holds token {tokens.max()}, the vocabulary has {meta['vocab_size']}"
+            f"{str(path)!r} holds token {tokens.max()}, but the vocabulary has {meta['vocab_size']}"
         )
     if sha256(path) != facts["sha256"]:
         raise _wrong_digest(path)
@@ -284,7 +287,7 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
 
 def _wrong_digest(path: Path) -> BenchError:
     return BenchError(
-        f"{str(path)!r} does not have the sha256 that meta.json gives; prepare the corpus again"
+        f"{str(path)!r} has another sha256 than meta.json gives; prepare the corpus again"
     )
 
 
@@ -397,13 +400,13 @@ def documents_of(corpus: Corpus, split: str) -> Documents:
     )
     if is_damaged:
         raise BenchError(
-            f"{str(corpus.folder)!r}: the ends and labels of {split!r} are not those of its "
-            f"tokens; prepare it again"
+            f"{str(corpus.folder)!r}: the documents and labels of {split!r} do not match its "
+            "tokens; prepare it again"
         )
     if labels.max() > 1:
         raise BenchError(
-            f"{str(corpus.folder)!r}: a label of {split!r} is {labels.max()}, not 0 or 1; prepare "
-            f"it again"
+            f"{str(corpus.folder)!r}: {split!r} has the label {labels.max()}; only 0 and 1 are "
+            "allowed; prepare it again"
         )
     return Documents(tokens, starts, ends, labels.reshape(len(ends), len(names)))
 

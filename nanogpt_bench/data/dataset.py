@@ -103,7 +103,7 @@ class LabelledTexts(Texts):
         if not isinstance(labels, list):
             raise BenchError(
                 f"column {LABELS_COLUMN!r} of {self.source} holds {type(labels).__name__}, not "
-                f"lists of numbers"
+                "lists of whole numbers"
             )
         for label in labels:
             is_whole = isinstance(label, int) and not isinstance(label, bool)
@@ -187,7 +187,7 @@ def find_commit(dataset: str, revision: str | None) -> str:
         raise NotOnHubError(f"the hub has no data set {dataset!r}") from None
     except errors.HFValidationError as error:
         raise BenchError(
-            f"--dataset {dataset!r} is no id of a data set: {one_line(error)}"
+            f"--dataset {dataset!r} is not the id of a data set: {one_line(error)}"
         ) from None
     except read_errors() as error:
         raise BenchError(
@@ -288,7 +288,7 @@ def prepare_eurlex(
         if revision is not None or task == "labels":
             raise
         second = EURLEX_FALLBACK
-        print(f"{error}; taking {second.name!r}", file=sys.stderr)
+        print(f"{error}; taking {second.name!r} instead", file=sys.stderr)
         return prepare_hub(
             out,
             second.name,
@@ -325,7 +325,8 @@ def prepare_hub(
         raise unknown("--task", task, TASKS)
     if find_spec("datasets") is None:
         raise BenchError(
-            "this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'"
+            "prepare hub and prepare eurlex need the package datasets; get it with pip install "
+            "'fp8manifold[hub]'"
         )
     check_corpus_folder(out)
     limits = split_limits(limit)

@@ -87,9 +87,9 @@ def prepare_nanogpt(
         input_file = folder / "input.txt"
         if not input_file.is_file():
             raise BenchError(
-                f"--tokenizer char needs {str(input_file)!r} for its characters, as meta.pkl is "
-                f"never unpickled; put the text there, or give prepare text --input FILE "
-                f"--tokenizer char"
+                f"--tokenizer char takes the characters from {str(input_file)!r}, which does not "
+                "exist (meta.pkl is never unpickled); put the text there, or use prepare text "
+                "--input FILE --tokenizer char"
             )
         text = read_corpus_text(input_file)
     made_tokenizer = make_tokenizer(tokenizer, text)
@@ -97,14 +97,15 @@ def prepare_nanogpt(
         largest = int(np.max(tokens))
         if largest >= made_tokenizer.vocab_size:
             raise BenchError(
-                f"{str(folder / f'{split}.bin')!r} holds token {largest}: {tokenizer} has 0 to "
+                f"{str(folder / f'{split}.bin')!r} holds token {largest}, but {tokenizer} has 0 to "
                 f"{made_tokenizer.vocab_size - 1}"
             )
     if text:
         all_tokens = np.concatenate([splits["train"], splits["val"]])
         if not np.array_equal(made_tokenizer.encode(text), all_tokens):
             raise BenchError(
-                f"{str(folder)!r}: train.bin and val.bin are not the characters of its input.txt"
+                f"{str(folder)!r}: train.bin and val.bin do not hold the characters of its "
+                "input.txt"
             )
     source = {
         "kind": "nanogpt",
@@ -119,7 +120,7 @@ def _tokens_in(path: Path) -> NDArray[np.uint16]:
         size = path.stat().st_size
         if size % 2 or not size:
             raise BenchError(
-                f"{str(path)!r} has {counted(size, 'byte')}; uint16 tokens take two each"
+                f"{str(path)!r} has {counted(size, 'byte')}, but uint16 tokens take two each"
             )
         return np.memmap(path, dtype="<u2", mode="r")
     except OSError as error:
@@ -204,7 +205,7 @@ def stdlib_documents(root: Path | None = None) -> list[str]:
     documents = [*_help_topics(root / "pydoc_data" / "topics.py"), *_module_prose(root)]
     if not documents:
         raise BenchError(
-            f"no standard library sources below {str(root)!r}; use prepare text --input FILE"
+            f"no sources of the standard library in {str(root)!r}; use prepare text --input FILE"
         )
     return documents
 

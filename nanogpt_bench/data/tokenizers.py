@@ -125,8 +125,8 @@ class CharTokenizer(Tokenizer):
         codes = np.unique(_code_points(text))
         if len(codes) > MAX_VOCABULARY:
             raise BenchError(
-                f"text has {len(codes)} different characters; --tokenizer char allows "
-                f"{MAX_VOCABULARY}"
+                f"the text has {len(codes)} different characters; --tokenizer char allows "
+                f"{MAX_VOCABULARY}; give another tokenizer"
             )
         return cls.with_characters("".join(map(chr, codes)))
 
@@ -204,7 +204,7 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
         case TokenizerKind.CHAR:
             characters = meta["characters"]
             if not isinstance(characters, str):
-                raise TypeError(f"characters of {type(characters).__name__}; a text is needed")
+                raise TypeError(f"characters has type {type(characters).__name__}; a string is needed")
             return CharTokenizer.with_characters(characters)
         case TokenizerKind.GPT2:
             return Gpt2Tokenizer()
@@ -296,7 +296,7 @@ def _encoding_from_files(folder: Path) -> Any:
 
     for name, digest in SHA256.items():
         if sha256(folder / name) != digest:
-            raise ValueError(f"{name} does not have the sha256 of GPT-2's own")
+            raise ValueError(f"{name} has another sha256 than GPT-2's own file")
     ranks = data_gym_to_mergeable_bpe_ranks(
         vocab_bpe_file=str(folder / "vocab.bpe"),
         encoder_json_file=str(folder / "encoder.json"),
@@ -397,7 +397,7 @@ def learn_pairs(name: str, documents: Iterable[str]) -> BytePairTokenizer:
         tokens.append(bytes(byte_by_character[character] for character in word))
     if len(tokens) < size - 1:
         raise BenchError(
-            f"--tokenizer {name}: the text makes {counted(len(tokens) + 1, 'token')}; give "
+            f"--tokenizer {name}: the text yields only {counted(len(tokens) + 1, 'token')}; give "
             f"{PAIRS}{len(tokens) + 1}"
         )
     return BytePairTokenizer.of(tuple(tokens))
@@ -446,14 +446,14 @@ def _beginning(documents: Iterable[str]) -> Iterable[str]:
 def _pairs_from_meta(meta: dict[str, Any]) -> BytePairTokenizer:
     pairs = meta["pairs"]
     if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
-        raise TypeError("pairs are no list of texts")
+        raise TypeError("pairs is not a list of strings")
     tokens = tuple(base64.b64decode(pair, validate=True) for pair in pairs)
     tokenizer = BytePairTokenizer.of(tokens)
     distinct = set(tokens)
     if tokenizer.vocab_size not in VOCABULARY_SIZES or len(distinct) < len(tokens):
-        raise ValueError(f"{len(pairs)} pairs, some of them twice or too many")
+        raise ValueError(f"pairs has {len(pairs)} entries, too few, too many or some of them twice")
     if any(bytes([byte]) not in distinct for byte in range(256)):
-        raise ValueError("pairs lack a single byte")
+        raise ValueError("pairs lacks a single byte")
     if tokenizer.name != meta["tokenizer"]:
         raise ValueError(f"tokenizer {meta['tokenizer']!r} has {tokenizer.vocab_size} tokens")
     return tokenizer
@@ -548,13 +548,13 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
         is_bare_folder = "/" not in model and Path(model).is_dir()
         path = f"./{model}" if is_bare_folder else model
         raise BenchError(
-            f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model "
+            f"{corpus!r} was prepared with tokenizer {tokenizer!r}, which is not that of model "
             f"{model!r}; prepare the text with: nanogpt-bench prepare text --input FILE "
             f"--tokenizer {shlex.quote(path)} --out DIR"
         )
     if largest >= rows:
         raise BenchError(
-            f"model {model!r} has {rows} token embeddings, {corpus!r} has token {largest}"
+            f"model {model!r} has {rows} token embeddings, but {corpus!r} has token {largest}"
         )
 
 

@@ -232,8 +232,8 @@ def _check_token_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, 
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
                 f"text {_text_name(source)!r} is too short: its {split} split has "
-                f"{counted(count['tokens'], 'token')}, at least {MIN_TOKENS} are needed; give a "
-                f"longer text (the last tenth is the validation split)"
+                f"{counted(count['tokens'], 'token')}, and at least {MIN_TOKENS} are needed; give "
+                "a longer text (the last tenth is the validation split)"
             )
 
 
@@ -252,14 +252,14 @@ def check_corpus_folder(out: Path) -> None:
     for name in names:
         if name not in CORPUS_FILES:
             raise BenchError(
-                f"--out {str(out)!r} holds {name!r}, not only a prepared corpus; give an empty "
-                f"folder"
+                f"--out {str(out)!r} holds {name!r}, which is not part of a prepared corpus; give "
+                "an empty folder"
             )
     foreign_file = _foreign_file(out, names)
     if foreign_file:
         raise BenchError(
-            f"--out {str(out)!r} holds {foreign_file}, which prepare did not write; give an empty "
-            f"folder"
+            f"--out {str(out)!r} holds {foreign_file}, not as prepare wrote it; give an empty "
+            "folder"
         )
 
 
@@ -294,8 +294,8 @@ def another_text(
 ) -> BenchError:
     """Return the error of a folder that holds another text than that of `source`."""
     return BenchError(
-        f"--out {str(out)!r} holds another text ({_text_name(present_source)!r}) than this one "
-        f"({_text_name(source)!r}); give another --out, or --replace to replace it"
+        f"--out {str(out)!r} holds another text ({_text_name(present_source)!r}, not "
+        f"{_text_name(source)!r}); give another --out, or --replace to replace it"
     )
 
 
@@ -338,7 +338,7 @@ def _problem_of(path: Path, digest: str | None) -> str:
     if digest is None:
         return ", which its meta.json does not list"
     if not path.is_file():
-        return ", no ordinary file"
+        return ", which is not an ordinary file"
     if sha256(path) != digest:
         return " with another sha256 than its meta.json gives"
     return ""
@@ -411,12 +411,12 @@ def _write_labels(
         for labels in writer.labels:
             numbers.update(labels or ())
     if not numbers:
-        raise BenchError("no document has a label; there is nothing to learn")
+        raise BenchError("no document has a label, so there is nothing to learn")
     largest = max(numbers)
     label_names = list(names) if names else [str(number) for number in range(largest + 1)]
     if largest >= len(label_names):
         raise BenchError(
-            f"a document has label {largest}, the data set names {len(label_names)} labels"
+            f"a document has label {largest}, but the data set names {len(label_names)} labels"
         )
     for split, writer in writers.items():
         rows = np.zeros((len(writer.labels), len(label_names)), dtype=np.uint8)

@@ -141,9 +141,7 @@ def report_model(args: argparse.Namespace) -> int:
     settings = parse_overrides(args.overrides)
     for key in settings:
         if key not in SETTINGS:
-            raise BenchError(
-                f"--{key} means nothing to a pretrained model; allowed: {', '.join(SETTINGS)}"
-            )
+            raise BenchError(f"--{key} can't be used with --model; allowed: {', '.join(SETTINGS)}")
     config = build_config({key: value for key, value in settings.items() if key != "model.formats"})
     layer_formats = dict(settings.get("model.formats") or {})
     out = args.out or Path("runs") / f"evaluate-{Path(args.model).resolve().stem}"
@@ -275,14 +273,14 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
     settings = checked_overrides(args.overrides)
     for key, instead in _SET_OTHERWISE.items():
         if key in settings:
-            raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
+            raise BenchError(f"--{key} can't be used with a report of formats; {instead}")
     trained = load(choose(run_dir, args.checkpoint or "last"))
     place = folder_of(trained.path)
     if trained.config.task != Task.LANGUAGE:
         raise BenchError(
-            f"{place} is of task {trained.config.task!r}, and a report of formats measures windows "
-            f"of a text; nanogpt-bench evaluate {shlex.quote(str(run_dir))} --formats A,B rounds "
-            f"its weights to formats"
+            f"{place} was trained with task {trained.config.task!r}, but a report of formats needs "
+            "windows of a text; to round its weights to formats: nanogpt-bench evaluate "
+            f"{shlex.quote(str(run_dir))} --formats A,B"
         )
     weights = RunWeights(trained, settings)
     config = weights.config
@@ -321,8 +319,8 @@ def _open_text(
     """Return the text that a pretrained model is measured on, in its tokens."""
     if (args.input is None) == (folder is None):
         raise BenchError(
-            "--model needs a text: --input FILE or --data.dir DIR prepared with --tokenizer and "
-            "the model"
+            "--model needs a text; give --input FILE, or --data.dir DIR that prepare wrote with "
+            "--tokenizer and the model"
         )
     if block is not None and block > model_outline.positions:
         raise BenchError(
@@ -356,7 +354,7 @@ def _tokenized(args: argparse.Namespace, model_outline: Outline, block: int) -> 
     )
     if len(tokens) <= block:
         raise BenchError(
-            f"--input {str(args.input)!r} has {counted(len(tokens), 'token')}, a window needs "
+            f"--input {str(args.input)!r} has {counted(len(tokens), 'token')}, but a window needs "
             f"{block + 1}"
         )
     meta = {
@@ -374,7 +372,8 @@ def spread(tokens: Any, count: int, block: int) -> Tensor:
     """
     if len(tokens) <= block:
         raise BenchError(
-            f"the text has {counted(len(tokens), 'token')}, a window of {block} needs {block + 1}"
+            f"the text has {counted(len(tokens), 'token')}, but a window of {block} needs "
+            f"{block + 1}"
         )
     count = max(1, min(count, (len(tokens) - 1) // block))
     starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
@@ -398,7 +397,7 @@ def _report(
         names += ALL if name == "all" else (name,)
     formats = named_formats(names)
     if NO_FORMAT in formats:
-        raise BenchError("--formats: 'none' is what the gaps are measured against; leave it out")
+        raise BenchError("--formats: gaps are measured against 'none' already; leave it out")
     if args.budget is not None and not args.sensitivity:
         args.sensitivity = LayerGroups.KINDS
     results = _measure(measurement, args, formats, layer_formats)
@@ -413,7 +412,8 @@ def _check_folder(out: Path) -> None:
     wrote = json_test(mapping_with("model", "environment", "rows"))
     if not is_unused(out) and not wrote(out / EVALUATION_FILE):
         raise BenchError(
-            f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder"
+            f"--out {str(out)!r} is in use and does not hold an evaluation of a model; give a new "
+            "folder"
         )
 
 
@@ -593,8 +593,8 @@ class _GapMap:
         mixture = self._best_mixture(budget)
         if mixture is None:
             say(
-                f"--budget {budget:g}: no mixture is that small, not even of the formats with "
-                f"the fewest bits"
+                f"--budget {budget:g}: no mixture is that small; even the formats with the fewest "
+                "bits need more"
             )
             return None
         formats: dict[str, Any] = {}

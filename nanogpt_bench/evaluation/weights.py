@@ -82,8 +82,8 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for key in settings:
         if key == "model.format":
             raise BenchError(
-                "--model.format: the weights have been trained; give the formats to round to as "
-                "--formats"
+                "--model.format: the run is trained already; give the formats to round its "
+                "weights to as --formats"
             )
         if not _is_allowed(key):
             names = [
@@ -91,7 +91,8 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
                 for name in MEASUREMENT_KEYS + FORMAT_KEYS
             ]
             raise BenchError(
-                f"--{key}: the weights of a run have been trained; allowed: {', '.join(names)}"
+                f"--{key}: the run is trained already, so only these can be given: "
+                f"{', '.join(names)}"
             )
     return settings
 
@@ -134,8 +135,8 @@ class RunWeights:
         name = str(self.trained.path)
         if "data.dir" not in self.overrides and not same_text(self.trained, corpus):
             raise BenchError(
-                f"{str(corpus.folder)!r} is not the text that {name!r} was trained on (its "
-                f"sha256 differs); give that text, or this one, as --data.dir"
+                f"{str(corpus.folder)!r} is not the text that {name!r} was trained on (its sha256 "
+                "differs); give that text as --data.dir, or this one, to measure on it"
             )
         check_text(self.trained, corpus, name)
         check_batches_fit(self.config)
@@ -191,8 +192,8 @@ class RunWeights:
         format_settings = [key for key in self.overrides if key in FORMAT_KEYS]
         if format_settings and not given_formats and set(names) <= {NO_FORMAT}:
             raise BenchError(
-                f"--{format_settings[0]}: no row has a format; give --formats, such as "
-                f"--formats E4M3"
+                f"--{format_settings[0]}: no row has a format; give --formats, such as --formats "
+                "E4M3"
             )
         yield f"{format_summary(self.config)} (as trained)", self.as_trained(corpus, device)
         rows = list(names)
@@ -262,7 +263,7 @@ class RunWeights:
             return run_storage if run_storage in ROUNDED else Storage.MASTER.value
         if storage not in (Storage.MASTER, *ROUNDED):
             raise BenchError(
-                f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, codes"
+                f"--model.storage: {storage!r} does not round; allowed: master, grid, codes"
             )
         return str(storage)
 
@@ -388,14 +389,14 @@ def _compare_with_record(
     recorded = trained.val_loss
     run = f"the run at step {trained.step}"
     if recorded is None:
-        return f"{run} did not validate: there is nothing to compare the first row with"
+        return f"{run} recorded no val loss to compare the first row with"
     if loss == recorded:
-        return f"{run} had the val loss of the first row, to the bit"
+        return f"{run} recorded the same val loss as the first row, to the bit"
     differences = [f"--{key}" for key in weights.overrides if key not in FORMAT_KEYS]
     for key in _BIT_FACTS:
         value_then = at(trained.environment, key)
         value_now = at(environment_now, key)
         if value_then != value_now:
             differences.append(f"{key} was {value_then!r}, is now {value_now!r}")
-    reasons = ", ".join(differences) or "nothing known differs"
-    return f"{run} had val loss {recorded!r}, here it is {loss!r}: {reasons}"
+    reasons = ", ".join(differences) or "no known difference"
+    return f"{run} recorded val loss {recorded!r}, but here it is {loss!r}: {reasons}"

@@ -155,9 +155,9 @@ class RunEvidence:
     def _excuse_from_stall(self) -> str | None:
         storage = self.setting("model.storage")
         if storage is not None and storage not in ROUNDED:
-            return "no step is rounded when it is written back"
+            return "nothing is rounded when a step is written back"
         if loses_steps(storage, self.setting("optimizer.writeback")) is False:
-            return "the write-back keeps what rounding loses, or returns it on average"
+            return "what rounding loses is kept, or returned on average"
         return None
 
     def _has_no_format(self) -> bool:
@@ -534,11 +534,11 @@ def _finding(evidence: RunEvidence, kind: FailureClass, running: bool) -> Findin
             criteria.append(judge_criterion(row, series, died=evidence.died, running=running))
     if not criteria:
         figures = tuple(row.figure for row in rows)
-        message = f"too little was recorded of {' or '.join(figures)}"
+        message = f"too few records of {' or '.join(figures)}"
         return Finding(kind, State.NOT_JUDGED, None, message, missing=figures)
     first = _first_to_hold(criteria)
     if first is None:
-        message = "no criterion held"
+        message = "none of its criteria held"
         return Finding(kind, State.CLEAR, None, message, criteria=tuple(criteria))
     lowest = first.row.side != ABOVE
     worst_layer = evidence.worst_layer(first.row.figure, lowest=lowest)

@@ -145,7 +145,7 @@ CLASSES: Final = (
         BELOW,
         bound=1e-8,
         patience=3,
-        message="the gradient norm was down to {extreme:.2g}",
+        message="the gradient norm fell to {extreme:.2g}",
     ),
     Limit(
         FailureClass.ZERO_GRADIENTS,
@@ -161,7 +161,7 @@ CLASSES: Final = (
         ABOVE,
         bound=0.9,
         patience=3,
-        message="up to {extreme:.1%} of the gradient was dead",
+        message="up to {extreme:.1%} of the gradient was below 1e-8 for 100 steps",
     ),
     Limit(
         FailureClass.EXPLODING_GRADIENTS,
@@ -182,7 +182,7 @@ CLASSES: Final = (
         BELOW,
         bound=0.5,
         patience=1,
-        message="the training loss had come to rest, and stayed there",
+        message="the training loss stopped falling early",
     ),
     Limit(
         FailureClass.DIVERGENCE,
@@ -209,7 +209,7 @@ CLASSES: Final = (
         ABOVE,
         bound=0.1,
         patience=3,
-        message="the smoothed training loss was {value:.1%} above its own best or the baseline's",
+        message="the smoothed training loss was {value:.1%} above its own lowest or the baseline's",
         filled=True,
     ),
     _manifold_limit(OFF_GRID, 1e-12, "the share of weights off the grid"),

@@ -42,9 +42,9 @@ def build_clipping(model: nn.Module, optimizer: torch.optim.Optimizer, config: C
         return Clipping(parameters, bound)
     if bound and has_format:
         raise BenchError(
-            "model.formats: gradient of a weight can't be used with train.step_in_backward and "
-            "optimizer.grad_clip, which comes before it; give optimizer.grad_clip 0, or leave it "
-            "out"
+            "model.formats: a format for a weight's gradient can't be used with "
+            "train.step_in_backward and optimizer.grad_clip, since clipping comes before it; give "
+            "optimizer.grad_clip 0, or leave the format out"
         )
     if clip_by:
         handle = fm.optim.step_in_backward(optimizer, clip=clip_by, max_norm=bound)

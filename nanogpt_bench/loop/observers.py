@@ -72,7 +72,7 @@ class LineFile:
         except OSError:
             if self._path.is_symlink():
                 raise BenchError(
-                    f"{str(self._path)!r} is a symbolic link; lines are added to a file only"
+                    f"{str(self._path)!r} is a symbolic link; lines are added to real files only"
                 ) from None
             raise
 
@@ -93,8 +93,8 @@ class LineFile:
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
             raise BenchError(
-                f"{str(self._path)!r} has {size} bytes and had {length} at the checkpoint: lines "
-                f"are lost"
+                f"{str(self._path)!r} has {size} bytes, but had {length} at the checkpoint: lines "
+                "are lost"
             )
         if size > length:
             with os.fdopen(self._open(os.O_WRONLY), "wb") as file:
@@ -385,8 +385,8 @@ def baseline_curve(baseline: str | None) -> Mapping[int, float]:
                 curve[int(step)] = average.add(loss)
     if not curve:
         raise BenchError(
-            f"alerts.baseline: {baseline!r} is no run folder with a {metrics.TRAIN_LOSS.name} in "
-            f"metrics.jsonl"
+            f"alerts.baseline: {baseline!r} is not a run folder with {metrics.TRAIN_LOSS.name} in "
+            "its metrics.jsonl"
         )
     return curve
 

@@ -102,7 +102,7 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
             state = states.get(type(observer).__name__)
             if state:
                 observer.load_state(state)
-    with _misfits_refused(f"{source} has no random state"):
+    with _misfits_refused(f"{source} does not hold the state of the random numbers"):
         states = _restore_tree(contents, "random")
         torch.set_rng_state(states["cpu"])
         if trainer.device.type == "cuda" and "cuda" in states:
@@ -160,8 +160,8 @@ def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run in a folder that already has one."""
     if not is_unused(run_dir):
         raise BenchError(
-            f"{str(run_dir)!r} already holds a run; give another --name, or --resume to go on with "
-            f"it"
+            f"{str(run_dir)!r} already holds a run; give another --name, or --resume to continue "
+            "the run"
         )
 
 
@@ -179,7 +179,7 @@ def find_checkpoint(
         say(f"skipped {line}")
     if path is None:
         _check_unfinished(run_dir, config, allow_change=allow_change, say=say)
-        kind = "checkpoint that verifies" if skipped else "checkpoint"
+        kind = "valid checkpoint" if skipped else "checkpoint"
         say(f"{run_dir} has no {kind}: the run begins at step 0")
         return None
     contents = read_checkpoint(path)
@@ -190,17 +190,17 @@ def find_checkpoint(
     max_steps = config.train.max_steps
     if contents.step > max_steps:
         raise BenchError(
-            f"train.max_steps={max_steps} is below the {contents.step} steps that {run_dir} has "
-            f"made"
+            f"train.max_steps={max_steps} is less than the {contents.step} steps that {run_dir} "
+            "has made already"
         )
     if contents.step == max_steps:
         changes = _number_changes(contents, environment, config)
         if changes:
             raise BenchError(
-                f"{run_dir} has made its {max_steps} steps, which {', '.join(changes)} can't "
-                f"change; give another --name"
+                f"{run_dir} has made all of its {max_steps} steps, so {', '.join(changes)} can't "
+                "change them; give another --name"
             )
-    say(f"{run_dir} goes on after step {contents.step}")
+    say(f"{run_dir} continues after step {contents.step}")
     return contents
 
 
@@ -283,12 +283,14 @@ def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say:
         return
     if summary_of(run_dir).get("status") == RunStatus.FINISHED:
         raise BenchError(
-            f"run folder {str(run_dir)!r} holds a finished run without a checkpoint; give another "
-            f"--name"
+            f"run folder {str(run_dir)!r} holds a finished run, without a checkpoint to continue "
+            "from; give another --name"
         )
     if not (run_dir / "config.yaml").is_file():
         if any(not path.name.startswith(".") for path in run_dir.iterdir()):
-            raise BenchError(f"folder {str(run_dir)!r} holds no run; give another --name")
+            raise BenchError(
+                f"folder {str(run_dir)!r} is not empty and does not hold a run; give another --name"
+            )
         return
     saved = config_facts(load_config(run_dir / "config.yaml"))
     _check_config(saved, config, allow_change=allow_change, say=say)
@@ -305,7 +307,7 @@ def _check_config(
     if forbidden and not allow_change:
         raise BenchError(
             f"the run was made with other settings: {', '.join(forbidden)}; give the same, or "
-            f"--allow-config-change to go on with the new ones"
+            "--allow-config-change to continue with the new ones"
         )
     if changes:
         texts = [change.describe() for change in changes]
@@ -349,8 +351,8 @@ def _check_environment(
     """Refuse another corpus; report other differences that may change the last bits."""
     if _corpus_digests(latest(saved)) != _corpus_digests(current) and not allow_change:
         raise BenchError(
-            "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); "
-            "give that one, or --allow-config-change"
+            "data.dir: the run began on another corpus (its sha256 differs); give that corpus, or "
+            "--allow-config-change"
         )
     differences = []
     for key in ("libraries.torch", "threads", "cpu", "gpu", "processes"):

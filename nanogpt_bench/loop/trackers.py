@@ -132,7 +132,7 @@ class Trackers(Observer):
 def report_failure(name: str, error: Exception) -> str:
     """Warn that a tracker is dropped, and return the reason."""
     reason = f"{type(error).__name__}: {one_line(error)}"
-    _LOG.warning("tracker %s is dropped, the training goes on: %s", name, reason)
+    _LOG.warning("tracker %s is dropped, and the training goes on: %s", name, reason)
     return reason
 
 
@@ -152,7 +152,7 @@ def check_trackers(config: Config) -> None:
 def _refuse_without_wandb(name: str, value: object) -> None:
     if value is not None:
         raise BenchError(
-            f"tracking.{name}: {value!r} needs tracking.wandb, which is off; leave it out"
+            f"tracking.{name}: {value!r} has no effect while tracking.wandb is off; leave it out"
         )
 
 
@@ -268,7 +268,7 @@ class WandbTracker:
             except self._wandb.errors.Error as error:
                 # The server can't withdraw steps, or has not got the run yet.
                 _LOG.warning(
-                    "W&B keeps the steps beyond %d that it has of this run: %s",
+                    "W&B keeps the steps after %d that it already has of this run: %s",
                     resumed_step,
                     one_line(error),
                 )

@@ -256,7 +256,7 @@ class Loop:
             return
         is_over = self.ranks.any(perf_counter() - self.started >= limit)
         if is_over and not step.last:
-            message = f"train.max_seconds {limit:g} were over after step {step.number}"
+            message = f"the time of train.max_seconds {limit:g} was over after step {step.number}"
             outcome.end_early(StopKind.TIME, message, step.number)
 
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
@@ -282,7 +282,7 @@ class Loop:
             name = metrics.TRAIN_LOSS.name if loss_is_bad else metrics.GRAD_NORM.name
             message = f"{name} is {step.record[name]} at step {step.number}"
             if patience > 1:
-                message += f", and not finite in the {counted(patience - 1, 'step')} before"
+                message += f", and was not finite in the {counted(patience - 1, 'step')} before"
             message += f"; first seen in {anomaly.where}"
             outcome.fail(FailureClass.NAN, message, outcome.first_anomaly)
 
@@ -295,7 +295,7 @@ class Loop:
             return
         stop_on = self.config.train.stop_on
         if FailureClass.DIVERGENCE in stop_on and trend.diverging:
-            reference = "the baseline's" if self.config.alerts.baseline else "its own best"
+            reference = "that of the baseline" if self.config.alerts.baseline else "its own lowest"
             message = (
                 f"the smoothed training loss is {trend.excess[-1]:.1%} above {reference} at step "
                 f"{step.number}"

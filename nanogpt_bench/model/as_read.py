@@ -45,8 +45,8 @@ def check_size(settings: Any, name: str) -> None:
     size = sum(file.stat().st_size for file in files)
     if files and fewest_weights > size:
         raise BenchError(
-            f"model {name!r}: its config.json needs {fewest_weights:,} weights or more, its "
-            f".safetensors have {size:,} bytes"
+            f"model {name!r}: its config.json describes {fewest_weights:,} weights or more, but "
+            f"its .safetensors have {size:,} bytes"
         )
 
 
@@ -63,8 +63,8 @@ def check_head(model: Any, planned: Any, name: str) -> None:
     shared = shares_head(model)
     if shares_head(planned) != shared:
         raise BenchError(
-            f"model {name!r} has {'no' if shared else 'a'} head of its own, and its config.json "
-            f"says otherwise; set tie_word_embeddings to {str(shared).lower()} there"
+            f"model {name!r} has {'no' if shared else 'an'} output layer of its own, but its "
+            f"config.json says otherwise; set tie_word_embeddings to {str(shared).lower()} there"
         )
 
 
@@ -75,8 +75,8 @@ def check_finite(model: nn.Module, name: str) -> None:
         bad = parameter.numel() - int(parameter.isfinite().sum())
         if bad:
             raise BenchError(
-                f"model {name!r}: {weight} holds NaN or infinity in {bad:,} of its "
-                f"{parameter.numel():,} values; give a model of finite weights"
+                f"model {name!r}: {weight} has {bad:,} NaN or Inf among its {parameter.numel():,} "
+                "values; give a model with finite weights"
             )
 
 
@@ -92,12 +92,11 @@ def check_causal(model: Any, name: str) -> None:
     first, second = model.eval()(input_ids=tokens).logits[:, :-1]
     if not bool(first.isfinite().all() and second.isfinite().all()):
         raise BenchError(
-            f"model {name!r}: its logits are not finite in float32, though its weights are"
+            f"model {name!r}: its weights are finite, but its logits in float32 are not"
         )
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
         raise BenchError(
-            f"model {name!r} reads the tokens that follow: it is an encoder, no causal language "
-            f"model"
+            f"model {name!r} reads the tokens that follow, so it is not a causal language model"
         )
 
 
@@ -117,7 +116,7 @@ def check_unread_tensors(model: Any, path: Path, unexpected: Iterable[str]) -> l
     for name in unread:
         if not name.endswith(_FACTORS):
             raise BenchError(
-                f"model {str(path)!r}: unexpected weight {name!r}, which transformers leaves out"
+                f"model {str(path)!r} has the weight {name!r}, which transformers does not read"
             )
     if unread:
         _check_factors(reader, path)
@@ -129,8 +128,8 @@ def _check_factors(reader: Any, path: Path) -> None:
         if tensor.name.endswith(_FACTORS) and not bool(np.all(tensor.data == 1)):
             raise BenchError(
                 f"model {str(path)!r}: {tensor.name!r} scales rotary frequencies by up to "
-                f"{tensor.data.max():g}, and transformers leaves it out: give the folder that the "
-                f"file was made from"
+                f"{tensor.data.max():g}, but transformers does not read it; give the folder that "
+                "the file was made from"
             )
 
 

@@ -97,7 +97,9 @@ def find_model(name: str) -> dict[str, Any]:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise BenchError(f"model {str(path)!r} is no GGUF file; give a folder or a .gguf")
+                raise BenchError(
+                    f"model {str(path)!r} is not a GGUF file; give a folder or a .gguf file"
+                )
         _require("gguf")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
@@ -128,7 +130,8 @@ def _only_gguf_file(folder: Path, name: str) -> Path:
         return files[0]
     names = f": {', '.join(file.name for file in files)}" if files else ""
     raise BenchError(
-        f"model {name!r} has no config.json and {len(files)} .gguf files{names}; name one file"
+        f"model {name!r} has no config.json and {len(files)} .gguf files{names}; give the path of "
+        "one file"
     )
 
 
@@ -160,7 +163,7 @@ def quiet_transformers(name: str) -> Iterator[Any]:
     except BenchError:
         raise
     except MemoryError:
-        raise BenchError(f"model {name!r}: out of memory while it was read") from None
+        raise BenchError(f"model {name!r}: out of memory while reading it") from None
     except Exception as error:
         # A damaged file can raise anything.
         reason = shortened(one_line(error), LONGEST_REASON)
@@ -221,7 +224,8 @@ def pretrained_config(name: str) -> Any:
         if isinstance(quantization, dict):
             method = quantization.get("quant_method")
         raise BenchError(
-            f"model {name!r} is quantised already ({method}); give the float model it was made from"
+            f"model {name!r} is quantised already ({method}); give the float model from which it "
+            "was made"
         )
     _check_causal_kind(settings, name, transformers)
     text_settings = settings.get_text_config()
@@ -229,9 +233,9 @@ def pretrained_config(name: str) -> Any:
         # Mamba and the like compute with the weights of linear layers without calling
         # the layers.
         raise BenchError(
-            f"model {name!r} is of type {settings.model_type!r}, without attention (no "
-            f"num_attention_heads in its config.json); only models with attention can be measured "
-            f"and trained here, such as llama, gpt2 or mixtral"
+            f"model {name!r} has type {settings.model_type!r}, which has no attention (no "
+            "num_attention_heads in its config.json); only models with attention can be measured "
+            "and trained here, such as llama, gpt2 or mixtral"
         )
     check_size(text_settings, name)
     # transformers reads a separate head, whatever the settings are.
@@ -249,10 +253,10 @@ def _check_causal_kind(settings: Any, name: str, transformers: Any) -> None:
     is_causal = causal_class is not None and not settings.is_encoder_decoder
     if is_causal and (not saved_classes or causal_class in saved_classes):
         return
-    description = saved_classes[0] if saved_classes else f"of type {settings.model_type!r}"
+    description = saved_classes[0] if saved_classes else f"type {settings.model_type!r}"
     raise BenchError(
-        f"model {name!r} is {description}, no causal language model (one that predicts the next "
-        f"token)"
+        f"model {name!r} ({description}) is not a causal language model (one that predicts the "
+        "next token)"
     )
 
 
@@ -446,7 +450,7 @@ def _read_floats(
         with quiet_transformers(str(file)):
             unread = check_unread_tensors(model, file, unexpected)
         if unread:
-            say(f"{file.name}: {', '.join(unread)} left out: their values change nothing")
+            say(f"{file.name}: {', '.join(unread)} not read, which has no effect")
     elif quantization is None:
         check_floats(model, name)
     _check_weight_names(loading_info, name)

@@ -249,7 +249,7 @@ class Classifier(GPT):
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         if cache is not None:
-            raise TypeError("a classifier writes no text: it has no use of a cache")
+            raise TypeError("a classifier can't write text, so it takes no cache")
         in_document = tokens != PADDING
         x = self.hidden(tokens.clamp(min=0))
         sums = (x * in_document.unsqueeze(2)).sum(1)

@@ -190,8 +190,8 @@ def _check_state(
         expected_description = _describe(expected.get(name))
         if description != expected_description:
             raise BenchError(
-                f"{source} are of another model: {name} is {description} there, "
-                f"{expected_description} here"
+                f"{source} are of another model: {name} is {description} there, but "
+                f"{expected_description} in this model"
             )
 
 
@@ -317,7 +317,7 @@ def checkpoint_shape(name: str) -> GPTShape:
     settings = pretrained_config(_transformers_name(name))
     if settings.model_type != "gpt2":
         raise BenchError(
-            f"{name!r} is of model_type {settings.model_type!r}; only gpt2 can be loaded"
+            f"{name!r} has model_type {settings.model_type!r}; only gpt2 can be loaded"
         )
     allowed = {**_FIXED, "n_inner": 4 * settings.n_embd}
     for key, value in allowed.items():
@@ -351,9 +351,9 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
     vocabulary = checkpoint_shape(name).vocab_size
     if vocabulary != model.shape.vocab_size:
         raise BenchError(
-            f"{name!r} has a vocabulary of {vocabulary}, the corpus (tokenizer {tokenizer}) one of "
-            f"{model.shape.vocab_size}; prepare it with the checkpoint's own tokenizer (GPT-2: "
-            f"--tokenizer gpt2)"
+            f"{name!r} has a vocabulary of {vocabulary}, but the corpus (tokenizer {tokenizer}) "
+            f"has {model.shape.vocab_size}; prepare it with the checkpoint's own tokenizer (GPT-2: "
+            "--tokenizer gpt2)"
         )
     from nanogpt_bench.model.causal import load_causal
 

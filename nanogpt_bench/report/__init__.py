@@ -55,7 +55,7 @@ def report(
     for file in files:
         file_rows += file.rows
     if not folder_runs and not any(row.runs for row in file_rows):
-        raise BenchError("no run folders given: expected at least one")
+        raise BenchError("no run folders given; give at least one")
     # A file that is alone keeps its rows, with their labels, order and reference.
     # Several sources are grouped anew, since a row may be in two of them.
     one_file = files[0] if len(files) == 1 and not folder_runs else None

@@ -213,29 +213,29 @@ def _metric_column(metric: Metric) -> Column:
 
 
 PAIRED_NOTE = (
-    "Paired difference: that of the final validation losses of the same seed, mean with "
-    "its 95% t-interval and the p-value of the paired t-test, adjusted over the rows of "
-    "the table (Holm); with one seed it is only a lead."
+    "Paired difference: mean difference of the final validation losses of runs with the same "
+    "seed, with its 95% t-interval and the p-value of the paired t-test, adjusted for the rows of "
+    "the table (Holm); with one seed it is only a hint."
 )
 BYTES_NOTE = (
-    "Bytes per parameter: tensors in memory after the training, that is all weights, "
-    "scales and optimizer state."
+    "Bytes per parameter: tensors in memory after the training (all weights, scales and optimizer "
+    "state)."
 )
 STALL_NOTE = (
-    "Stall, a mean over the measurements: share of weights that a nonzero requested "
-    "update left on the same grid value, where that loses the update; (code) marks a "
-    "float32 master copy, which keeps it although the code stays the same."
+    "Stall, mean over the measurements: share of weights that a nonzero requested update left on "
+    "the same grid value, if the update is lost; (code) marks a float32 master copy, which keeps "
+    "the update although the code stays the same."
 )
 ARRIVED_NOTE = (
-    "Arrived, a mean over the measurements: the share of the requested movement that the "
-    "write-back made, about 100% where it is unbiased."
+    "Arrived, mean over the measurements: share of the requested movement that the write-back "
+    "made; about 100% if the write-back is unbiased."
 )
 VERDICT_NOTE = (
-    f"Verdict: within {VERDICT_BOUNDS.outside.bound:.0%} of the reference's final val loss or "
-    "outside, and too early where the reference fell by less than that; ahead or behind by "
-    f"{VERDICT_BOUNDS.behind.bound:g} nats and two standard errors; doubtful at a mean gradient "
-    f"cosine of {VERDICT_BOUNDS.cosine.bound:g} or less; a stall is named from "
-    f"{VERDICT_BOUNDS.stall.bound:.0%} on."
+    f"Verdict: within {VERDICT_BOUNDS.outside.bound:.0%} of the reference's final val loss, or "
+    "outside; too early if the reference's loss fell by less than that; ahead or behind if the "
+    f"gap is {VERDICT_BOUNDS.behind.bound:g} nats or more, and more than two standard errors; "
+    f"doubtful if the mean gradient cosine is {VERDICT_BOUNDS.cosine.bound:g} or less; stall if it "
+    f"is {VERDICT_BOUNDS.stall.bound:.0%} or more."
 )
 
 #: all columns, from left to right

@@ -110,15 +110,15 @@ def difference_text(paired: Difference | None) -> str:
     >>> difference_text(Difference(-0.02, 5, -0.05, 0.01, 0.2, 0.4))
     'no difference found [-0.050, +0.010]'
     >>> difference_text(Difference(-0.02, 1)), difference_text(None)
-    ('-0.020, one seed: a lead', '-')
+    ('-0.020, one seed: a hint', '-')
     >>> difference_text(Difference(-0.02, 1, apart=True))
-    '-0.020, one seed: a lead †'
+    '-0.020, one seed: a hint †'
     """
     if paired is None:
         return "-"
     mark = MARK if paired.apart else ""
     if paired.low is None or paired.high is None:
-        return f"{paired.mean:+z.3f}, one seed: a lead{mark}"
+        return f"{paired.mean:+z.3f}, one seed: a hint{mark}"
     interval = f"[{paired.low:+z.3f}, {paired.high:+z.3f}]"
     if not paired.is_found:
         return f"no difference found {interval}{mark}"

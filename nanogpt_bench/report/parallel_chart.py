@@ -48,8 +48,8 @@ LEFT_OUT = frozenset(
     }
 )
 CAPTION = (
-    "One line per run, in its row's colour. Above an axis pass runs without a value on it, "
-    "such as failed ones."
+    "One line per run, in its row's colour. A run without a value on an axis, such as a failed "
+    "one, passes above that axis."
 )
 HEADING = {
     "type": "text",

@@ -118,7 +118,7 @@ def export(folder: Path) -> list[dict[str, Any]]:
     manifest = _read_json_or_refuse(folder / SWEEP) if (folder / SWEEP).is_file() else None
     if not isinstance(manifest, Mapping):
         raise BenchError(
-            f"{str(folder)!r} holds no results: give the folder of a sweep, with {SWEEP}"
+            f"{str(folder)!r} holds no results; give the folder of a sweep, with {SWEEP} in it"
         )
     tuning_file = folder / "tuning.json"
     tuning = _read_json_or_refuse(tuning_file) if tuning_file.is_file() else {}
@@ -129,11 +129,9 @@ def export(folder: Path) -> list[dict[str, Any]]:
         searches = [_search_entry(row, tuning) for row in tuning.get("rows") or ()]
     except (KeyError, TypeError, AttributeError):
         # The file of that name is no sweep's.
-        raise BenchError(
-            f"{str(folder)!r} holds no results: what its list of runs says can't be read"
-        ) from None
+        raise BenchError(f"{str(folder)!r}: the list of runs in {SWEEP} can't be read") from None
     if not searches and not any(entry["kind"] == EntryKind.RUN for entry in entries):
-        raise BenchError(f"{str(folder)!r} has no run to export yet: none has ended")
+        raise BenchError(f"{str(folder)!r} has no run to export yet, since none has ended")
     for entry in entries:
         entry["reference"] = entry["label"] == manifest.get("baseline")
     return [*entries, *searches]
@@ -222,7 +220,7 @@ def given_up(search: Mapping[str, Any]) -> str:
     if not search.get("over") or search.get("best"):
         return ""
     runs = int(finite(at(search, "cost.runs")) or 0)
-    return f"failed: none of {counted(runs, 'trial')} came to its end with a loss"
+    return f"failed: none of {counted(runs, 'trial')} ended with a loss"
 
 
 def flat_run(label: str, run: Run) -> dict[str, Any]:
@@ -337,7 +335,7 @@ def read_export(path: Path) -> Exported:
     if path.is_dir():
         advice = f"nanogpt-bench results export {shlex.quote(str(path))} --out FILE.json"
         raise BenchError(
-            f"{str(path)!r} is a folder, no results file; of a sweep's folder one is made by: "
+            f"{str(path)!r} is a folder, not a results file; to make a file of a sweep's folder: "
             f"{advice}"
         )
     unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -345,12 +343,13 @@ def read_export(path: Path) -> Exported:
         content = cleaned(read_json(path, times=8))
         if _kind(content) == "nanogpt-bench results":
             raise BenchError(
-                f"{str(path)!r} is of the former layout; export the sweep's folder again"
+                f"{str(path)!r} has an earlier layout, which is no longer read; export the sweep's "
+                "folder again"
             )
         if not has_known_kinds(content):
             raise BenchError(
-                f"{str(path)!r} holds no results; nanogpt-bench results export SWEEP --out "
-                f"FILE.json writes some"
+                f"{str(path)!r} holds no results; to write a results file: nanogpt-bench results "
+                "export SWEEP --out FILE.json"
             )
         return _read_entries(content, path)
 

@@ -366,9 +366,9 @@ def uncounted_lines(row: Row) -> list[str]:
             counted_run for counted_run in row.runs if seed_of(counted_run) == seed_of(run)
         )
         further = _progress_key(counted) > _progress_key(run)
-        reason = "went further" if further else "went as far and comes first"
+        reason = "has more steps" if further else "has as many steps and comes first"
         lines.append(
-            f"{row.label}: {run.path} is not counted; {counted.path} has seed {run.seed} too, and "
-            f"{reason}"
+            f"{row.label}: {run.path} is not counted, since {counted.path} has seed {run.seed} too "
+            f"and {reason}"
         )
     return lines

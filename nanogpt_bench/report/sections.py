@@ -183,11 +183,11 @@ def _studies_section(page: Page) -> PageSection | None:
 
 
 STALL_WORDS = (
-    "Share of all quantised weights that a nonzero requested update left on the same grid "
-    "value, at single steps. With nearest rounding such an update is lost; a master copy (code "
-    "unchanged) has it in float32. With stochastic rounding a weight moves with probability "
-    "|update| / ULP: it stays at most steps, and moves as far as it should on average. So look "
-    "at the movement that arrived."
+    "Share of all quantised weights that a nonzero requested update left on the same grid value, "
+    "at single steps. With nearest rounding such an update is lost. A master copy (code "
+    "unchanged) keeps it in float32. With stochastic rounding a weight moves with probability "
+    "|update| / ULP: it stays put at most steps, and moves as far as it should on average, so "
+    "look at the movement that arrived instead."
 )
 
 
@@ -265,9 +265,9 @@ def configuration_text(run: Run) -> str:
 
 
 TUNED_WORDS = (
-    "Every row of the table above was trained at the values in the column best: of those "
-    "tried, from neighbour to neighbour, they had the lowest final validation loss, averaged "
-    "over the tuning's own seeds."
+    "Every row of the table above was trained at the values in the column best. Among the values "
+    "that were tried, stepping from neighbour to neighbour, they had the lowest final validation "
+    "loss, averaged over the tuning's own seeds."
 )
 
 
@@ -368,7 +368,7 @@ def _failure_page(
     return FailurePage(
         place=place,
         title=failed.label if failed.label == run.name else f"{failed.label} · {run.name}",
-        summary=onsets or "failed without a class of failure in its records",
+        summary=onsets or "failed, and its records show no class of failure",
         ending="" if run.status == RunStatus.FINISHED else describe_ending(run),
         events=[_timeline_event(event, last) for event in diagnosis.timeline],
         last_step=last,
@@ -440,6 +440,9 @@ def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart
         height = {"field": "above", "type": "quantitative", "scale": None, "axis": None}
         spec["layer"].append(data_layer(values, rule, x=x))
         spec["layer"].append(data_layer(values, name, x=x, y=height, text={"field": "text"}))
-    caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."
+    caption = (
+        "Smoothed losses; the reference in black or white. Dotted: the first step of each class "
+        "of failure."
+    )
     # No `rows`, so that a run stays visible on its own page if its row is hidden.
     return [Chart(f"failure-{place}", "Training loss", caption, spec, wide=True)]

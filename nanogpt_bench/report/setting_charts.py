@@ -46,8 +46,8 @@ CROSS = {
     "opacity": 1,
 }
 RATE_CAPTION = (
-    "Final validation loss, mean over seeds; a cross at the top is a learning rate at "
-    "which runs failed."
+    "Final validation loss, mean over seeds; a cross at the top marks a learning rate at which "
+    "runs failed."
 )
 
 
@@ -142,13 +142,11 @@ def _sensitivity_caption(study: SensitivityMap) -> str:
     operand = f" ({study.operand}s)" if study.operand else ""
     rule = f", under {study.rule}" if study.rule else ""
     checkpoint = (
-        f"; the weights of {study.checkpoint}, rounded after the training"
-        if study.checkpoint
-        else ""
+        f"; weights of {study.checkpoint}, rounded after the training" if study.checkpoint else ""
     )
     return (
-        f"{loss} above that of the unquantised model, in nats; one pattern at a time in a "
-        f"format{operand}{rule}{checkpoint}."
+        f"{loss} above that of the unquantised model, in nats, with one layer pattern at a time in "
+        f"a format{operand}{rule}{checkpoint}."
     )
 
 

@@ -66,7 +66,9 @@ def _read_sensitivity(path: Path, notes: list[str]) -> SensitivityMap | None:
     gaps = content.get("gap") or ()
     status = content.get("status") or ()
     if not _is_table(patterns, formats, gaps):
-        notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
+        notes.append(
+            f"{path.name} is left out: it does not hold patterns, formats and a gap for each pair"
+        )
         return None
     if not _is_table(patterns, formats, status):
         status = ()
@@ -100,6 +102,6 @@ def _read_tuning_rows(path: Path, notes: list[str]) -> TuningRows:
         return ()
     rows = mapping(path, notes).get("rows")
     if not isinstance(rows, list):
-        notes.append(f"{path.name}: expected rows; left out")
+        notes.append(f"{path.name} is left out: it does not hold rows")
         return ()
     return tuple(row for row in rows if isinstance(row, Mapping))

@@ -73,8 +73,8 @@ def _claim_process() -> None:
     """Refuse a process that was forked from one in which Vega runs."""
     if _process and _process[0] != os.getpid():
         raise BenchError(
-            "charts can't be drawn in a process that was forked from one that drew: start it by "
-            "spawn"
+            "charts can't be drawn in a process that was forked after another drew charts; start "
+            "it with the method spawn"
         )
     _process[:] = [os.getpid()]
 

@@ -32,7 +32,7 @@ from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import cell, one_line
 
 #: suffix of the first heading if all gaps rest on one seed
-LEAD = "one seed: a lead"
+LEAD = "one seed: a hint"
 #: characters per line of a table
 WIDEST = 120
 #: the most characters of a verdict that count towards the width; a failed run's message
@@ -322,5 +322,5 @@ def _tried_range(row: Mapping[str, Any], key: str) -> str:
     if not known:
         return NOTHING
     at_end = row.get("over") and not _part_of(row, "inside").get(key)
-    note = ", best not inside" if at_end else ""
+    note = ", best at an end" if at_end else ""
     return f"{min(known):g} to {max(known):g}{note}"

@@ -195,8 +195,8 @@ def _float_module_error(linear: Mapping[str, Any], patterns: Mapping[str, Any]) 
             if fnmatch(name.rpartition(".")[2], pattern):
                 return (
                     f"model.formats.{pattern}: {kind} {name!r} stays float, as all embeddings and "
-                    f"norms do; formats are for linear layers: {', '.join(kinds)}, attn, mlp, "
-                    f"blocks.N"
+                    f"norms do; give formats for linear layers: {', '.join(kinds)}, attn, mlp, "
+                    "blocks.N"
                 )
     return None
 

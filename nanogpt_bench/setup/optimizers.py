@@ -359,8 +359,8 @@ def train_in_float8(model: Model, config: Config, device: torch.device) -> Model
     replaced = {name for name, module in model.named_modules() if _fits_float8(name, module)}
     if not replaced:
         raise BenchError(
-            f"model.torchao_float8: {recipe!r} needs a layer whose sizes are multiples of "
-            f"{MULTIPLE}; give another model.n_embd"
+            f"model.torchao_float8: {recipe!r} needs layers whose sizes are multiples of "
+            f"{MULTIPLE}, and there is none; give another model.n_embd"
         )
     on_gpu = device.type == "cuda"
     has_units = on_gpu and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

@@ -44,8 +44,8 @@ def fill_stored(model: ModelConfig) -> bool:
     source = f"{model.pretrained!r}, whose weights are stored in codes"
     if model.storage not in (Storage.CODES, Storage.FLOAT32):
         raise BenchError(
-            f"model.storage: {model.storage!r} can't be used with {source}; give codes (they are "
-            f"trained as they are) or --rule fp32 --model.format null (they are decoded)"
+            f"model.storage: {model.storage!r} can't be used with {source}; give codes, to train "
+            "them as they are, or --rule fp32 --model.format null, to decode them"
         )
     if model.storage == Storage.FLOAT32:
         return False
@@ -57,12 +57,12 @@ def fill_stored(model: ModelConfig) -> bool:
         formats = {layer: _format_name(weight) for layer, weight in _stored_weights(model).items()}
     if model.formats not in ({}, formats):
         raise BenchError(
-            f"model.formats: {model.formats!r} is not that of {source} ({', '.join(names)}); add "
-            f"--model.format null --model.formats {{}}"
+            f"model.formats: {model.formats!r} is not the format of {source} ({', '.join(names)}); "
+            f"add --model.format null --model.formats {{}}"
         )
     if model.granularity is not None and [model.granularity] != granularities:
         raise BenchError(
-            f"model.granularity: {model.granularity!r} is not that of {source} "
+            f"model.granularity: {model.granularity!r} is not the granularity of {source} "
             f"({', '.join(granularities)}); add {without('model.granularity')}"
         )
     for name in _CONTRADICTING:

@@ -46,7 +46,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         TypeError: `config` is resolved already.
     """
     if isinstance(config, Resolved):
-        raise TypeError("a resolved configuration can't be resolved again")
+        raise TypeError("this configuration is resolved already")
     # Without validation: `config` was checked when it was made.
     config = Resolved.model_construct(
         **dict(config.model_copy(deep=True)), layers={}, initial_shape=start
@@ -139,8 +139,8 @@ def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     _check_shape(model, shape, f"the checkpoint {model.init_from!r}")
     if model.tie_weights and not shape.tie_weights:
         raise BenchError(
-            f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; "
-            f"give false"
+            f"model.tie_weights: the checkpoint {model.init_from!r} has its own lm_head weight; "
+            "give false"
         )
     return shape
 
@@ -164,8 +164,8 @@ def _pretrained_shape(model: ModelConfig) -> GPTShape:
     _check_shape(model, shape, f"{model.pretrained!r}")
     if model.tie_weights not in (None, shape.tie_weights):
         raise BenchError(
-            f"model.tie_weights: {model.pretrained!r} has {shape.tie_weights}; model.tied says "
-            f"what formats do"
+            f"model.tie_weights: {model.tie_weights} contradicts {model.pretrained!r}, which has "
+            f"{shape.tie_weights}; leave it out; for formats of a tied lm_head give model.tied"
         )
     return shape
 
@@ -174,11 +174,13 @@ def _check_shape(model: ModelConfig, shape: GPTShape, source: str) -> None:
     for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
         value, expected = getattr(model, name), getattr(shape, name)
         if value not in (None, expected):
-            raise BenchError(f"model.{name}: {value!r} is not that of {source}: {expected!r}")
+            raise BenchError(
+                f"model.{name}: {value!r} contradicts {source}, which has {expected!r}"
+            )
     if model.block_size is not None and model.block_size > shape.block_size:
         raise BenchError(
-            f"model.block_size: {model.block_size} exceeds the {shape.block_size} positions of "
-            f"{source}"
+            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions "
+            f"of {source}"
         )
 
 
@@ -192,8 +194,7 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
             raise BenchError(
                 f"model.size: {model.size!r} can't be used with model.init_from "
-                f"{model.init_from!r}, whose checkpoint has a size of its own; add "
-                f"--model.size null"
+                f"{model.init_from!r}, whose checkpoint gives the size; add --model.size null"
             )
     model.size = None
 

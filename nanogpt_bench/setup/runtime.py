@@ -156,25 +156,25 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
     parallel = config.train.parallel
     if parallel is not None and ranks is ALONE:
         raise BenchError(
-            f"train.parallel: {parallel!r} needs processes; start them with torchrun "
-            f"--nproc-per-node 2 -m nanogpt_bench run, or give --train.parallel null"
+            f"train.parallel: {parallel!r} needs several processes; start them with torchrun "
+            "--nproc-per-node 2 -m nanogpt_bench run, or give --train.parallel null"
         )
     if parallel is None and ranks is not ALONE:
         raise BenchError(
-            "torchrun started this process, and train.parallel is null; give --train.parallel ddp"
+            "torchrun started this process, but train.parallel is null; give --train.parallel ddp"
         )
     size = ranks.size
     if config.train.batch_size % size:
         raise BenchError(
             f"train.batch_size: {counted(config.train.batch_size, 'sequence')} can't be divided "
-            f"among {size} processes; give a multiple of {size}"
+            f"evenly among {size} processes; give a multiple of {size}"
         )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     gpus = torch.cuda.device_count()
     if size > 1 and config.runtime.device != "cpu" and 0 < gpus < local_size:
         raise BenchError(
-            f"runtime.device: {local_size} processes need a GPU each, and {gpus} are here; start "
-            f"fewer, or give --runtime.device cpu"
+            f"runtime.device: {local_size} processes need a GPU each, but there are {gpus}; start "
+            "fewer, or give --runtime.device cpu"
         )
 
 
@@ -182,8 +182,8 @@ def refuse_parallel(mode: str | None, subject: str) -> None:
     """Refuse `train.parallel` where `subject` trains in one process."""
     if mode is not None:
         raise BenchError(
-            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {subject} trains in "
-            f"one process; add --train.parallel null"
+            f"train.parallel: {mode!r} works only with torchrun -m nanogpt_bench run; {subject} "
+            "trains in one process; add --train.parallel null"
         )
 
 

@@ -50,7 +50,7 @@ def start_shape(name: str) -> GPTShape:
             shape = trained_shape(path)
         if shape.labels:
             raise BenchError(
-                f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'"
+                f"{KEY}: {name!r} was trained with task 'classify'; give a run with task 'language'"
             )
         return shape
     if _names_a_checkpoint(path):
@@ -118,24 +118,24 @@ def check_text(trained: Trained, corpus: Corpus, source: str) -> None:
     tokenizer = corpus.meta["tokenizer"]
     if trained_tokenizer is not None and trained_tokenizer != tokenizer:
         raise BenchError(
-            f"{source} was trained on text of tokenizer {trained_tokenizer!r}, {folder!r} is of "
-            f"{tokenizer!r}"
+            f"{source} was trained with tokenizer {trained_tokenizer!r}, but {folder!r} was "
+            f"prepared with {tokenizer!r}"
         )
     facts: Any = trained.environment.get("corpus")
     labels = facts.get("labels") if isinstance(facts, dict) else None
     if trained.config.task == Task.CLASSIFY and labels not in (None, label_names(corpus)):
-        raise BenchError(f"{source} was trained on other labels than those of {folder!r}")
+        raise BenchError(f"{source} was trained on other labels than {folder!r} has")
     if stored_kind(tokenizer) in OF_ONE_TEXT and not same_text(trained, corpus):
         raise BenchError(
             f"{source} was trained on another text than {folder!r}, and tokenizer {tokenizer!r} "
-            f"numbers the tokens of each text on its own; give the run's own with --data.dir"
+            "numbers tokens differently for each text; give the run's own text with --data.dir"
         )
     rows = corpus.vocab_size
     if trained.tensors:
         rows = trained.tensors["token_embedding.weight"].shape[0]
     if rows != corpus.vocab_size:
         raise BenchError(
-            f"{source} has a vocabulary of {rows}, {folder!r} one of {corpus.vocab_size}"
+            f"{source} has a vocabulary of {rows}, but {folder!r} has {corpus.vocab_size}"
         )
 
 
@@ -179,6 +179,6 @@ def check_start(config: Resolved, checkpoint: object) -> None:
     """Refuse to begin a run at step 0 when the weights that it starts from are gone."""
     if checkpoint is None and config.initial_shape is not None:
         raise BenchError(
-            f"{KEY}: {config.model.init_from!r} does not exist any more, and there is no whole "
-            f"checkpoint"
+            f"{KEY}: {config.model.init_from!r} no longer exists, and this run has no complete "
+            "checkpoint"
         )

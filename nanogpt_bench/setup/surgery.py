@@ -190,8 +190,9 @@ def check_constrained_layers(config: Resolved) -> None:
         if spec is not None and spec.weight is not None:
             raise BenchError(
                 f"model.constraint: the weight of {name!r} has format {spec.weight.format.name} "
-                f"under model.storage {model.storage!r}, whose values are not on the manifold; add "
-                f"--model.formats.attn none, or give --model.storage master, whose copy is on it"
+                f"under model.storage {model.storage!r}, and its values are not on the manifold; "
+                "add --model.formats.attn none, or give --model.storage master, whose float32 "
+                "copy is on it"
             )
 
 

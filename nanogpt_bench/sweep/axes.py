@@ -95,8 +95,8 @@ class Axis:
             return source.choice(self.values)
         if self.values.points is not None:
             raise BenchError(
-                f"axes.{self.key}: points goes with search: grid, a random search takes samples "
-                f"instead"
+                f"axes.{self.key}: points is for search: grid; for a random search give samples "
+                "instead"
             )
         return self.values.at(source.random())
 
@@ -170,8 +170,8 @@ def _read_range(key: str, content: Mapping[Any, Any]) -> Range:
             )
     if not low < high or (scale == "log" and low <= 0):
         raise BenchError(
-            f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a "
-            f"log scale"
+            f"axes.{key}: min {low:g} and max {high:g} are not allowed; give min < max, above 0 on "
+            "a log scale"
         )
     distance = high / low if scale == "log" else high - low
     if not math.isfinite(distance):

@@ -77,7 +77,7 @@ def comparison(
     for key, value in shared.items():
         if not _rows_that_take(key, value, chosen_rows):
             labels = ", ".join(label(row) for row in chosen_rows)
-            raise BenchError(f"--{key} {value}: means nothing in any row ({labels}); leave it out")
+            raise BenchError(f"--{key} {value} has no effect in any row ({labels}); leave it out")
     rows = []
     for row in chosen_rows:
         rows.append(of_length(row, steps, sweep.base[STEPS_KEY]) | applicable(shared, row))
@@ -107,8 +107,8 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
     quantised_rules = [name for name in rule_names if name not in float_rules]
     if formats and not quantised_rules:
         raise BenchError(
-            f"--formats: every rule of --rules trains floats ({', '.join(rule_names)}); leave "
-            f"--formats out"
+            f"--formats: all rules of --rules train floats ({', '.join(rule_names)}); leave "
+            "--formats out"
         )
     rows = [row_of(REFERENCE, NO_FORMAT)]
     for name in float_rules:
@@ -138,7 +138,8 @@ def _choose_formats(formats: Sequence[str] | None) -> Sequence[str]:
     names = [format_name(name, "--formats") for name in formats]
     if NO_FORMAT in names:
         raise BenchError(
-            "--formats: 'none' is no format to compare; the reference row is there already"
+            "--formats: 'none' can't be compared, since the reference row is float already; leave "
+            "it out"
         )
     return names
 
@@ -213,7 +214,10 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     for key in settings:
         option = FIELDS[key].facts["rows_by"] if key in FIELDS else None
         if option:
-            raise BenchError(f"--{key}: the rows of a comparison differ in it; give {option}")
+            raise BenchError(
+                f"--{key}: the rows of a comparison have different values of it; give {option} "
+                "instead"
+            )
     # With their types: 1e-3 has become a number.
     config = build_config(settings)
     return {key: get(config, key) for key in settings}
@@ -228,8 +232,8 @@ def partly_used(settings: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
         rows = _rows_that_take(key, value, sweep.rows)
         if key == "optimizer.lr":
             yield (
-                f"{key} {value} in every row, in the unit of its optimizer, in place of the "
-                f"rule's own"
+                f"{key} {value} in every row, in the unit of the row's optimizer, instead of its "
+                "rule's own"
             )
         elif len(rows) < len(sweep.rows):
             labels = ", ".join(label(row) for row in rows)
@@ -241,6 +245,7 @@ def _take_steps(settings: dict[str, Any], max_steps: int | None) -> int | None:
     steps: int | None = settings.pop(STEPS_KEY, None)
     if None not in (steps, max_steps) and steps != max_steps:
         raise BenchError(
-            f"--{STEPS_KEY} {steps} and --max-steps {max_steps} are two numbers of steps; give one"
+            f"--{STEPS_KEY} {steps} and --max-steps {max_steps} both set the number of steps; "
+            "leave one of them out"
         )
     return max_steps if steps is None else steps

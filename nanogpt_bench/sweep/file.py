@@ -42,16 +42,16 @@ class SensitivityOptions(SettingsSection):
         lambda: ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "*"],
         "layer patterns, one row each",
     )
-    blocks: bool = setting(True, "one more row for every block")
+    blocks: bool = setting(True, "add a row for every block")
     operand: str = setting(
-        "weight", "operand that is quantised", choices=("weight", "activation", "gradient")
+        "weight", "which operand is quantised", choices=("weight", "activation", "gradient")
     )
 
 
 class Confirm(SettingsSection):
     """The runs that count: every combination at its best values, on untouched seeds."""
 
-    seeds: list[int] = setting(list, "seeds of the runs of every combination")
+    seeds: list[int] = setting(list, "seeds of the runs at every point")
     steps: int | None = setting(None, "steps of each run; null: train.max_steps", minimum=1)
 
     @field_validator("seeds", mode="before")
@@ -82,22 +82,28 @@ class Tune(Confirm):
 
     keys: list[str] = setting(
         lambda: ["optimizer.lr"],
-        "keys to search; for a rule without one of them the others are searched",
+        "keys to search; a rule that lacks one of them is searched over the others",
     )
-    start: dict[str, float] = setting(dict, "first value of a key; not given: the rule's")
+    start: dict[str, float] = setting(dict, "first value by key; where none is given, the rule's")
     factor: float = setting(
-        2.0, "ratio of neighbouring values; around the best its square root is tried", minimum=1.05
+        2.0,
+        "ratio of neighbouring values; around the best value its square root is tried too",
+        minimum=1.05,
     )
     span: float = setting(
-        256.0, "how far from its first value a key is searched, as a factor", above=1.0
+        256.0, "how far a search goes from the first value, as a factor", above=1.0
     )
     #: searched after `keys`, such as optimizer.weight_decay: [0.0, 0.1]; a value's
     #: neighbours are those in the list
     choices: dict[str, list[int | float]] = setting(
-        dict, "keys with a list of values to try, the rule's among them"
+        dict,
+        "values to try by key, the rule's own among them",
+        maps="key to list of values",
     )
     #: points that differ only in these share one search
-    settings: dict[str, Any] = setting(dict, "settings of the trials in place of the points' own")
+    settings: dict[str, Any] = setting(
+        dict, "settings of the trials, which replace the points' own"
+    )
 
     @field_validator("start", mode="before")
     @classmethod
@@ -127,7 +133,12 @@ class Tune(Confirm):
     @field_validator("settings", mode="before")
     @classmethod
     def _check_settings(cls, settings: Any) -> Any:
-        return _read_section_settings(settings, "tune.settings")
+        # The error gets the name of the section from `_read_section`.
+        if not isinstance(settings, dict):
+            raise BenchError(
+                f"{settings!r} is not allowed; give settings, such as train.max_steps: 300"
+            )
+        return read_settings(settings)
 
 
 def _positive_numbers(content: Any) -> dict[str, float] | None:
@@ -160,9 +171,11 @@ def _is_rising(values: Any) -> bool:
 class Points(SettingsSection):
     """The choice of a sweep's points, and how many runs are trained at a time."""
 
-    search: str = setting("grid", "every combination, or random points", choices=("grid", "random"))
-    samples: int = setting(20, "random: how many points", minimum=1)
-    sample_seed: int = setting(0, "random: the seed by which points are drawn", minimum=0)
+    search: str = setting(
+        "grid", "grid: every combination; random: random points", choices=("grid", "random")
+    )
+    samples: int = setting(20, "random: number of points", minimum=1)
+    sample_seed: int = setting(0, "random: seed by which points are drawn", minimum=0)
     workers: int | None = setting(None, "runs at a time; null: one per core", minimum=1)
 
 
@@ -233,8 +246,7 @@ def _read_sweep(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
     if smoke:
         if not small_sections:
             raise BenchError(
-                f"--smoke: {path.name} has no section smoke, which says what is small in its "
-                f"small version"
+                f"--smoke: {path.name} has no section smoke, which describes its small version"
             )
         content = {**content, **small_sections}
     axes = _read_axes(content.get("axes"), path)
@@ -332,7 +344,8 @@ def _read_rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str
         for axis in axes:
             if axis.key in row:
                 raise BenchError(
-                    f"axes.{axis.key} in {path.name}: rows says it; leave one of them out"
+                    f"axes.{axis.key} in {path.name}: its rows set it already; leave one of them "
+                    "out"
                 )
     return rows
 
@@ -368,9 +381,9 @@ def _refuse_overridden(
     axis_keys = [axis.key for axis in axes]
     for key in overrides:
         if key in axis_keys:
-            raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
+            raise BenchError(f"--{key}: {path.name} has an axis of it; leave one of them out")
         if any(key in row for row in rows):
-            raise BenchError(f"--{key}: {path.name} has it in its rows; leave one of them out")
+            raise BenchError(f"--{key}: {path.name} sets it in its rows; leave one of them out")
 
 
 def _refuse_unused_samples(content: Mapping[str, Any], path: Path) -> None:
@@ -380,7 +393,7 @@ def _refuse_unused_samples(content: Mapping[str, Any], path: Path) -> None:
     for key in ("samples", "sample_seed"):
         if content.get(key) is not None:
             raise BenchError(
-                f"{key} in {path.name} goes with search: random; give that, or leave {key} out"
+                f"{key} in {path.name} is for search: random; give that, or leave {key} out"
             )
 
 
@@ -421,8 +434,8 @@ def _read_tuning_sections(content: Mapping[str, Any], path: Path) -> _TuningSect
     for seed in tune.seeds:
         if seed in confirm.seeds:
             raise BenchError(
-                f"confirm.seeds: {seed} is one of tune.seeds; confirm on seeds that nothing was "
-                f"tuned on"
+                f"confirm.seeds: {seed} is one of tune.seeds; confirm on seeds on which nothing "
+                "was tuned"
             )
     return _TuningSections(tune, confirm)
 

@@ -56,7 +56,7 @@ def check_count(runs: int, source: str) -> None:
     """Refuse more runs than `MOST_RUNS`; the error names what asks for them."""
     if runs > MOST_RUNS:
         count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
-        raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
+        raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are allowed")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
     The references at every seed come first, then the points.
     """
     if not sweep.axes and not sweep.rows:
-        raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
+        raise BenchError(
+            f"{sweep.path.name} has no axes; give axes: settings, and the values they take"
+        )
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
     points = points_of(sweep)
     planned = [plan_point(base, point) for base, point in in_rows(sweep, points)]
@@ -118,8 +120,8 @@ def check_seeds(references: Iterable[PlannedRun], planned: Iterable[PlannedRun])
     for run in references:
         if run.seed not in seeds:
             raise BenchError(
-                f"reference: {run.label} has seed {run.seed}, and the runs that are measured "
-                f"against it have {', '.join(map(str, seeds))}; leave its seed out"
+                f"reference: {run.label} has seed {run.seed}, but the runs that are compared with "
+                f"it have {', '.join(map(str, seeds))}; leave its seed out"
             )
 
 
@@ -223,8 +225,8 @@ def left_out_of_reference(sweep: SweepFile) -> str:
     if not keys:
         return ""
     return (
-        f"the reference is trained with its rule's own {', '.join(keys)}, not the file's: set them "
-        f"under reference in the sweep file, or name a row as the reference"
+        f"the reference is trained with its own rule's {', '.join(keys)}, not with the file's; to "
+        "change that, set them under reference in the sweep file, or name a row as the reference"
     )
 
 
@@ -292,8 +294,8 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
     idle = [key for key in point if key not in rest]
     if idle and "rule" not in point:
         raise BenchError(
-            f"axes.{idle[0]}: rule {base['rule']!r} keeps float weights at every value; give "
-            f"another rule, or axes.rule"
+            f"axes.{idle[0]}: rule {base['rule']!r} trains float weights, so the axis has no "
+            "effect; give another rule, or axes.rule"
         )
     return rest
 
@@ -422,7 +424,7 @@ def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
         same_named = by_name.setdefault(run.name, run)
         if same_named.settings != run.settings:
             raise BenchError(
-                f"two points would both be called {run.name!r}; give values that differ in the name"
+                f"two points would both be called {run.name!r}; give values that make names differ"
             )
     return list(by_name.values())
 
@@ -442,8 +444,8 @@ def check_inputs(planned: Iterable[PlannedRun]) -> None:
         first_spelling = spelt.setdefault(Path(folder).resolve(), folder)
         if first_spelling != folder:
             raise BenchError(
-                f"data.dir: {first_spelling!r} and {folder!r} are one folder, and would be two "
-                f"texts in the report; give one of them"
+                f"data.dir: {first_spelling!r} and {folder!r} are the same folder, but would be "
+                "two texts in the report; give one of them"
             )
         corpus = repr([item for item in run.settings.items() if item[0].startswith(of_corpus)])
         if corpus not in checked:

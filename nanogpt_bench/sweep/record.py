@@ -288,7 +288,8 @@ class SweepRecord:
         if not path.exists():
             if not is_unused(self.folder):
                 raise BenchError(
-                    f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder"
+                    f"--out {str(self.folder)!r} is in use and does not hold a sweep; give a new "
+                    "folder"
                 )
             return {}
         try:
@@ -301,7 +302,8 @@ class SweepRecord:
             ) from None
         if mode != self.mode:
             raise BenchError(
-                f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}; give a new folder"
+                f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}, not {self.mode!r}; "
+                "give a new folder"
             )
         return entries
 
@@ -316,7 +318,8 @@ class SweepRecord:
             if settings.get(key) != earlier_settings.get(key):
                 raise BenchError(
                     f"--out {str(self.folder)!r} holds {run.name!r} with {key} "
-                    f"{earlier_settings.get(key)!r}, now {settings.get(key)!r}; give a new folder"
+                    f"{earlier_settings.get(key)!r}, but now it would be {settings.get(key)!r}; "
+                    "give a new folder"
                 )
 
     def check_texts(self, folders: Collection[str]) -> None:

@@ -88,8 +88,8 @@ def _format_axis(sweep: SweepFile) -> Axis:
     for axis in sweep.axes:
         if axis.key not in AXES:
             raise BenchError(
-                f"--sensitivity takes the axes {' and '.join(AXES)}; "
-                f"give {axis.key} in the settings of {sweep.path.name}"
+                f"--sensitivity takes the axes {' and '.join(AXES)} only; give {axis.key} in the "
+                f"settings of {sweep.path.name}"
             )
     format_axis = sweep.axis(FORMAT_KEY)
     if format_axis is None:
@@ -103,7 +103,7 @@ def _format_names(axis: Axis) -> tuple[str, ...]:
     names = [format_name(name, "axes.model.format") for name in axis.grid()]
     if NO_FORMAT in names:
         raise BenchError(
-            "axes.model.format: 'none' is what the gaps are measured against; leave it out"
+            "axes.model.format: gaps are measured against 'none' already; leave it out"
         )
     return tuple(dict.fromkeys(names))
 

@@ -268,7 +268,8 @@ class Session:
         self._record.write_manifest()
         if not to_train:
             print(
-                f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr
+                f"all runs of {self._record.folder} have ended; there is nothing to train",
+                file=sys.stderr,
             )
             return True
         division = divide(
@@ -282,7 +283,7 @@ class Session:
         pool = Pool(division.workers, division.threads, self._executor)
         with pool, self._bar:
             ended_count = len(self._record.planned) - len(to_train)
-            earlier = f", {ended_count} done before" if ended_count else ""
+            earlier = f", {ended_count} done already" if ended_count else ""
             self.say(
                 f"{counted(len(to_train), 'run')}{earlier}; {division.workers} at a time, "
                 f"{counted(division.threads, 'thread')} each"
@@ -296,7 +297,7 @@ class Session:
                     self._stop(pool)
                     raise self._changed_text(error) from None
                 if stop.asked:
-                    self.say(f"{stop.name}: stopping the runs; the same command goes on from here")
+                    self.say(f"{stop.name}: stopping the runs; the same command continues")
                     self._stop(pool)
                     return False
         return True
@@ -311,9 +312,9 @@ class Session:
         planned = self._record.planned
         ended = sum(self._record.ended(run) for run in planned)
         return BenchError(
-            f"{error}: {ended} of {len(planned)} runs in {str(folder)!r} have ended on the text "
-            f"as it was; with that text there again, the same command with --out {str(folder)!r} "
-            f"goes on"
+            f"{error}: {ended} of {len(planned)} runs in {str(folder)!r} have ended on the text as "
+            f"it was; put that text back, and the same command with --out {str(folder)!r} "
+            "continues"
         )
 
     def _add(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
@@ -434,16 +435,14 @@ def close(
     print(page, flush=True)
     if not whole:
         if command is not None:
-            print(f"to go on: {command}", file=sys.stderr)
+            print(f"to continue: {command}", file=sys.stderr)
         return RESUMABLE
     unfinished = record.unfinished()
     if unfinished:
         continuation = "the same command continues them"
         if command is not None:
-            continuation = f"to go on: {command}"
-        print(
-            f"runs that did not reach their end: {len(unfinished)}; {continuation}", file=sys.stderr
-        )
+            continuation = f"to continue: {command}"
+        print(f"runs that did not end: {len(unfinished)}; {continuation}", file=sys.stderr)
         return 1
     for run in record.planned:
         if record.summary(run).get("status") == RunStatus.FINISHED:

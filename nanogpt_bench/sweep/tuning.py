@@ -75,12 +75,13 @@ class Search:
         for key, value in self.first.items():
             if key in choices and value not in choices[key]:
                 raise BenchError(
-                    f"tune.choices: {key} is {value:g} for {self.start.label}; give it among "
-                    f"{choices[key]}"
+                    f"tune.choices: {key} is {value:g} for {self.start.label}, which is not among "
+                    f"{choices[key]}; add it"
                 )
             if key not in choices and not value > 0:
                 raise BenchError(
-                    f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0"
+                    f"tune.keys: {key} is {value:g} for {self.start.label}, but a search begins "
+                    "above 0; give tune.start"
                 )
 
     def _first_values(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Search:
             if value_of_rule is not None:
                 values[key] = self.options.start.get(key, value_of_rule)
         if not values:
-            raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(keys)}")
+            raise BenchError(f"tune.keys: {self.start.label} takes none of {', '.join(keys)}")
         return values
 
     def value(self, key: str, index: int) -> float | None:
@@ -241,7 +242,7 @@ class Tuning:
                     if point.settings == confirmed.settings:
                         return True
                     raise BenchError(
-                        f"two rows would be called {point.label!r}; name the row: reference: "
+                        f"two rows would both be called {point.label!r}; name that row: reference: "
                         f"{point.label}"
                     )
         return False
@@ -375,7 +376,7 @@ def _result_line(search: Search) -> str:
     """Return the line about a search that is over."""
     trials = sum(len(runs) for runs in search.trials.values())
     if search.best is None:
-        return f"{search.start.label}: no trial of {trials} came to its end with a loss"
+        return f"{search.start.label}: none of {trials} trials ended with a loss"
     values = ", ".join(f"{key} {value:g}" for key, value in search.best.items())
     return f"{search.start.label}: best at {values} ({counted(trials, 'run')})"
 
@@ -401,12 +402,13 @@ def _check_searched_keys(tune: Tune) -> None:
             raise unknown_key(key)
         if FIELDS[key].kind is not float:
             raise BenchError(
-                f"tune.keys: {key!r} takes no number that can be multiplied; give optimizer.lr"
+                f"tune.keys: {key!r} is not a number that can be multiplied; give a key such as "
+                "optimizer.lr"
             )
     for key in tune.choices:
         if key not in FIELDS or FIELDS[key].kind not in (int, float):
             raise BenchError(
-                f"tune.choices: {key!r} takes no number; give a key such as optimizer.weight_decay"
+                f"tune.choices: {key!r} is not a number; give a key such as optimizer.weight_decay"
             )
         if key in tune.keys:
             raise BenchError(f"tune.choices: {key} is one of tune.keys too; leave one of them out")
@@ -427,17 +429,17 @@ def _check_given_once(sweep: SweepFile, tune: Tune) -> None:
     for key in tune.settings:
         if key in trial_sources:
             source = trial_sources[key]
-            raise BenchError(f"tune.settings: {source} says {key}; leave one of them out")
+            raise BenchError(f"tune.settings: {source} sets {key} already; leave one of them out")
     if sweep.confirm and sweep.confirm.steps:
         sources[STEPS_KEY] = "confirm.steps"
     for axis in sweep.axes:
         if axis.key in sources:
             raise BenchError(
-                f"axes.{axis.key} in {sweep.path.name}: {sources[axis.key]} says it; leave one of "
-                f"them out"
+                f"axes.{axis.key} in {sweep.path.name}: {sources[axis.key]} sets it already; leave "
+                "one of them out"
             )
     if isinstance(sweep.reference, Mapping) and "seed" in sweep.reference:
-        raise BenchError(f"reference: {sources['seed']} say its seed; leave it out there")
+        raise BenchError(f"reference: {sources['seed']} set its seed; leave the seed out there")
 
 
 def next_places(

@@ -174,7 +174,7 @@ def check_workers(
         threads_of_run = "" if threads in (None, 1) else f" with runtime.threads {threads}"
         take = "takes" if core_count == 1 else "take"
         raise BenchError(
-            f"{source}: {workers} is more than the {counted(core_count, 'core')} "
+            f"{source}: {workers} is more runs at a time than the {counted(core_count, 'core')} "
             f"{take}{threads_of_run}; give at most {limit}"
         )
 
@@ -274,7 +274,7 @@ class Worker:
         self._executor.shutdown()
         code = self._process.exitcode
         if code == -signal.SIGKILL:
-            return failed("its process was killed, as a system does that runs out of memory")
+            return failed("its process was killed, as systems do when memory runs out")
         lines = Path(self._output.name).read_text("utf-8", errors="replace").strip().splitlines()
         last_line = f": {lines[-1]}" if lines else ""
         return failed(f"worker process ended with exit code {code}{last_line}", "crash")
@@ -335,7 +335,7 @@ def check_executor(name: str, address: str | None) -> None:
     if name not in EXECUTORS:
         raise unknown("--executor", name, EXECUTORS)
     if address is not None and name != "ray":
-        raise BenchError(f"--address {address!r} goes with --executor ray")
+        raise BenchError(f"--address {address!r} needs --executor ray")
 
 
 @contextmanager
@@ -432,7 +432,7 @@ class RayWorker(Worker):
     def end_by(self, error: BaseException) -> JobEnd:
         exceptions = self._ray.exceptions
         if isinstance(error, exceptions.WorkerCrashedError | exceptions.NodeDiedError):
-            return failed("its Ray worker was lost, with its node or by a kill")
+            return failed("its Ray worker was lost: its node failed, or it was killed")
         reason = shortened(one_line(error), _LONGEST_REASON)
         return failed(f"{type(error).__name__}: {reason}", "crash")
 
@@ -457,8 +457,8 @@ def _serve_on_node(job: Job, marker: str, working_folder: str) -> JobEnd:
     except OSError:
         runs_folder = str(Path(marker).parent)
         return failed(
-            f"--executor ray: a node does not see the folder {runs_folder!r}; give an --out, and "
-            f"a working folder, on storage that all nodes share",
+            f"--executor ray: a node does not see the folder {runs_folder!r}; give an --out and a "
+            "working folder on storage that all nodes share",
             "BenchError",
         )
     return serve(job, (signal.SIGTERM, signal.SIGINT))

@@ -133,7 +133,7 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
         assert main(words(KIND, small_corpus)) == 1
     (printed,) = capsys.readouterr().out.splitlines()
     assert printed.startswith(line)
-    assert printed.endswith("--resume goes on; see runs/r")
+    assert printed.endswith("make room, then continue with --resume; see runs/r")
     state, skipped = newest(run_dir)
     assert (state, skipped) == (step_file(run_dir, last), [])
     assert [path.name for path in run_dir.rglob(".*")] == []

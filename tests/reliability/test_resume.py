@@ -65,7 +65,7 @@ def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
     assert main(line(changed)) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert "the run was made with other settings" in message
-    assert message.endswith("give the same, or --allow-config-change to go on with the new ones")
+    assert message.endswith("give the same, or --allow-config-change to continue with the new ones")
     for part in named:
         assert part in message, part
     assert message.count(" was ") >= len(changed)
@@ -91,7 +91,7 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line, capsys):
     printed = capsys.readouterr().err
     assert f"train.max_steps was {STEPS}, is now {STEPS + 3}" in printed
     assert ", is now 0.125" in printed
-    assert f"goes on after step {STEPS}\n" in printed
+    assert f"continues after step {STEPS}\n" in printed
     records = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(STEPS + 4))
     assert taken_up_at(RUN) == [STEPS]
@@ -137,10 +137,7 @@ def test_another_corpus_is_refused_or_remembered(line, small_corpus, tmp_path, c
     old_traces = traces(RUN)
     assert main(line({"data.dir": tmp_path / "other"})) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)"
-        in message
-    )
+    assert "data.dir: the run began on another corpus (its sha256 differs)" in message
     assert differences(old_traces, traces(RUN)) == []
     overrides = {"data.dir": tmp_path / "other", "train.max_steps": STEPS + 1}
     assert main(line(overrides, "--allow-config-change")) == 0
@@ -170,7 +167,7 @@ def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(finished, lin
     assert lines[1].startswith(
         f"skipped checkpoint 'runs/r/checkpoints/step-22.safetensors': {no_digest}"
     )
-    assert lines[2] == "runs/r goes on after step 21"
+    assert lines[2] == "runs/r continues after step 21"
     differing = differences(traces(finished / RUN), traces(RUN))
     assert {step_of(Path(name).name.removesuffix(".sha256")) for name in differing} <= {
         21,
@@ -213,7 +210,8 @@ def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
     shutil.rmtree(RUN / "checkpoints")
     assert main(line()) == 2
     assert (
-        "holds a finished run without a checkpoint; give another --name" in capsys.readouterr().err
+        "holds a finished run, without a checkpoint to continue from; give another --name"
+        in capsys.readouterr().err
     )
     (RUN / "summary.json").unlink()
     assert main(line({"seed": 7})) == 2
@@ -226,7 +224,7 @@ def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
     RUN.mkdir()
     (RUN / "letter.txt").write_text("mine")
     assert main(line()) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "is not empty and does not hold a run" in capsys.readouterr().err
     assert [path.name for path in RUN.iterdir()] == ["letter.txt"]
 
 
@@ -237,7 +235,7 @@ def test_a_finished_run_is_left_as_it_is(finished, line, monkeypatch, capsys):
     monkeypatch.setattr(Trainer, "train_step", refuse)
     assert main(line()) == 0
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[0] == f"runs/r goes on after step {STEPS}"
+    assert captured.err.splitlines()[0] == f"runs/r continues after step {STEPS}"
     assert captured.out.startswith(f"finished after {STEPS} steps: val loss ")
     assert differences(traces(finished / RUN), traces(RUN)) == []
 

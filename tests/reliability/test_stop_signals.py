@@ -296,7 +296,7 @@ def _survive(undisturbed, above, seed):
     if code == -SIGKILL:
         last = max(_steps(folder), default=0)
         code = children.finish(children.start(folder, whole.words), folder)
-        assert last == 0 or f"goes on after step {last}\n" in (folder / "output.txt").read_text(
+        assert last == 0 or f"continues after step {last}\n" in (folder / "output.txt").read_text(
             encoding="utf-8"
         )
     assert code == 0, f"run {seed}, {kind}: exit code {code}: {children.output(folder)}"

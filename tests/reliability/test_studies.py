@@ -141,7 +141,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
     assert (
         output_of(interrupted / "again").splitlines()[0]
-        == "all runs of out have ended; nothing is trained"
+        == "all runs of out have ended; there is nothing to train"
     )
     assert "running" not in output_of(interrupted / "again")
     assert {path: path.stat().st_mtime_ns for path in old_times} == old_times
@@ -216,9 +216,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus,
     (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)  # as the OOM killer does
     assert finish(pid) == 1, output_of(tmp_path)
-    assert "runs that did not reach their end: 1; the same command continues them" in output_of(
-        tmp_path
-    )
+    assert "runs that did not end: 1; the same command continues them" in output_of(tmp_path)
     assert "its process was killed" in output_of(tmp_path)
     assert [entry["ended"] for entry in read_json(out / "sweep.json")["runs"]] == [False, True]
     summary = read_json(out / first.name / "summary.json")

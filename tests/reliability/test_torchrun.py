@@ -190,17 +190,17 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus, tmp_path, dyi
         (
             2,
             {"train__parallel": "null"},
-            "torchrun started this process, and train.parallel is null; give",
+            "torchrun started this process, but train.parallel is null; give",
         ),
         (
             1,
             {"train__parallel": "ddp"},
-            "train.parallel: 'ddp' needs processes; start them with torchrun",
+            "train.parallel: 'ddp' needs several processes; start them with torchrun",
         ),
         (
             2,
             {"train__batch_size": 5},
-            "train.batch_size: 5 sequences can't be divided among 2 processes; give a mult",
+            "train.batch_size: 5 sequences can't be divided evenly among 2 processes; give a mult",
         ),
     ],
 )
@@ -217,6 +217,6 @@ def test_one_line_and_nothing_on_the_disk(small_corpus, tmp_path, processes, set
 def test_other_commands_take_one_process(tmp_path):
     assert finished(tmp_path, ["compare"], 2) == 1
     assert output_of(tmp_path) == [
-        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without "
+        "nanogpt-bench: error: torchrun works with run only; compare takes one process, so start it without "
         "torchrun"
     ]

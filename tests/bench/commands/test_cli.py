@@ -153,4 +153,4 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
     (working_folder / "inner").mkdir()
     monkeypatch.chdir(working_folder / "inner")
     message = refused("evaluate", "../r", "--formats", "E4M3")
-    assert "start where it is, or give its whole path as --data.dir" in message
+    assert "start in the folder where it is, or give its whole path as --data.dir" in message

@@ -259,7 +259,7 @@ def test_the_shipped_sweep_is_the_comparison(tmp_path):
     [
         ("rows: 3", "give a list"),
         ("rows: [{model.format: E4M3}]", "has no rule"),
-        ("rows: [{rule: fp32}]\naxes: {rule: [fp32]}", "rows says it"),
+        ("rows: [{rule: fp32}]\naxes: {rule: [fp32]}", "its rows set it already"),
     ],
 )
 def test_wrong_rows_are_refused(content, words, tmp_path):

@@ -178,7 +178,8 @@ def test_a_run_of_a_pretrained_model_is_no_gpt(settings, tmp_path, refused):
     message = refused("evaluate", tmp_path / "run")
     assert "belongs to the pretrained model" in message
     assert (
-        "give its finetune command again, with --resume --name run --save DIR; then use --model DIR" in message
+        "give its finetune command again, with --resume --name run --save DIR; then use --model DIR"
+        in message
     )
 
 
@@ -225,7 +226,7 @@ def test_the_command_trains_says_its_memory_and_saves(
     assert main([*words, *options]) == 0
     printed = capsys.readouterr().out
     assert "memory: weights and state" in printed
-    assert "float32 AdamW by arithmetic: 0.3 MiB" in printed
+    assert "float32 AdamW would take 0.3 MiB, by arithmetic" in printed
     loss = summary_of(working_folder / "runs" / "finetune")["final_val_loss"]
     assert validated(*options, f"--data.dir={law}") == pytest.approx(loss, rel=1e-5)
     with quiet_transformers("saved") as transformers:
@@ -286,7 +287,7 @@ def test_what_is_forgotten_is_measured_beside(settings, law, tmp_path):
     assert results[1].also_difference == Difference(pytest.approx(0.25), 1)
     table = to_markdown(results)
     assert re.search(r"Loss on the other text \| +its difference \(95%\)", table)
-    assert "+0.250, one seed: a lead" in table
+    assert "+0.250, one seed: a hint" in table
     assert "also_loss" in to_csv(results).splitlines()[0]
 
 
@@ -344,7 +345,7 @@ def test_every_kind_of_layer_is_saved(kind, tied, overrides, rule, working_folde
         ("--save saved --checkpoint.last false", "leave --checkpoint.last false out"),
         (
             "--save model/config.json/saved",
-            "'model/config.json' is a file; give a name in a folder",
+            "'model/config.json' is a file, not a folder; give another name",
         ),
         ("--save saved --layout gguf", "--layout: 'gguf' is not known"),
     ],
@@ -389,8 +390,8 @@ def test_weights_that_could_not_be_written_are_not_lost(
         patch.setattr("fp8manifold.dequantize_model", fails)
         assert main([*words, "--save", "saved"]) == 2
     assert (
-        "--save: 'saved' can't be written: ValueError: of whatever kind; the weights are kept in "
-        "'runs/finetune': the same command with --resume --name finetune and --save DIR writes them"
+        "--save: 'saved' can't be written: ValueError: of whatever kind; the trained weights are still in "
+        "'runs/finetune'; to write them, give the same command with --resume --name finetune and --save DIR"
     ) in capsys.readouterr().err
     assert not Path("saved").exists()
     assert main([*words, "--resume", "--name", "finetune", "--save", "saved"]) == 0

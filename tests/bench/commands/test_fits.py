@@ -96,7 +96,7 @@ def test_chunks_and_options_reach_the_arithmetic(way):
 def test_what_was_not_measured_of_the_least_is_said(capsys, card, line):
     assert main(["fits", WRITTEN_OUT, "--card", card]) == 0
     output = capsys.readouterr().out
-    assert "was measured with 0.86 million weights alone" in output
+    assert "was measured with 0.86 million weights only" in output
     assert line in output
     assert "StiffnessAdafactor" in code_of(output)
 
@@ -166,13 +166,13 @@ def test_the_lines_load_a_model_that_is_in_codes_already(capsys, tmp_path, layou
     ("words", "message"),
     [
         (["hidden_size=64"], "config has no num_hidden_layers"),
-        (["hidden_size=64,64"], "'64' is no setting"),
+        (["hidden_size=64,64"], "'64' is not a setting"),
         (["hidden_size=64,hidden_size=64"], "given twice"),
         ([f"{WRITTEN_OUT},model_type=mamba"], "model_type='mamba' is not known"),
         ([f"{WRITTEN_OUT},x=1"], "unknown setting 'x'; allowed: model_type"),
         ([f"{WRITTEN_OUT},num_key_value_head=8"], "did you mean 'num_key_value_heads'?"),
         (["missing.json"], "does not exist"),
-        (["broken.json"], "is no JSON"),
+        (["broken.json"], "is not JSON"),
         ([WRITTEN_OUT, "--card", "0"], "give a number > 0"),
         ([WRITTEN_OUT, "--tokens", "0"], "give a whole number >= 1"),
         ([WRITTEN_OUT, "--tokens", str(2**62)], "tokens="),

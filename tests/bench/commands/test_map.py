@@ -117,8 +117,8 @@ def refusal_of(words, capsys):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ([], ["FILE.yaml or --model PATH, and not both"]),
-        (["fp32.yaml", "--model", "x"], ["not both"]),
+        ([], ["either FILE.yaml or --model PATH"]),
+        (["fp32.yaml", "--model", "x"], ["either FILE.yaml or --model PATH"]),
         (["fp32.yaml", "--formats", "E4M33"], ["E4M33", "E4M3"]),
         (
             ["e4m3.yaml", "--rule", "riemannian"],

@@ -23,8 +23,8 @@ COMMANDS = {
 }
 #: a place, and what is said of it
 PLACES = {
-    "below a file": ("file/new.json", "'file' is a file; give a name in a folder"),
-    "far below a file": ("file/a/b/new.json", "'file' is a file; give a name in a folder"),
+    "below a file": ("file/new.json", "'file' is a file, not a folder; give another name"),
+    "far below a file": ("file/a/b/new.json", "'file' is a file, not a folder; give another name"),
     "a link to nothing": ("link.json", "'link.json' is a broken link"),
     "below a link to nothing": ("link.json/new.json", "'link.json' is a broken link"),
 }

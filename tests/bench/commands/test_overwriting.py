@@ -24,7 +24,7 @@ CHANGES = {
     "'train.bin' with a meta.json that can't be read,": ("meta.json", GARBAGE["half"]),
     "'val.bin' with another sha256 than its meta.json gives": ("val.bin", GARBAGE["zeros"]),
     "'train.labels.bin', which its meta.json does not list": ("train.labels.bin", Path.touch),
-    "'val.bin', no ordinary file": ("val.bin", GARBAGE["folder"]),
+    "'val.bin', which is not an ordinary file": ("val.bin", GARBAGE["folder"]),
 }
 
 
@@ -72,7 +72,9 @@ def test_a_link_or_a_pipe_is_nothing_to_write_to(tmp_path, text_file, trained, r
         "prepare", "text", "--input", text_file, "--out", tmp_path / "out"
     )
     os.mkfifo(tmp_path / "pipe")
-    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
+    assert "not an ordinary file" in refused(
+        "evaluate", trained["float"], "--out", tmp_path / "pipe"
+    )
 
 
 #: what is written, by the command that would; each holds something of the user's

@@ -186,7 +186,7 @@ REFUSED = {
     "--rule stochastic-fp8": "model.products: 'fp8' can't be used with './model'",
     "--model.embeddings E4M3": "model.embeddings: 'E4M3' can't be used with './model'",
     "--model.headroom 2": "model.headroom: 2.0 can't be used with './model'",
-    "--save saved --layout torchao": "--layout torchao: './model' has a layout of its own; leave "
+    "--save saved --layout torchao": "--layout torchao: './model' is saved in its own layout; leave "
     "--layout out",
 }
 

@@ -41,7 +41,7 @@ REFUSED = {
     "prepare eurlex --data-dir gone": "--data-dir 'gone' & not a folder",
     "prepare eurlex --data-dir x --revision main": "--revision 'main' & --data-dir",
     "prepare eurlex --task label": "--task: 'label' is not known; did you mean 'labels'?",
-    "prepare stdlib --task labels": "--task 'labels' goes with prepare eurlex, not with prepare "
+    "prepare stdlib --task labels": "--task 'labels' is an option of prepare eurlex, not of prepare "
     "stdlib",
     "prepare hub --column text": "prepare hub needs --dataset ID",
     "prepare hub --dataset a/b": "prepare hub needs --column COL",
@@ -86,7 +86,7 @@ REFUSED = {
     "keep one",
     "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not "
     "that of the checkpoint",
-    "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 exceeds the "
+    "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 is more than the "
     "16 positions",
     **{
         f"run --defaults {arguments}": "leave everything else out"
@@ -94,8 +94,7 @@ REFUSED = {
     },
     "run fp32.yaml --data.dir=CHARS --eval.also gone": "eval.also 'gone' does not exist in & "
     "--eval.also",
-    "run fp32.yaml --data.dir=CHARS --tracking.wandb_artifacts true": "needs tracking.wandb, which "
-    "is off",
+    "run fp32.yaml --data.dir=CHARS --tracking.wandb_artifacts true": "has no effect while tracking.wandb is off",
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
     "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a "
     "run's folder, or one of its "
@@ -106,10 +105,10 @@ REFUSED = {
     "compare --formats E4M33": "'E4M33' & 'E4M3'",
     "compare --data.dir absent": "absent & prepare stdlib",
     "compare --seeds 0": "--seeds & '0' & >= 1",
-    "compare --rules fp32 --formats E4M3": "every rule of --rules trains floats (fp32); leave "
+    "compare --rules fp32 --formats E4M3": "all rules of --rules train floats (fp32); leave "
     "--formats out",
     "report RUN --baseline a --reference=b": "error: --reference is given twice; keep one",
-    "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m "
+    "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' works only with torchrun -m "
     "nanogpt_bench run",
     COMPARED: "--task classify needs --data.dir",
     f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with "
@@ -125,7 +124,7 @@ REFUSED = {
     "report": "RUNS",
     "verify": "RUN",
     "verify gone": "gone & does not exist",
-    "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
+    "sweep parallel.yaml": "'ddp' works only with torchrun -m nanogpt_bench run; each run of a sweep",
     "sweep format.yaml": "did you mean 'formats.yaml'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes "
     "with --executor ray",
@@ -133,41 +132,41 @@ REFUSED = {
     "results export .": "--out is missing",
     "results export . --out x.json": "holds no results",
     "results export . --out x.txt": "ends in .json",
-    "results show x.json --out y.json": "--out goes with results export",
+    "results show x.json --out y.json": "--out is an option of results export",
     "results show x.json": "results file 'x.json' does not exist",
     "results show x.json y.json": "y.json",
-    "results show RUN": "is a folder, no results file; & made by: nanogpt-bench results export",
+    "results show RUN": "is a folder, not a results file; & folder: nanogpt-bench results export",
     # weights of a run: samples
-    "sample nothing": "'nothing' is no folder of a run",
+    "sample nothing": "'nothing' is not a run's folder",
     "sample RUN --formats E4M33": "did you mean 'E4M3'",
     "sample RUN --tokens 0": "'0' is not allowed; give a whole number >= 1",
     "sample RUN --seed 99999999999999999999": "give a whole number >= 0",
     "sample RUN --temperature nan": "give a number >= 0",
     "sample RUN --top-k x": "give a whole number >= 1",
     "sample RUN --model.storage codes": "--model.storage: no row has a format; give --formats",
-    "sample RUN --optimizer.lr 1": "the weights of a run have been trained",
+    "sample RUN --optimizer.lr 1": "the run is trained already",
     # weights of a run: losses
     "evaluate RUN --checkpoint step-4": "no checkpoint 'step-4'; allowed: best, last, step-3, "
     "step-6",
-    "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; "
-    "allowed: data.dir",
-    "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
+    "evaluate RUN --model.n_layer=3": "--model.n_layer: the run is trained already, so only "
+    "these can be given: data.dir",
+    "evaluate RUN --model.format=E4M3": "give the formats to round its weights to as --formats",
     "evaluate RUN --formats none --model.headroom=2": "--model.headroom: no row has a format; give "
     "--formats",
     "evaluate RUN --save fp32.yaml": "--save 'fp32.yaml' is a file; give a folder",
     "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; "
     "allowed: master, grid",
-    "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
-    "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
+    "evaluate e4m3 --checkpoint best": "'e4m3' is not a run's folder",
+    "evaluate RUN/..": "not a run's folder; it contains: & /bfloat16, & /float, ",
     "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and "
     "--checkpoint step-3",
     # weights of a run: reports of formats
     "evaluate RUN --out out --input x.txt": "--input goes with --model",
     "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
     "evaluate RUN --out out --scales row": "unknown --scales 'row'; allowed: tensor",
-    "evaluate RUN --out out --formats all,none": "'none' is what the gaps are measured against",
-    "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing "
-    "with a report",
+    "evaluate RUN --out out --formats all,none": "gaps are measured against 'none' already",
+    "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage can't be "
+    "used with a report",
     "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
     "evaluate RUN --out out --budget nan": "--budget: 'nan' is not allowed; give a number > 0",
     "evaluate RUN --out out --budget 0": "--budget: '0' is not allowed; give a number > 0",
@@ -178,16 +177,16 @@ REFUSED = {
     "layer "
     "already",
     # weights of a pretrained model
-    MODEL: "needs a text: --input FILE",
+    MODEL: "needs a text; give --input FILE",
     f"{MEASURED} --data.dir OWN": "needs a text",
     f"{MEASURED} --model.block_size 128": "128 is more than the 64 positions",
     f"{MEASURED} --formats none": "leave it out",
     f"{MEASURED} --model.formats.mpl E4M3": "did you mean 'mlp'",
-    f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
+    f"{MEASURED} --train.max_steps 3": "can't be used with --model; allowed",
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
-    f"{MEASURED} e4m3.yaml": "goes without --model",
+    f"{MEASURED} e4m3.yaml": "can't be used with --model",
     f"{TUNED} --layout torchao": "--layout needs --save DIR",
-    f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao takes "
+    f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao stores "
     "quantised weights",
     f"{TUNED} --save s --layout compressed-tensors --rule stochastic --model.format E3M4": "--layout "
     "compressed-tensors: "
@@ -197,12 +196,12 @@ REFUSED = {
     "E3M4",
     f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",
     f"{TUNED} --model.size 10M": "model.size: '10M' can't be used with model.pretrained",
-    "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 exceeds the 64 positions",
-    f"{TUNED} --model.tie_weights false": "model.tied says what formats do",
+    "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 is more than the 64 positions",
+    f"{TUNED} --model.tie_weights false": "for formats of a tied lm_head give model.tied",
     f"{TUNED} --model.formats.mlp.fc E4M3": "'mlp.fc' matches none of the 15 linear layers",
-    "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was written by the tokenizer "
+    "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was prepared with tokenizer "
     "'char'",
-    f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
+    f"{TUNED} --eval.also CHARS": "eval.also: & is tokenized differently from",
     "sweep --sensitivity": "FILE.yaml is missing",
     # names that no file can have
     **dict.fromkeys(

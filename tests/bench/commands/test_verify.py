@@ -62,7 +62,7 @@ def test_what_an_interruption_leaves_is_noted(folder, capsys):
         "  note: metrics.jsonl: the last line is cut off; the 6 complete records were read",
         "  note: checkpoints/.step-7.safetensors.part is left by an interruption; the next start "
         "removes it",
-        "  note: checkpoints/notes.txt is no checkpoint, and is ignored",
+        "  note: checkpoints/notes.txt is not a checkpoint, and is ignored",
         "  note: checkpoints/step-6.safetensors.sha256 is left by an interruption; the next start "
         "removes it",
     ]
@@ -74,10 +74,7 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(folder, capsys):
     assert main(["verify", str(folder.parent)]) == 1
     output = capsys.readouterr().out
     assert "e4m3: not whole" in output
-    assert (
-        "step-6.safetensors': does not have the sha256 that step-6.safetensors.sha256 gives"
-        in output
-    )
+    assert "step-6.safetensors': has another sha256 than step-6.safetensors.sha256 gives" in output
     assert (
         "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n"
         in output

@@ -126,19 +126,19 @@ CONTRADICTIONS = {
     f"{NEAREST} model.storage=master": "model.storage: 'master' contradicts rule 'nearest', which "
     "means",
     f"{STOCHASTIC} model.storage=continuous": "model.storage: 'continuous' contradicts rule "
-    "'stochastic', which means",
+    "'stochastic', which sets",
     f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts "
-    "rule 'nearest', which means 'nearest'; add "
+    "rule 'nearest', which sets 'nearest'; add "
     "--optimizer.writeback null, or give --rule "
     "stochastic",
     f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule "
-    "'stochastic', which means",
+    "'stochastic', which sets",
     "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', "
-    "which means",
+    "which sets",
     f"{STOCHASTIC} model.products=fp8": "model.products: 'fp8' contradicts rule 'stochastic', "
-    "which means 'decoded'",
+    "which sets 'decoded'",
     f"rule=stochastic-fp8 {E4M3} model.products=decoded": "model.products: 'decoded' contradicts "
-    "rule 'stochastic-fp8', which means "
+    "rule 'stochastic-fp8', which sets "
     "'fp8'; add --model.products null, or "
     "give --rule stochastic-8bit",
     "rule=fp32 model.torchao_float8=rowwise": "model.torchao_float8: 'rowwise' contradicts rule "
@@ -225,11 +225,15 @@ def test_a_file_s_settings_that_get_another_meaning_are_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("rule: fp32\noptimizer: {lr: 1.0e-3}\n")
     assert load_config(path, ["--rule", "bf16-mixed"]).optimizer.lr == 1e-3
-    with refusal(r"^optimizer\.lr: 0\.001 in the file is a rate of adamw, but sgd takes rates in another unit"):
+    with refusal(
+        r"^optimizer\.lr: 0\.001 in the file is a rate of adamw, but sgd takes rates in another unit"
+    ):
         load_config(path, ["--rule", "sgd"])
     assert load_config(path, ["--rule", "sgd", "--optimizer.lr", "0.1"]).optimizer.lr == 0.1
     path.write_text("model: {formats: {attn: E4M3}}\n")
-    with refusal(r"^model\.formats: .* would override --model\.format E5M2; to drop it, add --model\.formats {}"):
+    with refusal(
+        r"^model\.formats: .* would override --model\.format E5M2; add --model\.formats {}"
+    ):
         load_config(path, ["--model.format", "E5M2"])
     assert load_config(path, ["--model.formats.mlp", "E5M2"]).model.formats == {
         "attn": "E4M3",

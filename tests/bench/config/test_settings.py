@@ -246,7 +246,7 @@ def test_a_rule_fills_in_what_it_stands_for_and_its_configuration_resolves_to_it
     again = resolve(load_config(path))
     assert again == once
     assert again.layers == once.layers
-    with pytest.raises(TypeError, match="can't be resolved again"):
+    with pytest.raises(TypeError, match="is resolved already"):
         resolve(once)
 
 
@@ -336,7 +336,7 @@ def test_settings_go_into_every_row_that_takes_them(planned, capsys):
         )
     assert configs["E4M3 stochastic"].model.formats == {"lm_head": "none", "*": "E4M3"}
     assert capsys.readouterr().err.splitlines()[:3] == [
-        "optimizer.lr 0.003 in every row, in the unit of its optimizer, in place of the rule's own",
+        "optimizer.lr 0.003 in every row, in the unit of the row's optimizer, instead of its rule's own",
         "optimizer.momentum 0.5 in the rows that take it: sgd",
         "model.formats {'lm_head': 'none'} in the rows that take it: E4M3 stochastic",
     ]

@@ -207,7 +207,7 @@ def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp
     ("labels", "reason"),
     [
         (None, "unknown column of data set .* 'labels'; allowed: text"),
-        ([3] * 20, "column 'labels' of .* holds int, not lists of numbers"),
+        ([3] * 20, "column 'labels' of .* holds int, not lists of whole numbers"),
         ([["a"]] * 20, "holds 'a'; whole numbers from 0 to 65535 are allowed"),
         ([[-1]] * 20, "holds -1; whole numbers"),
         ([[0], [70000]] * 10, "holds 70000; whole numbers"),

@@ -194,7 +194,7 @@ def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
         ("column", ["unknown column", "'txt'", "did you mean 'text'"]),
         ("revision", ["'some/set' has no revision 'gone'"]),
         ("name", ["the hub has no data set 'some/sett'"]),
-        ("id", ["--dataset 'a/b/c' is no id"]),
+        ("id", ["--dataset 'a/b/c' is not the id"]),
     ],
 )
 def test_what_the_hub_does_not_have_is_named(outcomes, name, parts):

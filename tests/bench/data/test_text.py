@@ -109,7 +109,7 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
         (
             lambda f: (f / "input.txt").write_text(TEXT[:-2] + "!\n"),
             "char",
-            "not the characters of its input.txt",
+            "do not hold the characters of its input.txt",
         ),
         (
             lambda f: (f / "train.bin").write_bytes(b"abc"),
@@ -167,7 +167,7 @@ def fake_library(root: Path) -> Path:
 
 
 def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path):
-    with refusal("no standard library sources"):
+    with refusal("no sources of the standard library"):
         stdlib_documents(tmp_path)
     files = [
         "first\n",

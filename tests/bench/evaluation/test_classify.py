@@ -182,7 +182,7 @@ def classified(tiny, labelled_dir, tmp_path_factory):
 
 def test_evaluate_measures_its_weights(classified, capsys, tmp_path):
     rows = evaluate_run(classified, formats=["E7M0", "none"])
-    assert "had the val loss of the first row, to the bit" in capsys.readouterr().err
+    assert "recorded the same val loss as the first row, to the bit" in capsys.readouterr().err
     summary = summary_of(classified)
     assert [row.format for row in rows] == ["E4M3 (as trained)", "none", "E7M0"]
     assert rows[0].val_loss == summary["final_val_loss"]
@@ -199,7 +199,9 @@ def test_evaluate_measures_its_weights(classified, capsys, tmp_path):
 
 @pytest.mark.parametrize("task", ["language", "classify"])
 def test_no_run_starts_from_a_classifier(task, classified, classify):
-    message = r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"
+    message = (
+        r"model\.init_from: .* was trained with task 'classify'; give a run with task 'language'"
+    )
     with refusal(message):
         resolve(classify(task=task, model__init_from=classified))
 
@@ -207,13 +209,17 @@ def test_no_run_starts_from_a_classifier(task, classified, classify):
 def test_what_a_classifier_or_a_text_without_labels_is_not_for_is_refused(
     classified, classify, corpus_dir, tmp_path, refused
 ):
-    with pytest.raises(TypeError, match="a classifier writes no text"):
+    with pytest.raises(TypeError, match="a classifier can't write text"):
         next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
-    assert "is of task 'classify', whose weights write no text; nanogpt-bench" in refused(
-        "sample", classified
+    assert (
+        "was trained with task 'classify', so its weights can't write text; to measure them: nanogpt-bench"
+        in refused("sample", classified)
     )
     message = refused("evaluate", classified, "--formats", "all")
-    assert "is of task 'classify', and a report of formats measures windows of a text;" in message
+    assert (
+        "was trained with task 'classify', but a report of formats needs windows of a text;"
+        in message
+    )
     with refusal(r"'classify' needs documents with labels.*prepare eurlex --task labels"):
         run(classify(data__dir=corpus_dir), tmp_path / "r")
     assert not (tmp_path / "r").exists()
@@ -240,12 +246,12 @@ def test_other_labels_are_another_corpus(classified, classify, labelled_dir, tmp
     for path in other_labels.glob("*.labels.bin"):
         signed((1 - np.fromfile(path, np.uint8)).tobytes())(path)
     settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other_labels}
-    with refusal("the corpus is not the one that the run was begun on"):
+    with refusal("the run began on another corpus"):
         run(classify(**settings), tmp_path / "r", resume=True)
     put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(
         renamed / "meta.json"
     )
-    with refusal("was trained on other labels than those of"):
+    with refusal("was trained on other labels than"):
         evaluate_run(classified, overrides=["--data.dir", str(renamed)])
     (row,) = evaluate_run(classified, overrides=["--data.dir", str(other_labels)])[:1]
     assert row.val_loss > 0.7

@@ -28,7 +28,10 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(trained, kind, ca
     rows = evaluate_run(trained[kind])
     assert rows[0].val_loss == summary_of(trained[kind])["final_val_loss"]
     assert rows[0].checkpoint == str(step_file(trained[kind], 6))
-    assert "at step 6 had the val loss of the first row, to the bit" in capsys.readouterr().err
+    assert (
+        "at step 6 recorded the same val loss as the first row, to the bit"
+        in capsys.readouterr().err
+    )
     assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
     if kind == "one byte":
         assert [(row.storage, row.quantized_parameters > 0) for row in rows] == [
@@ -86,12 +89,13 @@ def test_it_says_why_a_loss_is_another_one_or_that_there_is_none_to_compare_with
 ):
     assert main(["evaluate", str(trained["float"]), "--eval.batches", "1"]) == 0
     assert re.search(
-        r"had val loss 3\.\d+, here it is 3\.\d+: --eval.batches$", capsys.readouterr().err.strip()
+        r"recorded val loss 3\.\d+, but here it is 3\.\d+: --eval.batches$",
+        capsys.readouterr().err.strip(),
     )
     run(tiny(checkpoint__every=2, checkpoint__last=False, train__max_steps=5), tmp_path / "a")
     (row,) = evaluate_run(tmp_path / "a", "step-4")
     assert row.val_loss > 0
-    assert "at step 4 did not validate" in capsys.readouterr().err
+    assert "at step 4 recorded no val loss" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_by_stiffness_without_rounding_is_rounded(tiny, tmp_path):
@@ -131,8 +135,8 @@ def test_without_a_checkpoint_one_line_says_how_to_get_one(trained, tmp_path, re
 @pytest.mark.parametrize(
     ("tokenizer", "addition", "message"),
     [
-        ("byte", "", "was trained on text of tokenizer 'char'"),
-        ("char", "the fox\n" * 200, "numbers the tokens of each text on its own"),
+        ("byte", "", "was trained with tokenizer 'char'"),
+        ("char", "the fox\n" * 200, "numbers tokens differently for each text"),
     ],
     ids=["another tokenizer", "another text"],
 )
@@ -160,7 +164,8 @@ def test_another_text_than_the_run_s_is_never_taken_for_it(
     assert "is not the text that" in refused("evaluate", tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'byte'}"]) == 0
     assert re.search(
-        r"had val loss 5\.\d+, here it is 5\.\d+: --data.dir$", capsys.readouterr().err.strip()
+        r"recorded val loss 5\.\d+, but here it is 5\.\d+: --data.dir$",
+        capsys.readouterr().err.strip(),
     )
 
 
@@ -268,8 +273,8 @@ def test_byte_pairs_learned_from_another_text_are_other_tokens(tiny, tmp_path, r
         (tmp_path / f"{name}.txt").write_text(words * 300)
         prepare_text(tmp_path / f"{name}.txt", tmp_path / name, "bpe-265")
     run(tiny(data__dir=tmp_path / "one", train__max_steps=1), tmp_path / "run")
-    message = "tokenizer 'bpe-265' numbers the tokens of each text on its own"
+    message = "tokenizer 'bpe-265' numbers tokens differently for each text"
     assert message in refused("evaluate", tmp_path / "run", f"--data.dir={tmp_path / 'two'}")
     config = tiny(data__dir=tmp_path / "one", eval__also=tmp_path / "two")
-    with pytest.raises(BenchError, match="has other tokens than"):
+    with pytest.raises(BenchError, match="is tokenized differently from"):
         run(config, tmp_path / "also")

@@ -252,9 +252,9 @@ def test_what_transformers_leaves_out_of_a_gguf_is_refused(name, tmp_path):
     import gguf
 
     causal_models.write_gguf(tmp_path / "x.gguf", gguf, {name: np.arange(1, 9, dtype=np.float32)})
-    message = f"unexpected weight {name!r}, which transformers leaves"
+    message = f"has the weight {name!r}, which transformers does not read"
     if name == "rope_freqs.weight":
-        message = f"{name!r} scales rotary frequencies by up to 8, and transformers leaves"
+        message = f"{name!r} scales rotary frequencies by up to 8, but transformers does"
     with refusal(re.escape(message)):
         load_causal(str(tmp_path))
 
@@ -271,10 +271,7 @@ def test_what_changes_nothing_in_a_gguf_is_named(tmp_path, capsys):
     for name, tensors_of_file in tensors.items():
         causal_models.write_gguf(tmp_path / f"{name}.gguf", gguf, tensors_of_file)
     plain, model, biased = (load_causal(str(tmp_path / f"{name}.gguf")).eval() for name in tensors)
-    assert (
-        capsys.readouterr().err
-        == "x.gguf: rope_freqs.weight left out: their values change nothing\n"
-    )
+    assert capsys.readouterr().err == "x.gguf: rope_freqs.weight not read, which has no effect\n"
     assert torch.equal(model(torch.arange(20)[None]).logits, plain(torch.arange(20)[None]).logits)
     assert torch.equal(biased.lm_head.weight, torch.from_numpy(head))
 
@@ -311,7 +308,7 @@ UNFIT = [
         put("quantization_config", {"quant_method": "fp8"}),
     ),
     (
-        "is T5ForConditionalGeneration, no causal language model",
+        "(T5ForConditionalGeneration) is not a causal language model",
         model_writer(),
         "config.json",
         T5,
@@ -340,7 +337,7 @@ UNFIT = [
         lambda path: path.write_bytes(b"GGUF" + bytes(200)),
     ),
     (
-        "is no GGUF file",
+        "is not a GGUF file",
         lambda folder: folder / "x.gguf",
         "",
         lambda path: path.write_bytes(b"hello"),

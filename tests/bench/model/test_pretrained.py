@@ -123,7 +123,7 @@ def test_codes_are_not_read_as_weights(tmp_path):
         ("--model.bias=false", "model.bias: False is not that of the checkpoint"),
         ("--model.gelu=exact", "'tanh'"),
         ("--model.size=10M", "add --model.size null"),
-        ("--model.block_size=64", "exceeds the 32 positions"),
+        ("--model.block_size=64", "more than the 32 positions"),
     ],
 )
 def test_settings_for_another_model_are_refused(folder, arguments, words):
@@ -142,7 +142,7 @@ def test_a_model_of_another_kind_or_with_a_head_of_its_own_is_refused(tmp_path):
     with refusal(r"model_type 'llama'; only gpt2 can be loaded"):
         checkpoint_shape(str(llama))
     headed = gpt2_checkpoints.write(tmp_path / "headed", tie_word_embeddings=False)
-    with refusal(r"lm_head of its own; give false"):
+    with refusal(r"its own lm_head weight; give false"):
         resolved(["--model.init_from", str(headed), "--model.tie_weights=true"])
 
 

@@ -50,7 +50,7 @@ def test_a_forked_process_and_what_can_not_be_drawn_are_refused(call, monkeypatc
     with refusal("a figure can't be drawn: "):
         svg_figures.svg({"mark": "none", "data": {"values": []}})
     monkeypatch.setattr(svg_figures, "_process", [os.getpid() + 1])
-    with refusal("forked from one that drew"):
+    with refusal("forked after another drew"):
         call()
 
 

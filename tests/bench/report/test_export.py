@@ -77,9 +77,9 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
         tables[form] = capsys.readouterr().out
         assert "3 of 6 runs" in tables[form], form
     lines = {line.split()[1]: line for line in tables["markdown"].splitlines()}
-    assert "+0.300, one seed: a lead" in lines["nearest"] or "one seed: a lead)" in lines["run"]
+    assert "+0.300, one seed: a hint" in lines["nearest"] or "one seed: a hint)" in lines["run"]
     assert "not run" in lines["stochastic"]
-    assert "failed: none of 3 trials came to its end with a loss" in lines["sgd"]
+    assert "failed: none of 3 trials ended with a loss" in lines["sgd"]
     assert main(["report", str(file), "--out", str(tmp_path / "page")]) == 0
     assert "3 of 6 runs" in (tmp_path / "page" / "report.html").read_text()
 

@@ -104,7 +104,7 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
         assert "paired difference (95" in text
         assert "no difference found" in text
         assert "-0.100" in text
-        assert "one seed: a lead" not in text
+        assert "one seed: a hint" not in text
         assert "BF16" not in text.partition("<script")[0]
     lines = csv_lines(results)
     assert float(lines[1]["difference_high"]) == lower.high
@@ -150,9 +150,7 @@ def test_the_same_seed_twice_is_one_seed(tmp_path, reference, capsys):
     assert [run.path for run in row.row.uncounted] == [again]
     lines = []
     page = report([*reference, first, again], out=tmp_path / "out", say=lines.append)
-    message = (
-        f"sgd: {again} is not counted; {first} has seed 1 too, and went as far and comes first"
-    )
+    message = f"sgd: {again} is not counted, since {first} has seed 1 too and has as many steps and comes first"
     assert message in lines
     assert message in page.read_text(encoding="utf-8")
 

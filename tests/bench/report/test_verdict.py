@@ -341,7 +341,7 @@ def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(
     results = measure(rows, rows[0])
     assert [result.reference for result in results] == [True, False, True, False]
     heading = to_text(results).splitlines()[0]
-    assert "run (one seed: a lead)" in heading
+    assert "run (one seed: a hint)" in heading
     assert "gap to E4M3 nearest |" in heading
 
 

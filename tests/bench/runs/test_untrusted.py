@@ -75,11 +75,11 @@ DAMAGED = {
         "train.bin: cut(10)": "tokens, meta.json says",
         "val.bin: gone()": "val.bin' does not exist",
         "val.bin: text(b'')": "is empty",
-        "val.bin: flipped()": "val.bin' does not have the sha256 that meta.json gives",
+        "val.bin: flipped()": "val.bin' has another sha256 than meta.json gives",
         "meta.json: gone()": "no meta.json and holds 'train.bin', which prepare did not write",
         "meta.json: text('{')": "is damaged",
         "meta.json: text('[]')": "is damaged",
-        "meta.json: put('splits.train.sha256', '0' * 64)": "train.bin' does not have the sha256",
+        "meta.json: put('splits.train.sha256', '0' * 64)": "train.bin' has another sha256",
         "meta.json: put('splits.train.sha256', GONE)": "is damaged & sha256",
         "meta.json: put('splits.train.tokens', 'many')": "is damaged",
         "meta.json: put('vocab_size', 3)": "a vocabulary of 3, its char tokenizer has",
@@ -95,13 +95,12 @@ DAMAGED = {
     },
     "labels": {
         "train.labels.bin: gone()": "train.labels.bin' does not exist",
-        "train.ends.bin: text('12345678')": "does not have the sha256",
-        "train.ends.bin: signed(b'1234567')": "does not have the sha256",
-        "train.ends.bin: signed(np.array([900, 800], '<u8').tobytes())": "are not those of its "
-        "tokens",
-        "train.labels.bin: signed(b'\\2' * 1920)": "a label of 'train' is 2, not 0 or 1",
-        "meta.json: put('labels', ['a'])": "are not those of its tokens",
-        "meta.json: put('labels', [1])": "is damaged (labels)",
+        "train.ends.bin: text('12345678')": "has another sha256",
+        "train.ends.bin: signed(b'1234567')": "has another sha256",
+        "train.ends.bin: signed(np.array([900, 800], '<u8').tobytes())": "do not match its tokens",
+        "train.labels.bin: signed(b'\\2' * 1920)": "'train' has the label 2; only 0 and 1 are allowed",
+        "meta.json: put('labels', ['a'])": "do not match its tokens",
+        "meta.json: put('labels', [1])": "is damaged: its labels",
         "meta.json: put('labels', GONE)": "needs documents with labels",
     },
     "gpt2": {
@@ -124,8 +123,8 @@ DAMAGED = {
         "model.safetensors: text(tensor_file([2**25, 2**23], 2**50))": "can't be read",
     },
     "floats": {
-        "a.safetensors: text(b'\\x10\\0\\0\\0\\0\\0\\0\\0{')": "is no whole safetensors file",
-        "model.safetensors.index.json: put('weight_map', {'a': '../b.safetensors'})": "is no file "
+        "a.safetensors: text(b'\\x10\\0\\0\\0\\0\\0\\0\\0{')": "is not a complete safetensors file",
+        "model.safetensors.index.json: put('weight_map', {'a': '../b.safetensors'})": "is not a file "
         "beside it",
         "model.safetensors.index.json: text('[]')": "can't be read as an index",
     },
@@ -133,7 +132,7 @@ DAMAGED = {
         "x.json: text('{}')": "holds no results",
         'x.json: text(\'[{"kind": "else"}]\')': "holds no results",
         'x.json: text(\'[{"kind": "run"}]\')': "can't be read",
-        'x.json: text(\'{"kind": "nanogpt-bench results"}\')': "is of the former layout",
+        'x.json: text(\'{"kind": "nanogpt-bench results"}\')': "has an earlier layout",
         'x.json: text(\'[{"label": 1, "label": 2}]\')': "the name 'label' is given twice",
     },
     "study": {"sweep.json: put('runs', [1])": "/it'", "tuning.json: text('{')": "/it/tuning.json'"},
@@ -146,26 +145,26 @@ DAMAGED = {
         "config.yaml: text('a: [b')": "config.yaml",
     },
     "verify": {
-        "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, where step "
-        "3 is expected",
-        "metrics.jsonl: append('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, "
-        "where",
+        "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 has step 4; step "
+        "3 was expected",
+        "metrics.jsonl: append('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 has step 6; "
+        "step 7",
         "metrics.jsonl: append('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is not a "
         "record with a step",
         "metrics.jsonl: append('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is not a record "
         "with a step",
         "metrics.jsonl: cut()": "problem: metrics.jsonl: the last line is cut off",
-        "summary.json: put('steps', 7)": "problem: summary.json does not have the sha256 that",
-        "alerts.jsonl: append('{\"step\": 9}\\n')": "problem: & ends with step 9, metrics.jsonl with "
+        "summary.json: put('steps', 7)": "problem: summary.json has another sha256 than",
+        "alerts.jsonl: append('{\"step\": 9}\\n')": "problem: & ends with step 9, but metrics.jsonl with "
         "step 6",
-        'alerts.jsonl: append(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, "
-        "after step 5",
+        'alerts.jsonl: append(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 has step 2, "
+        "but follows step 5",
         "metrics.jsonl: gone()": "problem: metrics.jsonl is missing",
         "config.yaml: text('a: [1')": "problem: & config.yaml' is not valid YAML",
         "environment.json: gone()": "problem: environment.json is missing",
-        "summary.json: cut()": "problem: summary.json can't be read: it is no JSON",
+        "summary.json: cut()": "problem: summary.json can't be read: it is not JSON",
         "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have "
-        "the sha256 that",
+        "another sha256 than",
         "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step "
         "6",
     },

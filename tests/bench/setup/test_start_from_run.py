@@ -61,7 +61,7 @@ def test_it_resumes_to_the_same_bits_without_the_other_and_without_either_nothin
     (tmp_path / "cut" / "summary.json").unlink()
     for path in (tmp_path / "cut" / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    with refusal("does not exist any more, and there is no whole checkpoint"):
+    with refusal("no longer exists, and this run has no complete checkpoint"):
         run(config, tmp_path / "cut", resume=True, say=lambda _: None)
 
 
@@ -78,14 +78,14 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(tiny, trained, tmp_pa
     hurt = shutil.copytree(trained["float"], tmp_path / "hurt")
     path = step_file(hurt, 6)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with refusal(r"model.init_from: checkpoint .* does not have the sha256"):
+    with refusal(r"model.init_from: checkpoint .* has another sha256"):
         resolve(tiny(model__init_from=hurt))
     (tmp_path / "other.txt").write_text(
         "".join(map(chr, range(65, 106))) * 40
     )  # as many characters, other ones
     prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
-    with refusal("numbers the tokens of each text on its own"):
+    with refusal("numbers tokens differently for each text"):
         initial_model(config, open_corpus(config))
 
 

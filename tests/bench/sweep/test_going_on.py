@@ -39,7 +39,7 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     assert "out of memory" in read_json(out / names[2] / "summary.json")["failure"]["message"]
     output = capsys.readouterr()
     assert output.out.strip().splitlines()[-1] == str(out / "report.html")
-    assert "runs that did not reach their end: 1; the same command continues" in output.err
+    assert "runs that did not end: 1; the same command continues" in output.err
     # A failure of the training stays, a crash is tried again.
     assert swept(0.1, 0.2, 0.4) == 0
     assert trained() == []

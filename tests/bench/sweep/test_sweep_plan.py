@@ -215,7 +215,7 @@ WRONG = [
     ),
     (SEED, {"search": "gird"}, "", "gird & did you mean 'grid'"),
     (SEED, {"samples": 0, "search": "random"}, "", "samples & 0 & >= 1"),
-    (SEED, {"sample_seed": 3}, "", "sample_seed in my.yaml goes with search: random"),
+    (SEED, {"sample_seed": 3}, "", "sample_seed in my.yaml is for search: random"),
     (SEED, {"sensitivity": {"block": 2}}, "", "block & did you mean 'blocks'"),
     (SEED, {"settings": {"data.dir": "gone"}}, "", "gone & prepare"),
     (SEED, {"config": "e4m4.yaml"}, "", "e4m4.yaml & e4m3.yaml"),
@@ -349,7 +349,7 @@ def test_close_numbers_are_written_in_full_and_formats_under_a_rule_without_any_
     axes = {"optimizer.lr": [0.001, 0.00100000001], "rule": ["fp32"]}
     labels = [run.label for run in plan_sweep(read_sweep(write(axes=axes)))]
     assert labels == ["fp32 lr=0.001", "fp32 lr=0.00100000001"]
-    with refusal(r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
+    with refusal(r"axes\.model\.format: rule 'fp32' trains float weights"):
         plan_sweep(
             read_sweep(write(axes={"model.format": ["E4M3", "E7M0"]}, settings={"rule": "fp32"}))
         )
@@ -387,8 +387,8 @@ def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch, refer
     """
     train_here(monkeypatch)
     settings = {"model.format": "E4M3", "train.max_steps": 2}
-    sentence = "the reference is trained with its rule's own optimizer.lr, "
-    sentence += "optimizer.weight_decay, not the file's: set them"
+    sentence = "the reference is trained with its own rule's optimizer.lr, "
+    sentence += "optimizer.weight_decay, not with the file's; to change that, set them"
     path = write(axes={"rule": ["stochastic"]}, settings=settings | OWN, reference=reference)
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     assert (sentence in capsys.readouterr().err) == warned
@@ -444,5 +444,5 @@ def test_one_folder_under_two_names_is_refused(spelling, write, corpus_dir, work
     folder = str(link if spelling == "its whole path" else corpus_dir)
     axes = {"data.dir": ["text", folder]}
     planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "sgd"})))
-    with refusal(f"data.dir: 'text' and {folder!r} are one folder"):
+    with refusal(f"data.dir: 'text' and {folder!r} are the same folder"):
         check_inputs(planned)

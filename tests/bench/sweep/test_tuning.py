@@ -201,7 +201,7 @@ def test_a_rule_none_of_whose_trials_comes_to_its_end_has_a_row_that_says_so(wri
     axes = {"rule": ["fp32"], "optimizer.beta2": [0.5, 0.99]}
     path = write(axes=axes, tune=TUNE | {"span": 4}, confirm=CONFIRM, reference="fp32 beta2=0.99")
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
-    failed = "failed: none of 10 trials came to its end with a loss"
+    failed = "failed: none of 10 trials ended with a loss"
     lines = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
     assert [(line["run"], line["seeds"], line["verdict"]) for line in lines] == [
         ("fp32 beta2=0.5", "0", failed),
@@ -285,7 +285,7 @@ SGD = {"axes": {"rule": ["sgd"]}}
             "axes.train.max_steps .*confirm.steps",
         ),
         ({}, {"keys": ["optimizer.lrr"]}, "did you mean 'optimizer.lr'"),
-        ({}, {"keys": ["train.max_steps"]}, "no number that can be multiplied"),
+        ({}, {"keys": ["train.max_steps"]}, "not a number that can be multiplied"),
         ({}, {"keys": ["optimizer.float_lr"]}, "fp32.* has none of optimizer.float_lr"),
         ({}, {"start": {"optimizer.float_lr": 1.0}}, "not one of tune.keys"),
         (SGD, {"settings": {"train.max_steps": 3}}, "tune.steps says train.max_steps"),
@@ -295,7 +295,7 @@ SGD = {"axes": {"rule": ["sgd"]}}
         (
             {"reference": {"rule": "fp32", "seed": 7}},
             {},
-            "reference: tune.seeds and confirm.seeds say its seed; leave it out there",
+            "reference: tune.seeds and confirm.seeds set its seed; leave the seed out there",
         ),
         ({"reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),
         # lists of values that can't be searched
@@ -307,7 +307,10 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ),
         ({}, {"choices": {"optimizer.weight_decay": [0.0, 0.2]}}, "is 0.1 for fp32"),
         ({}, {"choices": {"optimizer.lr": [0.1, 0.2]}}, "one of tune.keys too"),
-        ({}, {"choices": {"data.dir": [0.1, 0.2]}}, "takes no number"),
+        ({}, {"choices": {"data.dir": [0.1, 0.2]}}, "is not a number"),
+        # A section is named once.
+        ({}, {"settings": 5}, "^tune.settings: 5 is not allowed"),
+        ({}, {"choices": 5}, "^tune.choices: 5 .* give a mapping of key to list of values$"),
     ],
 )
 def test_a_file_whose_search_contradicts_itself_is_refused(write, content, tune, message):
@@ -330,7 +333,7 @@ def test_the_table_says_where_the_best_was_not_inside():
         "trials": [trial],
         "cost": {"runs": 1, "steps": 4, "seconds": 2.0},
     }
-    assert "| sgd | optimizer.lr | 0.1 | 0.1 to 0.1, best not inside | 1 | 4 | 2 |" in tuning_table(
+    assert "| sgd | optimizer.lr | 0.1 | 0.1 to 0.1, best at an end | 1 | 4 | 2 |" in tuning_table(
         [row]
     )
     nothing = row | {"best": None, "trials": []}

@@ -157,7 +157,7 @@ def test_patience_ends_the_run(tiny, tmp_path, monkeypatch):
     sabotage(monkeypatch, {1, 2, 4, 5, 6}, "gradient")
     summary = run(tiny(rule="fp32"), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["final_val_loss"]) == ("failed", 3, None)
-    message = "grad/norm is nan at step 6, and not finite in the 2 steps before; "
+    message = "grad/norm is nan at step 6, and was not finite in the 2 steps before; "
     message += "first seen in gradient of lm_head.weight"
     assert summary["failure"] == {"kind": "nan", "message": message, "step": 4}
 
@@ -186,7 +186,7 @@ def test_a_plateau_stops_the_run(tiny, tmp_path):
 
 
 def test_divergence_from_a_baseline_fails_the_run_and_one_that_is_none_is_refused(tiny, tmp_path):
-    with refusal(r"alerts.baseline: .*gone' is no run folder"):
+    with refusal(r"alerts.baseline: .*gone' is not a run folder"):
         run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
     assert not (tmp_path / "r").exists()
     run(tiny(rule="fp32", train__max_steps=30, optimizer__lr=0.01), tmp_path / "base")

@@ -57,7 +57,7 @@ def test_a_tracker_that_raises_is_reported_once_and_dropped(
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     assert getattr(recorder, point).call_count == 1
     assert [record.getMessage() for record in caplog.records] == [
-        f"tracker tensorboard is dropped, the training goes on: OSError: {point} is broken"
+        f"tracker tensorboard is dropped, and the training goes on: OSError: {point} is broken"
     ]
     assert summary["trackers"]["tensorboard"]["dropped"] == f"OSError: {point} is broken"
 
@@ -98,7 +98,7 @@ def test_a_tracker_that_does_not_start_is_reported_and_left_out(
     summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], len(caplog.records)) == ("finished", 1)
     assert summary["trackers"] == {"tensorboard": {"dropped": "RuntimeError: no network"}}
-    with refusal(r"tracking\.wandb_id: 'abc123' needs tracking\.wandb, which is off"):
+    with refusal(r"tracking\.wandb_id: 'abc123' has no effect while tracking\.wandb is off"):
         run(tiny(rule="fp32", tracking__wandb_id="abc123"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -308,7 +308,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert second.given["allow_val_change"]
     assert [step for step, _ in second.logged] == [5, 6]
     assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
-    refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
+    refused = "W&B keeps the steps after 4 that it already has of this run: rewind is not enabled"
     assert (
         caplog.messages.count(refused) == second.teardown.call_count == (not rewinds and not has_id)
     )
