@@ -157,7 +157,7 @@ def chunked_loss(model: Any, tokens: int = 256) -> ChunkedLoss:
     _check_head(_head_of(inner))
     if "labels" not in inspect.signature(inner.forward).parameters:
         raise TypeError(
-            f"{type(inner).__name__}.forward takes no labels, from which a loss is computed"
+            f"{type(inner).__name__}.forward takes no labels, so it computes no loss"
         )
     handle = ChunkedLoss(inner, tokens)
     setattr(inner, _HANDLE, handle)
@@ -180,8 +180,8 @@ def _head_of(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise TypeError(
-            f"{type(model).__name__} has no output layer (get_output_embeddings() is {head!r}), "
-            "whose logits a loss is computed from"
+            f"{type(model).__name__} has no output layer to compute a loss from "
+            f"(get_output_embeddings() is {head!r})"
         )
     return head
 
@@ -194,8 +194,8 @@ def _check_head(head: nn.Module) -> None:
         names = [name for name in OPERANDS if getattr(module, f"{name}_scaler") is not None]
         if names:
             raise ValueError(
-                f"the output layer quantises its {names[0]} anew in each call, and chunks are "
-                'calls of their own: leave it out of the formats ({"lm_head": "none"}), or '
+                f"the output layer quantises its {names[0]} anew in each call, and each chunk "
+                'is a call: leave it out of the formats ({"lm_head": "none"}), or '
                 "quantise only its stored weight"
             )
 

@@ -186,12 +186,12 @@ def _check_rows_have_scales(x: FP8Tensor) -> None:
     if isinstance(x.block_size, tuple):
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} with a scale for each square of 128 x 128 can't "
-            "be sharded, as its rows share scales: take granularity='channel' or 'block'"
+            "be sharded, since its rows share scales: take granularity='channel' or 'block'"
         )
     if x.block_size and x.dim() == 1:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't "
-            "be sharded, as its rows are single numbers: take granularity='tensor'"
+            "be sharded, since its rows are single numbers: take granularity='tensor'"
         )
 
 
@@ -200,9 +200,8 @@ def _rows_of_view(view: View) -> FP8Tensor:
     whole = view.base
     if not isinstance(whole, FP8Tensor) or not takes_rows(view.replay):
         raise RuntimeError(
-            f"a view of shape {tuple(view.shape)} can't become rows of a sharded FP8Tensor, whose "
-            "scales are those of rows: shard along the first dimension, and leave "
-            "shard_placement_fn out"
+            f"a view of shape {tuple(view.shape)} can't become rows of a sharded FP8Tensor, which "
+            "has scales by row: shard along the first dimension, and leave shard_placement_fn out"
         )
     return _shard_of(whole, lambda part, _: view.replay(part))
 
@@ -217,8 +216,8 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim, start, end, step = args[1:] + defaults[len(args) - 1 :]
     if dim % max(x.dim(), 1) or step != 1:
         raise RuntimeError(
-            f"an FP8Tensor of shape {tuple(x.shape)} can be sharded along its first dimension "
-            f"only, not along {dim}: its scales are those of rows; leave shard_placement_fn out"
+            f"an FP8Tensor of shape {tuple(x.shape)} has scales by row, so it can be sharded along "
+            f"its first dimension only, not along {dim}: leave shard_placement_fn out"
         )
     rows = slice(start or 0, x.shape[0] if end is None else end)
     return _shard_of(x, lambda part, _: part[rows])

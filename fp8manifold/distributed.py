@@ -248,7 +248,7 @@ def _check_inputs(model: nn.Module, inputs: Any) -> None:
     join = wrapper._join_config
     if join.enable and not join.throw_on_early_termination:
         raise RuntimeError(
-            "torch's Join goes on with the processes that have batches left, and this model's "
+            "torch's Join continues with the processes that have batches left, but this model's "
             "steps and scales need all processes: give each the same number of batches, or Join "
             "throw_on_early_termination=True"
         )
@@ -432,8 +432,8 @@ def _entry_sum(name: str, value: Any, ranks: Ranks) -> Tensor:
     if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
             raise TypeError(
-                f"state entry {name!r} is of {type(value).__name__}: a tensor, number or string is "
-                "needed"
+                f"state entry {name!r} has type {type(value).__name__}: a tensor, number or string "
+                "is needed"
             )
         return torch.tensor(_hash(name, value) if is_first else 0)
     share = _row_share(value)

@@ -134,7 +134,8 @@ def trainer_optimizer(
         }
     if in_backward and getattr(arguments, "fp16", False):
         raise ValueError(
-            "in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True"
+            "in_backward=True can't be used with fp16=True, whose gradients are scaled: use "
+            "bf16=True"
         )
     backward_options: dict[str, Any] | None = None
     if in_backward and arguments.gradient_accumulation_steps > 1:

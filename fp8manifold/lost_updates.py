@@ -195,12 +195,12 @@ def _check(model: Any, optimizer: Any) -> None:
     if isinstance(wrapped, torch.optim.Optimizer):
         raise TypeError(f"{name} wraps an optimizer: pass that one, {type(wrapped).__name__}")
     if needs_closure(optimizer):
-        raise TypeError(f"{name} computes its update from several losses: it can't be foreseen")
+        raise TypeError(f"{name} computes its update from several losses, so it can't be foreseen")
     if any(base.__module__.startswith("geoopt.") for base in type(optimizer).__mro__):
         raise TypeError(f"{name} steps on manifolds: pass an optimizer of fp8manifold or torch")
     if isinstance(optimizer, ManifoldOptimizer):
         if not optimizer.steps_alone:
-            raise TypeError(f"{name} steps parameters together, and one can't be stepped alone")
+            raise TypeError(f"{name} steps parameters together, but here one is stepped alone")
     elif type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
         raise TypeError(f"{name} has a state of its own kind, which can't be copied safely")
 
@@ -223,9 +223,7 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Member
             )
         members.append(_Member(name, parameter, groups[id(parameter)]))
     if not members:
-        raise ValueError(
-            f"this {type(optimizer).__name__} has no parameter of the model that is trained"
-        )
+        raise ValueError(f"this {type(optimizer).__name__} trains no parameter of the model")
     return members
 
 
@@ -246,7 +244,7 @@ def _check_normalised(optimizer: torch.optim.Optimizer, member: _Member) -> None
     ]
     if not torch.allclose(updates[0], updates[1], rtol=_TOLERANCE, atol=0.0):
         raise ValueError(
-            f"there is no gradient, and the update of {type(optimizer).__name__} follows its "
+            f"there is no gradient, and the update of {type(optimizer).__name__} depends on its "
             "magnitude: call lost_updates after a backward pass"
         )
 
@@ -387,8 +385,8 @@ class _Twin:
             if error.obj is not self.optimizer:
                 raise
             raise TypeError(
-                f"{type(self.optimizer).__name__} needs its attribute {error.name!r} in a step, "
-                "which can't be copied safely"
+                f"{type(self.optimizer).__name__} uses its attribute {error.name!r} in a step, and "
+                "it can't be copied safely"
             ) from error
         return self.parameter.detach() - before
 

@@ -285,7 +285,7 @@ class StiffnessManifold(Manifold):  # type: ignore[misc]  # geoopt is untyped
             other = FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout])
             errors = args[-1]
             errors.append(
-                f"{prefix}format_fields is of {other.name}, but this manifold is of "
+                f"{prefix}format_fields is for {other.name}, but this manifold is in "
                 f"{self.format.name}"
             )
             return

@@ -482,20 +482,20 @@ class FP8Tensor(ScaledTensor):
             raise TypeError(f"other must be an FP8Tensor, not {type(source).__name__}: use copy_")
         if source.format != self.format:
             raise ValueError(
-                f"the other tensor is of {source.format.name}, but this one is of "
+                f"the other tensor is in {source.format.name}, but this one is in "
                 f"{self.format.name}"
             )
         if source.shape != self.shape:
             raise ValueError(
-                f"the other tensor has shape {tuple(source.shape)}, but this one "
+                f"the other tensor has shape {tuple(source.shape)}, but this one has "
                 f"{tuple(self.shape)}"
             )
         has_other_blocks = source.block_size != self.block_size
         scale = source.expanded_scale() if has_other_blocks else source.kept_scale
         if not scaling.broadcasts_to(scale.shape, self.kept_scale.shape):
             raise ValueError(
-                f"the other tensor has a scale for each {source.granularity}, this one for each "
-                f"{self.granularity}"
+                f"the other tensor has a scale for each {source.granularity}, but this one for "
+                f"each {self.granularity}"
             )
         if has_other_blocks and self.exponents is not None and not self.is_shard:
             return stored_scale.as_kept(scale, blocks=True)

@@ -122,11 +122,11 @@ def _write_values(file: BinaryIO, name: str, tensor: TensorToWrite) -> None:
     written = 0
     for piece in tensor.make():
         if piece.dtype != tensor.dtype:
-            raise ValueError(f"{name!r} is {piece.dtype}, and was described as {tensor.dtype}")
+            raise ValueError(f"{name!r} is {piece.dtype}, but was described as {tensor.dtype}")
         written += file.write(_bytes_of(piece))
     if written != tensor.nbytes:
         raise ValueError(
-            f"{name!r} has {written} bytes, and was described as {tensor.dtype} of shape "
+            f"{name!r} has {written} bytes, but was described as {tensor.dtype} of shape "
             f"{tensor.shape}, which has {tensor.nbytes}"
         )
 

@@ -195,8 +195,7 @@ def _tensors_in_layout(
     kind = ExportLayout(layout)
     if activations != "float" and kind is not ExportLayout.COMPRESSED_TENSORS:
         raise ValueError(
-            f"activations={activations!r} goes with layout='compressed-tensors', not with "
-            f"{layout!r}"
+            f"activations={activations!r} needs layout='compressed-tensors', not {layout!r}"
         )
     model = unwrapped(model)
     check_no_adapters(model)
@@ -446,22 +445,22 @@ def check_exportable(
         raise ValueError(f"layer {name!r} can't be exported: {computed}")
     if isinstance(layer, QuantizedConv1D):
         raise ValueError(
-            f"layer {name!r} is transformers' Conv1D, and {option} takes nn.Linear only"
+            f"layer {name!r} is transformers' Conv1D, but {option} takes nn.Linear only"
         )
     allowed = _FORMATS_BY_LAYOUT[layout]
     if fmt.name not in allowed:
         raise ValueError(
-            f"layer {name!r} is in {fmt.name}, and {option} takes one of {', '.join(allowed)}"
+            f"layer {name!r} is in {fmt.name}, but {option} takes one of {', '.join(allowed)}"
         )
     weight = local_of(layer.weight)
     in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
     if in_squares and layout is not ExportLayout.FP8:
         raise ValueError(
-            f"layer {name!r} has {_SQUARES}, and {option} takes {_NO_SQUARES}: {_TAKE_FP8}"
+            f"layer {name!r} has {_SQUARES}, but {option} takes {_NO_SQUARES}: {_TAKE_FP8}"
         )
     if not in_squares and layout is ExportLayout.FP8:
         raise ValueError(
-            f"layer {name!r} has {_NO_SQUARES}, and {option} takes {_SQUARES}: {_TAKE_SQUARES}"
+            f"layer {name!r} has {_NO_SQUARES}, but {option} takes {_SQUARES}: {_TAKE_SQUARES}"
         )
 
 

@@ -127,7 +127,7 @@ def _downloaded(name: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
         # of a bad name and of the network
         reason = str(error).partition("\n")[0]
         raise FileNotFoundError(
-            f"{name!r} is no folder, and no model on the Hugging Face Hub: {reason}"
+            f"{name!r} is neither a folder nor a model on the Hugging Face Hub: {reason}"
         ) from error
 
 

@@ -77,7 +77,7 @@ class Grid:
         """
         units = divided(values.float(), self.scale_at(part))
         if self.format.nan_code is None and bool(units.isnan().any()):
-            raise ValueError(f"a weight holds NaN, which {self.format.name} has not")
+            raise ValueError(f"a weight holds NaN, which {self.format.name} can't hold")
         return encode(units, self.format)
 
     def values(self, codes: Tensor, part: Index, dtype: torch.dtype) -> Tensor:

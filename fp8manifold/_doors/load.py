@@ -160,8 +160,8 @@ def _refuse_options(folder: Folder, options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and name not in allowed:
             raise ValueError(
-                f"{name}={value!r:.60} means nothing for {str(folder.path)!r}, which has "
-                f"{folder.kind}: its weights are in codes already, and keep what they have"
+                f"{name}={value!r:.60} can't be used with {str(folder.path)!r}, which has "
+                f"{folder.kind}: its weights are in codes already, and are read as they are"
             )
 
 
@@ -204,7 +204,7 @@ def _quantized(
         )
     if "activations" in options:
         raise ValueError(
-            f"activations={options['activations']!r:.60} means nothing for {str(folder.path)!r}, "
+            f"activations={options['activations']!r:.60} can't be used with {str(folder.path)!r}, "
             f"which has {folder.kind}: give formats= a specification with activations"
         )
     if device is not None and options.get("device_map") is not None:

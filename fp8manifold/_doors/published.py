@@ -190,8 +190,8 @@ def _changed_config(transformers: Any, source: Path, chosen: ReadOptions) -> Any
     for name in chosen.settings:
         if name in unknown:
             raise TypeError(
-                f"{name!r} is no option of {chosen.caller} or from_pretrained, and no setting of "
-                f"{type(config).__name__}"
+                f"{name!r} is neither an option of {chosen.caller} or from_pretrained, nor a "
+                f"setting of {type(config).__name__}"
             )
     # The layout takes the place of the files' quantization_config.
     for part in (config, config.get_text_config(decoder=True)):
@@ -266,8 +266,8 @@ def save_published(
     published = published_of(base)
     if published is None:
         raise ValueError(
-            "the model was not read from a published layout, or was decoded since: save it "
-            "without source=, in the layout that you give"
+            "the model was not read from a published layout, or was decoded since: leave source= "
+            "out, and give a layout"
         )
     layout = FolderLayout(published)
     refuse_adapters(base)
@@ -347,14 +347,14 @@ def check_complete(
     if lost:
         instead = f", which has {without_place[0]!r}" if without_place else ""
         raise ValueError(
-            f"{lost[0]!r}, read from {layout.headers[lost[0]].file!r}, has no place in the model "
-            f"any more{instead}: put its module back under the name that it had, or write the "
-            "model as it is with layout='floats'"
+            f"{lost[0]!r}, read from {layout.headers[lost[0]].file!r}, is no longer in the "
+            f"model{instead}: put its module back under the name that it had, or save the model as "
+            "it is with layout='floats'"
         )
     if without_place:
         raise ValueError(
-            f"the model has {without_place[0]!r}, for which the files that it was read from have "
-            "no place: save it with layout='floats'"
+            f"the files that the model was read from have no place for {without_place[0]!r}: save "
+            "the model with layout='floats'"
         )
 
 
@@ -377,9 +377,9 @@ def _copy_others(names: list[str], source: Path | None, folder: Path) -> None:
 
 def _why_not_copied(source: Path | None) -> str:
     if source is None:
-        reason = "the model's settings do not say where it was read"
+        reason = "the model's settings do not say where it was read from"
     else:
-        reason = f"not in {str(source)!r} any more"
+        reason = f"not in {str(source)!r} any longer"
     return f"{reason}: give source=, the folder of the published model"
 
 
@@ -409,7 +409,7 @@ def stored_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight
     chosen = sorted_options(options, None, None)
     others = [*chosen.settings, *chosen.passed]
     if others:
-        raise TypeError(f"stored_weights has no option {others[0]!r}: it reads headers alone")
+        raise TypeError(f"stored_weights has no option {others[0]!r}: it reads headers only")
     source = local_source(folder, chosen.hub, chosen.subfolder)
     with closing(FileTensors(files_of(source))) as tensors:
         return FolderLayout(described(source, tensors)).stored
@@ -427,7 +427,7 @@ def local_source(folder: str | Path, options: Mapping[str, Any], subfolder: str 
             # of a bad name and of the network
             reason = str(error).partition("\n")[0]
             raise FileNotFoundError(
-                f"{str(folder)!r} is no folder, and no model on the Hugging Face Hub: {reason}"
+                f"{str(folder)!r} is neither a folder nor a model on the Hugging Face Hub: {reason}"
             ) from error
         source = Path(download)
     source = source / subfolder
@@ -551,7 +551,7 @@ class _CodeReader:
         for name in self._layout.copied:
             if not is_ignored(model, name):
                 raise ValueError(
-                    f"{name!r} of {self._layout.headers[name].file!r} has no place in the model"
+                    f"the model has no place for {name!r} of {self._layout.headers[name].file!r}"
                 )
 
     def _check_is_codes_alone(
@@ -560,8 +560,8 @@ class _CodeReader:
         """Refuse a parameter of codes that the model ties, or joins with a float."""
         if float_name is not None:
             raise ValueError(
-                f"{stored.codes!r} is in codes, {float_name!r} is not: the model joins them in "
-                f"{target!r}"
+                f"{stored.codes!r} is in codes and {float_name!r} is not, but the model joins them "
+                f"in {target!r}"
             )
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         if target in tied or target in tied.values():
@@ -616,7 +616,7 @@ def _check_floats_are_exact(model: Any, tensors: FileTensors, layout: FolderLayo
         value_in_file = tensors.read(name)
         if not torch.equal(value.to(value_in_file), value_in_file):
             raise ValueError(
-                f"{name!r} of {layout.headers[name].file!r} is {dtype_in_file}, and {value.dtype} "
+                f"{name!r} of {layout.headers[name].file!r} is {dtype_in_file}, but {value.dtype} "
                 "can't hold all of its values: give dtype=torch.float32"
             )
 
@@ -693,7 +693,7 @@ def _tensors_with(
     value = entry[place.index]
     if isinstance(entry, FP8Parameter):
         raise ValueError(
-            f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written "
+            f"{place.target!r} is in codes, but {name!r} is {header.dtype}: it can't be written "
             "back"
         )
     in_dtype_of_file = (

@@ -544,8 +544,8 @@ class _Quantizer:
             # transformers casts tensors in memory before it asks a quantiser.
             if checkpoint_files is None:
                 raise ValueError(
-                    "state_dict= does not go with quantization_config=: call quantize_model "
-                    "afterwards"
+                    "state_dict= can't be used with quantization_config=: leave "
+                    "quantization_config= out, and call quantize_model afterwards"
                 )
             check_floats(model, checkpoint_files)
             self.reader = Reader(
@@ -789,7 +789,7 @@ def _check_is_same_kind(name: str, value: FP8Tensor, parameter: Tensor) -> None:
     if (value.format, value.scale.shape) != (parameter.format, parameter.scale.shape):
         in_file = (value.format.name, value.granularity)
         in_config = (parameter.format.name, parameter.granularity)
-        raise ValueError(f"{name} is {in_file} in the file, and {in_config} in config.json")
+        raise ValueError(f"{name} is {in_file} in the file, but {in_config} in config.json")
 
 
 when_imported(_REGISTRY, _register_with)

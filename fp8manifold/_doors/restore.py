@@ -54,8 +54,8 @@ def _check_is_exact(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             continue
         if not are_equal(value.to(own.dtype).to(value.dtype), value):
             raise ValueError(
-                f"{plain_name(name)!r} was saved in {value.dtype}, and the model has it in "
-                f"{own.dtype}, which does not hold its values: take the dtype that it was saved in"
+                f"{plain_name(name)!r} was saved in {value.dtype}, but the model has it in "
+                f"{own.dtype}, which can't hold its values: take the dtype that it was saved in"
             )
 
 

@@ -171,8 +171,8 @@ def _refuse_parameters_outside(model: nn.Module, base: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             raise ValueError(
-                f"the model has {plain_name(name)!r}, for which the files of the model inside "
-                "have no place: save each by itself"
+                f"the parameter {plain_name(name)!r} is outside of the transformers model, so its "
+                "files have no place for it: save the two separately"
             )
 
 
@@ -236,8 +236,8 @@ def _save_floats(
     """Write a model's floats by transformers, and the side file."""
     if options.get("variant") is not None:
         raise ValueError(
-            f"variant={options['variant']!r}: {WEIGHTS_FILE!r} is what fm.load reads; give another "
-            "folder"
+            f"variant={options['variant']!r}: fm.load reads {WEIGHTS_FILE!r} only; leave variant "
+            "out, and give another folder"
         )
     options = dict(options)
     form = saved_form(model, options.pop("state_dict", None))
@@ -295,8 +295,8 @@ def _save_published(
     given_state = options.get("state_dict")
     if given_state is not None and not _is_own_state(model, given_state):
         raise ValueError(
-            "state_dict= is not the model's own state, and its published layout is written from "
-            "the model: save with fm.save(model, folder)"
+            "state_dict= is not the model's own state, but a published layout is written from the "
+            "model: save with fm.save(model, folder)"
         )
     # After the weights, whose rows may share another scale from then on.
     save_published(model, folder, source=source, write_more=partial(_write_counts, model))

@@ -35,8 +35,9 @@ def saved_files(folder: Path, side: SideFile) -> list[Path]:
     for name in (WEIGHTS_FILE, INDEX):
         if (folder / name).is_file():
             raise ValueError(
-                f"{str(folder)!r} has {CODES_FILE!r} and {name!r}: one of them is of another save; "
-                f"remove {name!r} to read codes, or {CODES_FILE!r} and {SIDE_FILE!r} to read floats"
+                f"{str(folder)!r} has {CODES_FILE!r} and {name!r}, so one of them is from another "
+                f"save: remove {name!r} to read codes, or {CODES_FILE!r} and {SIDE_FILE!r} to read "
+                "floats"
             )
     return [folder / CODES_FILE]
 
@@ -70,7 +71,7 @@ class SavedWeights:
             self._places = places_of(model, shapes)
         for name in self._tensors.names():
             if name not in self._places:
-                raise ValueError(f"{name!r} of the files has no place in the model")
+                raise ValueError(f"the model has no place for {name!r} of the files")
         for name, place in self._places.items():
             self._names_at.setdefault(place.target, []).append(name)
         for name in self.side.names:
@@ -137,7 +138,7 @@ class SavedWeights:
         if self.side.content is Content.CODES:
             header = self._tensors.header(self._names_at[target][0])
             if DTYPES_IN_FILES.get(header.dtype) is not torch.uint8:
-                raise ValueError(f"the codes of {target!r} are {header.dtype}, and not U8")
+                raise ValueError(f"the codes of {target!r} are {header.dtype}, not U8")
             codes = torch.empty(header.shape, dtype=torch.uint8, device=self._device)
             for part, values in self._pieces(target, is_turned=False):
                 codes[part] = values

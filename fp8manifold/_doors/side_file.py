@@ -130,7 +130,7 @@ class SideFile:
         """
         scale = self.tensors.get(f"{name}_scale")
         if scale is None:
-            raise ValueError(f"{SIDE_FILE!r} has no scale of {name!r}: the file is not whole")
+            raise ValueError(f"{SIDE_FILE!r} has no scale of {name!r}: the file is incomplete")
         options = read_traits(name, self.tensors[name + _TRAITS], scale)
         fmt, block_size = options["fmt"], options["block_size"]
         scale = decoded_scale(scale)
@@ -153,13 +153,13 @@ class SideFile:
         if positions is None or exceptions is None or positions.shape != exceptions.shape:
             raise ValueError(
                 f"{SIDE_FILE!r} has codes of {name!r} without their positions, or the reverse: the "
-                "file is not whole"
+                "file is incomplete"
             )
         exceptions = checked_codes(exceptions, fmt)
         if bool(((positions < 0) | (positions >= codes.numel())).any()):
             raise ValueError(
                 f"{SIDE_FILE!r} has codes of {name!r} beyond its {codes.numel():,} weights: the "
-                "file is not whole"
+                "file is damaged"
             )
         codes.view(-1)[positions.to(codes.device)] = exceptions.to(codes.device)
 
@@ -204,7 +204,9 @@ def read_side_file(folder: Path) -> SideFile:
     except Exception as error:
         raise ValueError(f"{str(path)!r} can't be read: {error!r:.200}") from None
     if version != _VERSION:
-        raise ValueError(f"{str(path)!r} has version {version!r}: {_VERSION} is read")
+        raise ValueError(
+            f"{str(path)!r} has version {version!r}, but this fp8manifold reads version {_VERSION}"
+        )
     return side
 
 

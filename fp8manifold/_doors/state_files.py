@@ -132,7 +132,8 @@ def _refuse_other_formats(tensors: StoredTensors) -> None:
         form = None if described is None else described.get("format")
         if form is not None and form not in known:
             raise ValueError(
-                f"{name!r} has the format {form!r} of ComfyUI: {', '.join(sorted(known))} are read"
+                f"{name!r} has ComfyUI's format {form!r}, which can't be read: only "
+                f"{', '.join(sorted(known))} can"
             )
 
 
@@ -191,7 +192,7 @@ def save_state(state: Mapping[str, Tensor], path: str | Path, layout: str = "com
     if chosen is StateLayout.SCALED_FP8 and dtypes:
         if len(dtypes) > 1:
             raise ValueError(
-                f"layout='scaled_fp8' has one format for all weights, and the state has "
+                "layout='scaled_fp8' has one format for all weights, but the state has "
                 f"{len(dtypes)}: take layout='comfy_quant'"
             )
         marker = {SCALED_FP8: ready(torch.empty(0, dtype=dtypes.pop()))}
@@ -228,15 +229,17 @@ def _tensors_of_weight(
     dtype = FLOAT8.get(weight.format)
     if dtype is None:
         known = ", ".join(fmt.name for fmt in FLOAT8)
-        raise ValueError(f"{name!r} is in {weight.format.name}: ComfyUI's files have {known}")
+        raise ValueError(
+            f"{name!r} is in {weight.format.name}, but ComfyUI's files take {known} only"
+        )
     if weight.granularity != "tensor":
         raise ValueError(
-            f"{name!r} has a scale for each {weight.granularity}, and ComfyUI's files have one for "
+            f"{name!r} has a scale for each {weight.granularity}, but ComfyUI's files take one for "
             "the tensor: quantise with granularity='tensor'"
         )
     owner, dot, entry = name.rpartition(".")
     if entry != "weight":
-        raise ValueError(f"{name!r} is in codes, and ComfyUI's files have codes of 'weight' alone")
+        raise ValueError(f"{name!r} is in codes, but ComfyUI's files take codes of 'weight' only")
     tensors = {name: ready(weight.codes.view(dtype))}
     scale = weight.scale.float().reshape(())
     if layout is StateLayout.SCALED_FP8:

@@ -31,7 +31,7 @@ def checked_remainder(remainder: Tensor | None, codes: Tensor) -> Tensor | None:
     if remainder.dtype != torch.int8 or remainder.shape != codes.shape:
         raise ValueError(
             f"remainder is {remainder.dtype} of shape {tuple(remainder.shape)}: it must be "
-            f"torch.int8 of {tuple(codes.shape)}"
+            f"torch.int8 of shape {tuple(codes.shape)}"
         )
     return remainder
 

@@ -290,8 +290,8 @@ class ScaledTensor(EncodedTensor):
         if arithmetic.changes == _CHANGES_OF_AN_AVERAGE:
             warnings.warn(
                 f"{operator} has changed a copy of a weight in {self.format.name} for the "
-                f"{_CHANGES_OF_AN_AVERAGE}th time, rounded to codes each time: a running average "
-                "has to be in floats, as of fp8manifold.averaged_model(model) or "
+                f"{_CHANGES_OF_AN_AVERAGE}th time, and each change was rounded to codes: keep a "
+                "running average in floats, with fp8manifold.averaged_model(model) or "
                 "p.detach().float()",
                 scaling.RepeatedRoundingWarning,
                 stacklevel=2,

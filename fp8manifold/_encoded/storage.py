@@ -53,7 +53,9 @@ def block_size_of(number: int) -> BlockSize:
     """Return the block size of a number: the inverse of :func:`number_of`."""
     if number not in _BLOCK_SIZES_BY_NUMBER:
         known_numbers = ", ".join(map(str, _BLOCK_SIZES_BY_NUMBER))
-        raise ValueError(f"blocks of {number} weights are unknown: one of {known_numbers}")
+        raise ValueError(
+            f"blocks of {number} weights are not supported: use one of {known_numbers}"
+        )
     return _BLOCK_SIZES_BY_NUMBER[number]
 
 

@@ -105,8 +105,8 @@ def chosen_scale(scale: float | Tensor, w: Tensor, granularity: StoredGranularit
         is_wrong = (kept_scale == 0) | (kept_scale == 255)
         if not is_traced(kept_scale) and bool(is_wrong.any()):
             raise ValueError(
-                f"scale holds the exponent {int(kept_scale[is_wrong][0])}: they are 1 to 254, "
-                "from 2^-126 to 2^127"
+                f"scale holds the exponent {int(kept_scale[is_wrong][0])}: exponents must be 1 to "
+                "254, for 2^-126 to 2^127"
             )
     else:
         kept_scale = as_kept(scale_in_float32(scale, w.device), blocks=blocks)

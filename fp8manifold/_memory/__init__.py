@@ -180,6 +180,6 @@ def _check_moments(moments: str, optimizer: str) -> None:
     check_choice("moments", moments, MOMENTS)
     if optimizer not in _WITH_MOMENTS:
         raise ValueError(
-            f"moments={moments!r} is no option of optimizer={optimizer!r}: leave it out, or take "
-            f"one of {', '.join(_WITH_MOMENTS)}"
+            f"moments={moments!r} is not an option of optimizer={optimizer!r}: leave it out, or "
+            f"take one of the optimizers {', '.join(_WITH_MOMENTS)}"
         )

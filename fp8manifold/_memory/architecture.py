@@ -131,7 +131,7 @@ def architecture(config: Any) -> Architecture:
     kind = settings.get("model_type", "llama")
     if kind not in _FAMILIES:
         raise ValueError(
-            f"model_type={kind!r} is not known: its parameters can be counted for "
+            f"model_type={kind!r} is not supported: parameters can be counted for "
             f"{', '.join(_FAMILIES)}"
         )
     return _gpt2(settings) if kind == "gpt2" else _decoder(settings, _FAMILIES[kind])
@@ -161,11 +161,13 @@ class _Settings:
         """Return a setting that is a whole number from 1 on."""
         value = self.get(name, default)
         if value is None:
-            raise ValueError(f"config has no {name}, which the memory depends on")
+            raise ValueError(f"config has no {name}, and the memory depends on it")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"config has {name}={value!r}, which is no whole number")
+            raise ValueError(f"config has {name}={value!r}, which is not a whole number")
         if not 1 <= value <= _LARGEST:
-            raise ValueError(f"config has {name}={value!r}, which is out of range: from 1 on")
+            raise ValueError(
+                f"config has {name}={value!r}, which is out of range: it must be 1 or more"
+            )
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -183,9 +185,9 @@ def _read(name: str | Path) -> Any:
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{str(path)!r} is no JSON: {error}") from None
+            raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
         if not isinstance(settings, dict):
-            raise ValueError(f"{str(path)!r} has no settings of a model, but a list or a number")
+            raise ValueError(f"{str(path)!r} holds a list or a number, not the settings of a model")
         return settings
     transformers = import_optional("transformers", "hf", f"{_CALLER}({str(name)!r})")
     return transformers.AutoConfig.from_pretrained(name)

@@ -271,8 +271,8 @@ def _places_of_parts(
     if not is_known or len(converter.target_patterns) > 1:
         names = [name for names in name_lists for name in names]
         raise ValueError(
-            f"transformers makes {target!r} of {_first_of(names)} by {', '.join(operation_names)}, "
-            "which can't be read"
+            f"transformers computes {target!r} from {_first_of(names)} by "
+            f"{', '.join(operation_names)}, which is not supported"
         )
     # Each group is joined to the next: all experts of a pattern, or a single tensor.
     groups = name_lists if is_stacked else [[name] for names in name_lists for name in names]
@@ -312,7 +312,7 @@ def _check_place_fits(
         fits = shape == target_shape or not target_shape
     if not fits:
         raise ValueError(
-            f"{name!r} has shape {shape} in the files; the model has {place.target!r} of shape "
+            f"{name!r} has shape {shape} in the files, but the model has {place.target!r} of shape "
             f"{target_shape}"
         )
 

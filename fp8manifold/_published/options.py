@@ -28,7 +28,9 @@ _FILES: Final = "the files are those of the folder: give one that has them as mo
 _ONE_DEVICE: Final = "a model is read to one device: give device="
 _FITTING: Final = "a tensor that is missing, unknown or of another shape is refused"
 _CLASSES: Final = "the class is the one of transformers that config.json names"
-_SETTINGS: Final = "settings are those of the folder: give those that differ by their names"
+_SETTINGS: Final = (
+    "settings are those of the folder: give those that differ as options by their names"
+)
 _FORMATS_ARE_FIXED: Final = "formats are those of the files: use from_pretrained for a float model"
 _NAMES_ARE_FIXED: Final = "names are those that transformers knows for the class"
 _MODULES_ARE_FIXED: Final = "the modules are those of the files"
@@ -157,5 +159,5 @@ def _one_device(
             )
         chosen = mapped
     if chosen.type == "meta":
-        raise ValueError("device='meta' has no values, which are read: give another device")
+        raise ValueError("device='meta' can't hold the values that are read: give another device")
     return chosen

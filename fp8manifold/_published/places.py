@@ -73,8 +73,9 @@ def weight_of(
     for _, stored in parts[1:]:
         if (stored.format, stored.granularity) != (first.format, first.granularity):
             raise ValueError(
-                f"{first.codes!r} is {_format_and_scales(first)}, {stored.codes!r} "
-                f"{_format_and_scales(stored)}: the model joins them in {target!r}"
+                f"{first.codes!r} is {_format_and_scales(first)}, but {stored.codes!r} is "
+                f"{_format_and_scales(stored)}, and the model joins them in {target!r}: they must "
+                "be alike"
             )
     device = options.pop("device", None)
     codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
@@ -131,8 +132,8 @@ def _joined_scales(
             return scales
     raise ValueError(
         f"{parts[0][1].codes!r} and other columns of {target!r} in the model have one scale each, "
-        "and these differ: read a model with the same scale for all of them, or with a scale for "
-        "each row (FP8_DYNAMIC of llm-compressor)"
+        "but these scales differ: read a model with the same scale for all of them, or with a "
+        "scale for each row (FP8_DYNAMIC of llm-compressor)"
     )
 
 
@@ -169,7 +170,7 @@ def scales_at(
         count = next(sharing_counts) or size
         if entry.start % count or (entry.stop % count and entry.stop != size):
             raise ValueError(
-                f"{stored.codes!r} has a scale for each {stored.granularity}, and the model puts "
+                f"{stored.codes!r} has a scale for each {stored.granularity}, but the model puts "
                 f"it at {entry.start} to {entry.stop} of {size} rows or columns, which cuts one: "
                 "its scales could not be written back"
             )
@@ -249,8 +250,8 @@ def _codes_at(
     codes_at_scale = torch.where(is_nan, codes, encode(values / scale, fmt))
     if not torch.equal((decode(codes_at_scale, fmt) * scale)[~is_nan], values[~is_nan]):
         raise ValueError(
-            f"{stored.codes!r} has one scale in {stored.file!r}, and {place.target!r} has "
-            f"{row_scales.unique().numel()} for its rows, of which none holds all values: call "
-            "share_scales_() of fm.served_weights(model), which rounds them"
+            f"{stored.codes!r} has one scale in {stored.file!r}, but the rows of {place.target!r} "
+            f"have {row_scales.unique().numel()}, and none of them holds all values: call "
+            "share_scales_() of fm.served_weights(model), which rounds the values to one scale"
         )
     return codes_at_scale

@@ -77,7 +77,7 @@ def indexed_names(index: Path) -> list[str]:
     try:
         size = index.stat().st_size
         if size > LARGEST_INDEX:
-            raise ValueError(f"it has {size} bytes, {LARGEST_INDEX} are read at most")
+            raise ValueError(f"it has {size} bytes, but at most {LARGEST_INDEX} are read")
         document: Any = json.loads(index.read_text(encoding="utf-8"))
         names = sorted(set(document["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -86,7 +86,7 @@ def indexed_names(index: Path) -> list[str]:
         ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{str(index)!r} names {name!r}, which is no file beside it")
+            raise ValueError(f"{str(index)!r} names {name!r}, which is not a file beside it")
     return names
 
 

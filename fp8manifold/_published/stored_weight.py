@@ -271,7 +271,7 @@ def _check_is_stored_alike(stored: StoredWeight, weight: FP8Tensor) -> None:
     present = (weight.format.name, weight.granularity, tuple(weight.shape))
     original = (stored.format.name, stored.granularity, tuple(stored.shape))
     raise ValueError(
-        f"{stored.name} is {present}, and was {original} in {stored.file!r}: it can't be written "
+        f"{stored.name} is {present}, but was {original} in {stored.file!r}: it can't be written "
         "back"
     )
 

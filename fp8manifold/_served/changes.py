@@ -82,7 +82,9 @@ class ServedChanges:
             patches.append(Patch(shard.name, shape, new.dtype, indices, values))
         gone = sorted(self.shadow.keys() - seen)
         if gone:
-            raise ValueError(f"{gone[0]!r} is gone: send all weights and make ServedChanges anew")
+            raise ValueError(
+                f"{gone[0]!r} is no longer there: send all weights and make a new ServedChanges"
+            )
         # After all of them were read: a pass that raises is told again.
         apply_changes(self.shadow, local_patches)
         return patches
@@ -93,8 +95,8 @@ class ServedChanges:
             before: Any = None if old is None else (old.dtype, tuple(old.shape))
             now = (shard.tensor.dtype, tuple(shard.tensor.shape))
             raise ValueError(
-                f"{shard.name!r} is {now}, and was {before}: send all weights and make "
-                "ServedChanges anew"
+                f"{shard.name!r} is {now}, but was {before}: send all weights and make a new "
+                "ServedChanges"
             )
         return old
 

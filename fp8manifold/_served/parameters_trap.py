@@ -60,10 +60,10 @@ def _refusing(method: Callable[..., Any], sender: str) -> Callable[..., Any]:
         for model in models:
             if isinstance(model, nn.Module) and hasattr(base_of(model), _IS_SERVED):
                 raise ValueError(
-                    f"{sender} would send the values of this {type(model).__name__} under the "
-                    "names of codes, and its server takes codes since fm.served_weights: send "
-                    "iter(fm.served_weights(model)); to a server in bfloat16, named_parameters() "
-                    "by update_named_params"
+                    f"{sender} would send float values of this {type(model).__name__} under the "
+                    "names of codes, but since fm.served_weights its server takes codes: send "
+                    "iter(fm.served_weights(model)); to a server in bfloat16, send "
+                    "named_parameters() with update_named_params"
                 )
         return method(self, *arguments, **options)
 

@@ -64,14 +64,15 @@ def check_patch(patch: Patch) -> None:
 def check_fits(patch: Patch, tensor: Tensor | None) -> None:
     """Refuse a patch of another tensor than this; None where there is none."""
     if tensor is None:
-        raise ValueError(f"there is a patch of {patch.name!r}, and no tensor of that name")
+        raise ValueError(f"there is no tensor {patch.name!r}, for which there is a patch")
     if isinstance(tensor, EncodedTensor):
         raise TypeError(
-            f"{patch.name!r} is a weight in codes of a model: patch tensors of fm.served_weights"
+            f"{patch.name!r} is a model's weight in codes, which can't be patched: patch the "
+            "tensors of fm.served_weights"
         )
     if tuple(tensor.shape) != tuple(patch.shape) or tensor.dtype != patch.dtype:
         raise ValueError(
-            f"the patch of {patch.name!r} is for {patch.dtype} of shape {tuple(patch.shape)}, and "
+            f"the patch of {patch.name!r} is for {patch.dtype} of shape {tuple(patch.shape)}, but "
             f"the tensor is {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
     if not tensor.is_contiguous():

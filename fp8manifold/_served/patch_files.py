@@ -96,7 +96,9 @@ def read_changes(folder: str | Path) -> list[Patch]:
         expected |= {f"{number}.gaps", f"{number}.values"}
     if tensors.keys() != expected:
         odd = min(tensors.keys() ^ expected)
-        raise ValueError(f"{str(path)!r} is no file of write_changes: {odd!r} is odd in it")
+        raise ValueError(
+            f"{str(path)!r} is not a file of write_changes: {odd!r} is missing or not expected"
+        )
     return [
         _patch_of(name, tuple(shape), number, tensors, path)
         for number, (name, shape) in enumerate(described)
@@ -111,7 +113,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(path)
     # safetensors raises a class of its own
     except Exception as error:
-        raise ValueError(f"{str(path)!r} is no whole safetensors file: {error}") from None
+        raise ValueError(f"{str(path)!r} is not a complete safetensors file: {error}") from None
     return tensors
 
 
@@ -139,11 +141,12 @@ def _patch_of(
 ) -> Patch:
     values, gaps = tensors[f"{number}.values"], tensors[f"{number}.gaps"]
     if gaps.dtype is not torch.uint8 or gaps.dim() != 1 or values.dim() != 1:
-        raise ValueError(f"{str(path)!r} has places of {name!r} that are no bytes")
+        raise ValueError(f"{str(path)!r} is damaged: the places of {name!r} are not bytes")
     indices = decoded_gaps(gaps, len(values), prod(shape))
     if indices is None:
         raise ValueError(
-            f"{str(path)!r} has places of {name!r} that are not {len(values)} of {prod(shape)}"
+            f"{str(path)!r} is damaged: the places of {name!r} are not {len(values)} of "
+            f"{prod(shape)}"
         )
     patch = Patch(name, shape, values.dtype, indices, values)
     check_patch(patch)

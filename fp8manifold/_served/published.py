@@ -60,7 +60,7 @@ def _unit_of(name: str, place: Place, layout: FolderLayout, entry: Tensor) -> Un
     header = layout.headers[name]
     if is_in_codes:
         raise ValueError(
-            f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be served"
+            f"{place.target!r} is in codes, but {name!r} is {header.dtype}: it can't be served"
         )
     return FloatUnit(
         TensorMetadata(name, _served_dtype(header, entry.dtype), header.shape), place, entry

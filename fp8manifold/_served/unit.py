@@ -95,7 +95,8 @@ class Unit(ABC):
         """
         if self.is_sharded():
             raise TypeError(
-                f"{self.target!r} is sharded: each process has a part of it, which shards() yields"
+                f"{self.target!r} is sharded, and each process has a part of it: use shards(), "
+                "which yields that part"
             )
         for name, tensor, _ in self.shards(is_first=True):
             yield name, tensor
@@ -226,8 +227,8 @@ class CodesUnit(Unit):
         if has_scale_of_all:
             if weight.kept_scale.dim():
                 raise TypeError(
-                    f"{self.target!r} is sharded and has a scale for each row, and "
-                    f"{stored.codes!r} one for all: read files with a scale for each row"
+                    f"{self.target!r} is sharded and has a scale for each row, but "
+                    f"{stored.codes!r} has one for all: read files with a scale for each row"
                 )
             if share.ranks.rank == 0:
                 # Never as 0, which depends on the codes of all processes.

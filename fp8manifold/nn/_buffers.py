@@ -41,7 +41,7 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
                     raise ValueError(
                         f"buffer {buffer_name!r} has no values, and no state dict holds it: give "
                         f"its {type(module).__name__} a reset_parameters() that computes it, or "
-                        f"put in one that was made outside of torch.device('meta')"
+                        "replace the module by one made outside of torch.device('meta')"
                     )
                 values[buffer_name] = value
     return values

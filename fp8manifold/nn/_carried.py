@@ -278,16 +278,17 @@ def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         for addition in additions:
             if hasattr(new, addition):
                 raise ValueError(
-                    f"layer {name!r} has the attribute {addition!r}, which a {type(new).__name__} "
-                    f"needs: rename it, or leave the layer as it is with {{{name!r}: 'none'}}"
+                    f"layer {name!r} has the attribute {addition!r}, a name that "
+                    f"{type(new).__name__} uses itself: rename it, or leave the layer as it is "
+                    f"with {{{name!r}: 'none'}}"
                 )
         if old.weight is new.weight:
             continue
         for addition in _added_to_weight(old.weight):
             if hasattr(new.weight, addition):
                 raise ValueError(
-                    f"the weight of {name!r} has the attribute {addition!r}, which the quantised "
-                    f"weight needs: rename it"
+                    f"the weight of {name!r} has the attribute {addition!r}, a name that the "
+                    "quantised weight uses itself: rename it"
                 )
         has_hooks = any(getattr(old.weight, kind, None) for kind in _TENSOR_HOOKS)
         if has_hooks and _is_weight_transposed(old, new):

@@ -96,8 +96,8 @@ def grid_weight(
     """Return a weight's nearest points of a grid at a fresh scale, and the manifold."""
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
-            "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no "
-            "fake tensors: take storage='codes', or quantise a model that has values"
+            "storage='grid' can't be made under a FakeTensorMode, since geoopt's parameters can't "
+            "be fake tensors: take storage='codes', or quantise a model that has values"
         )
     values = weight.detach()
     manifold = FP8Manifold(
@@ -223,7 +223,7 @@ def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | 
             state.pop(f"{prefix}manifold.{name}", None)
         return (
             f"{scale_key} comes without {key}, whose values are points of the grid at that scale: "
-            "load both or none"
+            "load both or neither"
         )
     # torch says what is wrong with another shape
     if not isinstance(saved, Tensor) or saved.shape != weight.shape:

@@ -456,14 +456,14 @@ class QuantizedLinear(nn.Linear):
             return "torch 2.8 has no graph of a quantised layer with more than stored weights"
         for scaler in (self.weight_scaler, self.activation_scaler):
             if scaler is not None and getattr(scaler, "policy", "") == "static":
-                return "no graph holds a static scale, which the first tensor sets"
+                return "no graph can hold a static scale, which the first tensor sets"
             if scaler is not None and scaler.remembers and self.training:
-                return "no graph holds a delayed scale, which remembers tensors"
+                return "no graph can hold a delayed scale, which remembers tensors"
         if self.training and hasattr(self, "draws"):
-            return "no graph holds stochastic rounding, which counts passes"
+            return "no graph can hold stochastic rounding, which counts passes"
         gradients = (self.activation_gradient_scaler, self.weight_gradient_scaler)
         if torch.is_grad_enabled() and gradients != (None, None):
-            return "no graph holds a format of gradients, which is measured in the backward pass"
+            return "no graph can hold a format of gradients, which is measured in the backward pass"
         return ""
 
     def _has_only_stored_weights(self) -> bool:
@@ -504,10 +504,10 @@ class QuantizedLinear(nn.Linear):
     def _refuse_repetition(self) -> None:
         if is_backward() and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, with "
-                "other random bits or delayed scales: leave it out of activation checkpointing, "
-                "or take rounding='nearest' and policy='dynamic'; a pass that is no recomputation "
-                "runs under torch.no_grad()"
+                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, where "
+                "random bits or delayed scales would differ: leave it out of activation "
+                "checkpointing, or take rounding='nearest' and policy='dynamic'; if this pass is "
+                "no recomputation, run it under torch.no_grad()"
             )
 
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **options: Any) -> FP8Parameter:
@@ -639,7 +639,10 @@ class QuantizedLinear(nn.Linear):
         if not isinstance(saved, FP8Tensor):
             state_dict[key] = self._encoded(saved.detach().to(weight.dtype), weight)
         elif saved.format != weight.format:
-            return f"{key} is of {saved.format.name}, but this layer's is of {weight.format.name}"
+            return (
+                f"{key} is in {saved.format.name}, but this layer's weight is in "
+                f"{weight.format.name}"
+            )
         return None
 
 

@@ -236,13 +236,13 @@ def _unfit(
 ) -> list[str]:
     """Return a list of why a tensor can't be that of an entry; empty if it can."""
     if shape is not None and shape != tuple(entry.shape):
-        return [f"{name!r} has shape {shape} in the source, and {tuple(entry.shape)} in the model"]
+        return [f"{name!r} has shape {shape} in the source, but {tuple(entry.shape)} in the model"]
     is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype in FLOATS
     if dtype is not None and is_float != entry.is_floating_point():
-        kinds = ("floats", "no floats")
+        kinds = ("floats", "other numbers")
         return [
-            f"{name!r} holds {kinds[not is_float]} in the source, and {kinds[is_float]} in the "
-            f"model"
+            f"{name!r} holds {kinds[not is_float]} in the source, but {kinds[is_float]} in the "
+            "model"
         ]
     return []
 
@@ -261,7 +261,7 @@ def _read_one(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tenso
     for alias in names[1:]:
         if not torch.equal(tensors.read(alias), value):
             raise ValueError(
-                f"{names[0]!r} and {alias!r} differ in the source, and are one tensor in the model"
+                f"{names[0]!r} and {alias!r} differ in the source, but are one tensor in the model"
             )
     return value
 

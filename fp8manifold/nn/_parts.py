@@ -184,7 +184,7 @@ def _prepare_values(
         return None
     if saved.format == parameter.format:
         return None
-    return f"{key} is of {saved.format.name}, but this parameter is of {parameter.format.name}"
+    return f"{key} is in {saved.format.name}, but this parameter is in {parameter.format.name}"
 
 
 def _encoded_like(values: Tensor, parameter: FP8Parameter) -> FP8Parameter:
@@ -298,7 +298,7 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     has_traits = name + "_traits" in state
     if has_traits and not has_codes:
         raise ValueError(
-            f"{name} holds {saved.dtype}, and {name}_traits says codes, which can't be averaged or "
+            f"{name} holds {saved.dtype}, but {name}_traits says codes, which can't be averaged or "
             f"cast: average decoded weights (fm.averaged_model), or leave out {name}_scale, "
             f"{name}_counter and {name}_traits"
         )
@@ -308,8 +308,8 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
         return
     if has_traits and name + "_counter" not in state:
         raise ValueError(
-            f"{name} has {name}_traits and no {name}_counter: without the count of its draws, "
-            "training would go on otherwise than it was; take the whole state"
+            f"{name} has {name}_traits but no {name}_counter, the count of its random draws; "
+            "without it, training would not continue as it was: take the whole state"
         )
     options = {} if has_traits else _take_published(state, name, saved, local_of(weight))
     scale = state.pop(name + "_scale", None)
@@ -492,9 +492,9 @@ def read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
         if block and had_exponents is not (scale.dtype is torch.uint8):
             saved_as = "exponents" if had_exponents else "torch.float32"
             raise ValueError(
-                f"{name}_scale is {scale.dtype}, and was {saved_as} when it was saved: reading "
-                "cast it; read it into a tensor of that dtype, or load the file into a new model "
-                "first"
+                f"{name}_scale is {scale.dtype}, but was {saved_as} when it was saved, so reading "
+                "has cast it: read it into a tensor of that dtype, or load the file into a new "
+                "model first"
             )
         draws, retraction = _one_of(_DRAWS_AND_RETRACTIONS, pair)
         return {
@@ -527,12 +527,12 @@ def _take_published(
     """
     if name + "_counter" in state:
         raise ValueError(
-            f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions: "
+            f"{name} has a {name}_counter but no {name}_traits, as in files of earlier versions: "
             "pass the tensors and their header's metadata through fm.files.unflatten"
         )
     if float8_format(saved.dtype) is None:
         raise ValueError(
-            f"{name} holds uint8 codes, and {name}_traits, which say in which format, are missing"
+            f"{name} holds uint8 codes, but {name}_traits, which say in which format, are missing"
         )
     headers = {}
     for key in (name, *names_beside(name, state)):

@@ -440,14 +440,14 @@ def linear_from_codes(
         bias = None if bias is None else bias.to(dtype)
     if x.dtype != dtype:
         raise RuntimeError(
-            f"the input has dtype {x.dtype}, and the weight {dtype}: they must be the same"
+            f"the input has dtype {x.dtype}, but the weight {dtype}: they must be the same"
         )
     if not x.dim():
-        raise RuntimeError("the input has no dimension, and the last one must be of features")
+        raise RuntimeError("the input has no dimension; its last one must be the features")
     # before the function: torch 2.11 does not trace a size that it fixes within
     if x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"the input has {x.shape[-1]} features, and the layer takes {weight.shape[1]}"
+            f"the input has {x.shape[-1]} features, but the layer takes {weight.shape[1]}"
         )
     check_current(weight)
     refuse_trace()

@@ -93,7 +93,7 @@ class OperandSpec:
         )
         if scale is not None and policy is not None:
             raise ValueError(
-                f"scale={scale!r} leaves nothing to policy={policy!r}: give one of them"
+                f"scale={scale!r} and policy={policy!r} both set the scale: give one of them"
             )
         if scale is not None and granularity not in (None, "tensor"):
             raise ValueError(
@@ -115,9 +115,7 @@ class OperandSpec:
         policy = self.policy or defaults["policy"]
         if policy != "delayed":
             if self.history is not None:
-                raise ValueError(
-                    f"history={self.history} belongs to policy='delayed', not to {policy!r}"
-                )
+                raise ValueError(f"history={self.history} needs policy='delayed', not {policy!r}")
             defaults["history"] = None
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **missing)
@@ -334,13 +332,13 @@ class LayerSpec:
         has_delayed = any(spec.policy == "delayed" for spec in self.operands.values())
         if self.history is not None and not has_delayed:
             raise ValueError(
-                f"history={self.history} belongs to policy='delayed', which no operand has"
+                f"history={self.history} needs an operand with policy='delayed', and there is none"
             )
         has_other_products = self.products in ("int8", "decoded") or self.units == "int8"
         if self.gradient_products == "fp8" and has_other_products:
             raise ValueError(
-                f"gradient_products='fp8' belongs to products='fp8', not to "
-                f"products={self.products!r} of weight={_operand_format_name(self.weight)}"
+                f"gradient_products='fp8' needs products='fp8', not products={self.products!r} of "
+                f"weight={_operand_format_name(self.weight)}"
             )
         # refuses products that no size could have
         units_of(self, ALIGNMENT, ALIGNMENT)
@@ -526,7 +524,7 @@ def _read_spec(
 def check_storage_name(storage: object) -> None:
     """Raise ValueError for an unknown storage, and for the former name of one."""
     if storage == "fp8":
-        raise ValueError("storage='fp8' is called storage='codes' now: one byte of any format")
+        raise ValueError("storage='fp8' is now called storage='codes' (one byte, of any format)")
     check_choice("storage", storage, STORAGES)
 
 
@@ -664,7 +662,7 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
     needed = (shape, operand.format.name, operand.granularity)
     if properties != needed:
         raise ValueError(
-            f"codes are of (shape, format, granularity) {properties}, and the layer's weight is "
+            f"codes have (shape, format, granularity) {properties}, but the layer's weight has "
             f"{needed}"
         )
 

@@ -144,7 +144,7 @@ class GivenTensors:
     def read(self, name: str) -> Tensor:
         value = self._tensors[name]
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
+            raise TypeError(f"{name!r} has type {type(value).__name__}: a state dict holds tensors")
         return value.detach()
 
     def was_read(self, size: int) -> None:
@@ -183,7 +183,7 @@ class FileTensors:
             raise
         # safetensors raises a class of its own
         except Exception as error:
-            raise ValueError(f"{str(path)!r} is no whole safetensors file: {error}") from None
+            raise ValueError(f"{str(path)!r} is not a complete safetensors file: {error}") from None
         for name in names:
             if name in self._places:
                 raise ValueError(

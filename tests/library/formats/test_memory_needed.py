@@ -177,13 +177,13 @@ REFUSED = {
         {},
         {"optimizer": "adafactor", "moments": "float32"},
         ValueError,
-        "moments='float32' is no option of optimizer='adafactor'",
+        "moments='float32' is not an option of optimizer='adafactor'",
     ),
     "moments of a peer": (
         {},
         {"optimizer": "torch_adamw", "storage": "float", "moments": "8bit"},
         ValueError,
-        "moments='8bit' is no option of optimizer='torch_adamw'",
+        "moments='8bit' is not an option of optimizer='torch_adamw'",
     ),
     "keys": (
         {"model_type": "mistral", "num_key_value_heads": None},
@@ -212,5 +212,5 @@ def test_what_is_no_config_is_refused(config):
 def test_a_file_of_something_else_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config\.json' (is no JSON|has no settings)"):
+    with pytest.raises(ValueError, match=r"config\.json' (is not JSON|holds a list)"):
         fm.memory_needed(path)

@@ -256,7 +256,7 @@ def test_a_compiler_sees_one_graph_on_a_card(fmt, gradient):
                 rows,
                 width,
             ), rows
-    with pytest.raises(RuntimeError, match="the input has 64 features, and the layer takes 128"):
+    with pytest.raises(RuntimeError, match="the input has 64 features, but the layer takes 128"):
         product(torch.zeros(16, 64, dtype=torch.bfloat16))
 
 
@@ -663,7 +663,7 @@ REFUSED = {
     "LayerSpec('E4M3', products='fp4')": "ValueError: products='fp4' & decoded, fp8, int8, auto",
     "LayerSpec('E4M3', products='fp8', gradient_products='int8')": "ValueError: 'int8' & bfloat16, "
     "fp8",
-    "LayerSpec('E4M3', gradient_products='fp8')": "ValueError: belongs to products='fp8', not to "
+    "LayerSpec('E4M3', gradient_products='fp8')": "ValueError: needs products='fp8', not "
     "products='decoded'",
     "LayerSpec('E1M6', products='auto', gradient_products='fp8')": "ValueError: not to "
     "products='auto' of weight=E1M6",

@@ -96,7 +96,7 @@ def test_a_scale_without_weights_is_refused() -> None:
     del state["weight"]
     old_scale = layer.manifold.scale.clone()
     with pytest.raises(
-        RuntimeError, match=r"manifold\.scale comes without weight.*load both or none"
+        RuntimeError, match=r"manifold\.scale comes without weight.*load both or neither"
     ):
         layer.load_state_dict(state, strict=False)
     assert torch.equal(layer.manifold.scale, old_scale)

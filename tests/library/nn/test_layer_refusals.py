@@ -131,7 +131,7 @@ REFUSED = {
     "FP8Tensor.from_codes(codes, 1.0, 'E4M3', counter=ones(2))": "ValueError: counter & (2,)",
     "FP8Parameter(tensor([[1.0, -inf]]), 'E4M3')": "ValueError: (1, 2) hold NaN or Inf & E4M3",
     # copies, views and casts
-    "p.copy_(q)": "ValueError: of E5M2, but this one is of E4M3",
+    "p.copy_(q)": "ValueError: in E5M2, but this one is in E4M3",
     "p.copy_(parameter(shape=(4, 32)))": "ValueError: shape",
     "whole.copy_(p)": "ValueError: a scale for each channel, this one for each tensor",
     "p.copy_(blocks)": "ValueError: a scale for each block, this one for each channel",
@@ -182,9 +182,9 @@ SPECS = {
     "policy='static'",
     "weight={'format': 'E4M3', 'scale': 1.0, 'granularity': 'block'}": "ValueError: "
     "granularity='block'",
-    "weight={'format': 'E4M3', 'history': 20}": "ValueError: history=20 belongs to policy='delayed'",
+    "weight={'format': 'E4M3', 'history': 20}": "ValueError: history=20 needs policy='delayed'",
     "weight={'format': 'E4M3', 'policy': 'delayed', 'history': 0}": "ValueError: history=0",
-    "weight='E4M3', history=20": "ValueError: history=20 belongs to policy='delayed', which no "
+    "weight='E4M3', history=20": "ValueError: history=20 needs an operand with policy='delayed', and "
     "operand",
     "weight='E4M3', rounding='splitt'": "ValueError: rounding='splitt' & did you mean 'split'",
     "activation={'format': 'E4M3', 'granularity': 'channel', 'policy': 'static'}": "ValueError: "
@@ -220,7 +220,7 @@ FORMATS = {
 }
 OPTIONS = {
     "storage='gird'": "ValueError: did you mean 'grid'",
-    "storage='fp8'": "ValueError: is called storage='codes' now",
+    "storage='fp8'": "ValueError: is now called storage='codes'",
     "granularity='row', storage='grid'": "ValueError: granularity='row'",
     "rounding='up', storage='grid'": "ValueError: rounding='up'",
     "headroom='16', storage='grid'": "TypeError: headroom='16'",
@@ -324,7 +324,7 @@ REFUSED |= {
     "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: manifold "
     "is of E5M2",
     "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is of E4M3, but "
-    "this one is of E5M2",
+    "this one is in E5M2",
     "FP8Manifold('E4M3').load_state_dict(FP8Manifold('E4M3', ones(2, 1)).state_dict())": "RuntimeError: "
     "size "
     "mismatch",

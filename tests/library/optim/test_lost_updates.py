@@ -309,7 +309,7 @@ REFUSALS = {
         network,
         lambda m: Scaled(m.parameters(), 0.1, [1.0]),
         TypeError,
-        "Scaled needs its attribute 'factor' in a step",
+        "Scaled uses its attribute 'factor' in a step",
     ),
     "float64": (
         lambda: network(torch.float64),

@@ -329,7 +329,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(TypeError, match="arguments is a SimpleNamespace without adam_beta1"):
         trainer_optimizer(incomplete)
     scaled = SimpleNamespace(**{**vars(arguments), "fp16": True})
-    with pytest.raises(ValueError, match="in_backward=True does not go with fp16=True"):
+    with pytest.raises(ValueError, match="in_backward=True can't be used with fp16=True"):
         trainer_optimizer(scaled, in_backward=True)
     factory, chosen = trainer_optimizer(arguments, moment="8bit")
     with pytest.raises(TypeError, match="unexpected keyword argument 'moment'"):

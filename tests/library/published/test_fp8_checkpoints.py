@@ -110,7 +110,7 @@ def test_saved_settings_name_no_path_and_say_that_the_source_is_to_be_given(tmp_
     again = load(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.model").unlink()
     with pytest.warns(
-        UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any more: give source="
+        UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any longer: give source="
     ):
         save(again, tmp_path / "again")
     assert files(tmp_path / "again").keys() == files(folder).keys() - {"tokenizer.model"}
@@ -118,10 +118,10 @@ def test_saved_settings_name_no_path_and_say_that_the_source_is_to_be_given(tmp_
     assert files(tmp_path / "again").keys() == files(folder).keys()
     (folder / "tokenizer.model").unlink()
     with pytest.warns(
-        UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any more: give source="
+        UserWarning, match=r"not copied: tokenizer\.model; not in '.*' any longer: give source="
     ):
         save(model, tmp_path / "again")
-    with refused(FileNotFoundError, "'nowhere' is no folder"):
+    with refused(FileNotFoundError, "'nowhere' is neither a folder"):
         save(model, tmp_path / "again", source="nowhere")
 
 

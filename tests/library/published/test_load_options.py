@@ -69,8 +69,8 @@ def test_a_generation_config_that_is_given_stays(folder: Path) -> None:
 ONE = "a model is read to one device: give device="
 #: options, the error, and words of it
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "meta": ({"device": "meta"}, ValueError, "device='meta' has no values"),
-    "device_map meta": ({"device_map": "meta"}, ValueError, "device='meta' has no values"),
+    "meta": ({"device": "meta"}, ValueError, "device='meta' can't hold the values"),
+    "device_map meta": ({"device_map": "meta"}, ValueError, "device='meta' can't hold the values"),
     "device_map auto": ({"device_map": "auto"}, ValueError, "device_map='auto': " + ONE),
     "device_map of two": (
         {"device_map": {"model": 0, "lm_head": "cpu"}},
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "tp_plan": ({"tp_plan": "auto"}, ValueError, "tp_plan='auto': " + ONE),
     "adapter": ({"adapter_name": "x"}, ValueError, "adapter_name='x'"),
     "subfolder": ({"subfolder": "nowhere"}, FileNotFoundError, "has no folder 'nowhere'"),
-    "unknown": ({"use_cash": True}, TypeError, "'use_cash' is no option & of LlamaConfig"),
+    "unknown": ({"use_cash": True}, TypeError, "'use_cash' is neither an option & of LlamaConfig"),
     "more layers": ({"num_hidden_layers": 2}, ValueError, "the model has 'model.layers.1."),
     "fewer layers": ({"num_hidden_layers": 0}, ValueError, "layers.0. & has no place in the"),
 }

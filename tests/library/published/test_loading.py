@@ -153,9 +153,12 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
     ({"extra": torch.zeros(1)}, "the source has 'extra', which the model lacks"),
     (
         {"one.weight": torch.zeros(64, 31)},
-        "'one.weight' has shape (64, 31) in the source, and (64, 32) in the model",
+        "'one.weight' has shape (64, 31) in the source, but (64, 32) in the model",
     ),
-    ({"count": torch.zeros(3)}, "'count' holds floats in the source, and no floats in the model"),
+    (
+        {"count": torch.zeros(3)},
+        "'count' holds floats in the source, but other numbers in the model",
+    ),
     (
         {"two.weight": torch.full((32, 64), float("nan"))},
         "the weight of 'two': weights of shape (32, 64) hold NaN or Inf: they can't be stored in "
@@ -163,7 +166,7 @@ UNFIT: list[tuple[dict[str, Tensor | None], str]] = [
     ),
     (
         {"head.weight": torch.zeros(12, 32)},
-        "'tokens.weight' and 'head.weight' differ in the source, and are one tensor in the model",
+        "'tokens.weight' and 'head.weight' differ in the source, but are one tensor in the model",
     ),
 ]
 

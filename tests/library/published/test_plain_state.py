@@ -86,7 +86,7 @@ def test_options_of_rounding_are_those_of_the_state(own: Any, saved: Any) -> Non
 def test_a_state_without_a_count_is_refused(name: str) -> None:
     state = quantized_net().state_dict()
     del state[f"{name}_counter"]
-    with pytest.raises(RuntimeError, match=f"{name} has {name}_traits and no {name}_counter"):
+    with pytest.raises(RuntimeError, match=f"{name} has {name}_traits but no {name}_counter"):
         quantized_net().load_state_dict(state)
 
 

@@ -143,7 +143,7 @@ REFUSED: list[tuple[str, Change, str]] = [
         in_a_wrapper_of_the_user,
         "'model.layers.2. & 'model-0000 & 'model.layers.2.inner. & layout='floats'",
     ),
-    ("squares, shards", base_alone, "'lm_head.weight' & no place in the model any more"),
+    ("squares, shards", base_alone, "'lm_head.weight' & is no longer in the model"),
     ("squares, shards", without_the_last_layer, "'model.layers.3. & no place in the model"),
     ("squares, shards", without_a_layer_inside, "'model.layers.3. & no place in the model"),
     ("squares, shards", with_a_parametrisation, "'lm_head.weight' & which has 'lm_head.param"),

@@ -64,7 +64,7 @@ def of_net(options):
     train(net)
     sharded(net)
     weights = fm.served_weights(net)
-    with pytest.raises(TypeError, match=r"is sharded: each process has a part .* shards\(\)"):
+    with pytest.raises(TypeError, match=r"is sharded, and each process has a part .* shards\(\)"):
         list(weights)
     with pytest.raises(TypeError, match=r"is sharded: .* share_scales_\(\) before fully_shard"):
         weights.share_scales_()

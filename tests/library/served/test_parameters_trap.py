@@ -12,7 +12,7 @@ import fp8manifold as fm
 
 #: what other libraries announce is their own business
 pytestmark = pytest.mark.filterwarnings("ignore")
-REFUSAL = "would send the values of this Sequential under the names of codes"
+REFUSAL = "would send float values of this Sequential under the names of codes"
 GENERATION = "trl.generation.vllm_generation"
 VLLM = "vllm.distributed.weight_transfer.base"
 

@@ -106,11 +106,11 @@ def patch_of(**parts: Any) -> fm.Patch:
 
 
 MISFITS = {
-    "another name": ({"name": "v"}, "'v', and no tensor of that name"),
-    "another shape": ({"shape": (2, 8)}, r"shape \(2, 8\), and the tensor is"),
+    "another name": ({"name": "v"}, "there is no tensor 'v', for which there is a patch"),
+    "another shape": ({"shape": (2, 8)}, r"shape \(2, 8\), but the tensor is"),
     "another dtype": (
         {"dtype": torch.int8, "values": torch.tensor([1, 2], dtype=torch.int8)},
-        "torch.int8 of shape .* and the tensor is torch.uint8",
+        "torch.int8 of shape .* but the tensor is torch.uint8",
     ),
     "an index too high": ({"indices": torch.tensor([1, 16])}, "from 1 to 16: ascending ones"),
     "an index below 0": ({"indices": torch.tensor([-1, 3])}, "from -1 to 3: ascending ones"),
@@ -214,7 +214,7 @@ def test_half_a_file_is_refused(tmp_path: Path) -> None:
     fm.write_changes(tmp_path, [patch_of()])
     path = tmp_path / "changes.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="no whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         fm.read_changes(tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_a_patched_folder_has_the_bytes_of_the_model(tmp_path: Path) -> None:
 def test_a_folder_that_a_patch_does_not_fit_is_left_as_it_was(tmp_path: Path) -> None:
     _, patches = saved_and_trained(tmp_path)
     before = content(tmp_path)
-    with pytest.raises(ValueError, match="'other', and no tensor of that name"):
+    with pytest.raises(ValueError, match="there is no tensor 'other'"):
         fm.apply_changes(tmp_path, [*patches, patches[0]._replace(name="other")])
     assert content(tmp_path) == before
     with pytest.raises(FileNotFoundError, match="has no weights"):
