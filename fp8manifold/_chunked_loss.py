@@ -42,13 +42,13 @@ Change = Callable[[Tensor], Tensor]
 
 
 class ChunkedLoss:
-    """The loss of a model in chunks, until it is removed.
+    """A handle on the loss of a model in chunks, which removes it again.
 
     :func:`chunked_loss` returns it. It is a context manager that removes it at its end.
 
     Args:
         model: a language model of transformers.
-        tokens: of a chunk.
+        tokens: the number per chunk.
 
     Example:
         >>> import fp8manifold as fm
@@ -78,8 +78,8 @@ class ChunkedLoss:
     def remove(self) -> None:
         """Compute the loss from all logits again.
 
-        A second call changes nothing. What was put in the place of ``forward`` since
-        stays there.
+        A second call changes nothing. A ``forward`` that has replaced the chunked one
+        since then stays.
         """
         if vars(self.model).get(_HANDLE) is not self:
             return
@@ -100,11 +100,11 @@ def chunked_loss(model: Any, tokens: int = 256) -> ChunkedLoss:
     .. math:: L = \frac{1}{n} \sum_{\text{chunks}} \sum_{i \in \text{chunk}}
               -\log \operatorname{softmax}(W h_i)_{y_i}
 
-    ``model(..., labels=labels)`` returns the same loss, up to the order of its sums, and
-    ``num_items_in_batch``, ``shift_labels`` and ignored labels count as before. The
+    ``model(..., labels=labels)`` returns the same loss, up to the order of its sums,
+    and ``num_items_in_batch``, ``shift_labels`` and ignored labels count as before. The
     logits of a chunk exist while its loss is computed, and once more in the backward
-    pass: they take memory for ``tokens`` in place of all tokens, and the output layer
-    multiplies four times in place of three. On a GPU with Liger installed its fused
+    pass: they take memory for ``tokens`` instead of all tokens, and the output layer
+    multiplies four times instead of three. On a GPU with Liger installed its fused
     linear cross-entropy takes the place of this loop, with chunks of its own size,
     where the output layer only multiplies by its weight.
 
@@ -115,13 +115,13 @@ def chunked_loss(model: Any, tokens: int = 256) -> ChunkedLoss:
     Args:
         model: changed in place. It may be quantised, have adapters, and tie its output
             layer to the embedding.
-        tokens: of a chunk, of all sequences together.
+        tokens: the number per chunk, over all sequences together.
 
     Returns:
         A handle with ``remove()``, which is a context manager too.
 
     Raises:
-        TypeError: no model of transformers, or an output layer that is none.
+        TypeError: not a transformers model, or one without an output layer.
         ValueError: a number of tokens out of range, or an output layer that scales its
             operands by the tokens that it sees together.
         RuntimeError: the model's loss is in chunks already. In a forward pass: a model

@@ -41,7 +41,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     ``module``. Under ``fully_shard`` each process averages its rows.
 
     Args:
-        model: is not changed; its quantised layers are ordinary ones in the average.
+        model: the model, which is not changed. In the average its quantised layers are
+            ordinary layers.
         options: ``device``, ``avg_fn`` and ``multi_avg_fn`` of ``AveragedModel``.
 
     Returns:

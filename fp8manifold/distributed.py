@@ -48,14 +48,14 @@ def sync(model: nn.Module, group: Any = None) -> None:
     synced, whatever ``init_sync`` is.
 
     Args:
-        model: of the same layers, formats and shapes in every process; NaN, Inf, -0 and
-            empty tensors as they are.
+        model: a model with the same layers, formats and shapes in every process; NaN,
+            Inf, -0 and empty tensors as they are.
         group: the process group; None takes the default one.
 
     Raises:
         RuntimeError: no process group; a model that is sharded already, or that differs
-            between processes (before anything changes); later, if processes train other
-            parameters than each other, or if the model runs in a ``Join`` without
+            between processes (before anything changes); later, if processes train
+            different parameters, or if the model runs in a ``Join`` without
             ``throw_on_early_termination=True``.
 
     Example:
@@ -119,11 +119,13 @@ def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
     """Return a DTensor of all rows of a parameter, from those that this process has.
 
     Args:
-        parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
-        own: of any dtype; NaN, Inf and -0 as they are; no rows are an empty tensor.
+        parameter: a parameter after ``fully_shard``; for any other, ``own`` is returned
+            unchanged.
+        own: the rows of this process, of any dtype, an empty tensor if there are none;
+            NaN, Inf and -0 as they are.
 
     Raises:
-        AttributeError: after ``fully_shard``, ``own`` is no tensor.
+        AttributeError: after ``fully_shard``, ``own`` is not a tensor.
 
     Example:
         >>> in_rows_of(nn.Parameter(torch.zeros(2, 2)), torch.ones(2, 3)).shape
@@ -368,7 +370,7 @@ def check_digest(state: Mapping[str, Any]) -> None:
         state: as in :func:`digest`, after ``dcp.load``.
 
     Raises:
-        RuntimeError: the state is another.
+        RuntimeError: the state is not the one whose digest it holds.
         TypeError, ValueError: as :func:`digest`; it has no digest.
 
     Example:

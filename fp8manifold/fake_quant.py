@@ -56,7 +56,7 @@ def fake_quantize(
             against its blocks of 32. None takes :func:`amax_scale` of ``x``.
         granularity: ``tensor``, ``channel`` or ``block``, as in :func:`amax_scale`.
         axis: the channel axis.
-        pow2: round the scale of None up to a power of two.
+        pow2: round a measured scale (``scale=None``) up to a power of two.
         ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0
             where ``x`` saturates), ``relu`` (1 for positive ``x``, 0 elsewhere),
             ``none`` (0, the true derivative).

@@ -1,7 +1,7 @@
 """Parts of what :func:`fp8manifold.load` and :func:`fp8manifold.save` do.
 
-They serve models that are not of transformers, and whoever reads or writes files by
-other means.
+They are for models that are not of transformers, and for whoever reads or writes files
+by other means.
 """
 
 from fp8manifold._doors.exchange import layout_state_dict

@@ -154,8 +154,8 @@ class FloatFormat:
 
         Raises:
             TypeError: ``name`` is not a string.
-            ValueError: it can't be read. The message names what was expected and the
-                nearest known name.
+            ValueError: ``name`` can't be read. The message says what is allowed and
+                names the nearest known name.
 
         Example:
             >>> FloatFormat.from_string("e5m2").max

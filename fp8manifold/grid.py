@@ -123,8 +123,8 @@ def round_to_grid(
         if the layout has it; an empty tensor stays empty.
 
     Raises:
-        TypeError: ``x`` is no float tensor, or float16 with a format that reaches
-            beyond it; a key word is no int.
+        TypeError: ``x`` is not a float tensor, or is float16 with a format that reaches
+            beyond it; a key word is not an int.
         ValueError: an unknown format or mode, ``stochastic`` without ``seed`` or
             ``bits``, or a key out of range.
 
@@ -180,7 +180,7 @@ def encode(
     Args:
         x: float16, bfloat16, float32 or float64 tensor of any shape.
         fmt: a format or its name.
-        rounding: as in :func:`round_to_grid`, like all that follow.
+        rounding: as in :func:`round_to_grid`, like the arguments below.
         overflow: ``saturate`` or ``inf_or_nan``.
         seed: key word of the random bits of ``stochastic``, as in
             :func:`fp8manifold.random_bits`.

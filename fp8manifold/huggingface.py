@@ -79,9 +79,9 @@ def trainer_optimizer(
 
     Learning rate, betas, eps and decay are those of the arguments, for ``adafactor``
     learning rate and decay. Biases and norms don't decay. ``in_backward`` uses
-    :func:`fp8manifold.optim.step_in_backward`: with ``clip="previous"``, where the
-    first step only measures the norm, or under ``gradient_accumulation_steps`` with
-    ``accumulate="bfloat16"``, clipped by the norm of the sums.
+    :func:`fp8manifold.optim.step_in_backward` with ``clip="previous"``; the first step
+    then only measures the norm. Under ``gradient_accumulation_steps`` it uses
+    ``accumulate="bfloat16"`` and clips by the norm of the sums.
 
     Args:
         arguments: ``TrainingArguments``, or those of a library that builds on it
@@ -90,16 +90,17 @@ def trainer_optimizer(
             (``StiffnessMuon.for_model``) or ``adafactor``
             (:class:`~fp8manifold.optim.StiffnessAdafactor`).
         in_backward: whether to step in the backward pass.
-        **options: the optimizer's, in place of the arguments'; for ``muon`` those of
-            ``for_model`` too.
+        **options: options of the optimizer, which replace the arguments'; for ``muon``
+            those of ``for_model`` too.
 
     Returns:
         A factory, and the options that it is called with beside the model.
 
     Raises:
-        TypeError: no arguments of a trainer; in the factory, an unknown option.
-        ValueError: another rule; ``fp16=True`` with ``in_backward``; in the factory,
-            options of the optimizer's.
+        TypeError: ``arguments`` are not those of a trainer; in the factory, an unknown
+            option.
+        ValueError: an unknown rule; ``fp16=True`` with ``in_backward``; in the factory,
+            an option that the optimizer refuses.
         ImportError, RuntimeError: in the factory, transformers is missing;
             ``in_backward`` in several processes.
 

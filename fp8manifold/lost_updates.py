@@ -69,7 +69,7 @@ class ReportedUpdate:
 
     @property
     def lost(self) -> int:
-        """Count of the updates that are lost, which only rounding to nearest does."""
+        """Number of updates that are lost; only rounding to nearest loses any."""
         return self.below if self.rounding == "nearest" else 0
 
     @property

@@ -4,8 +4,8 @@
 
 `StiffnessManifold` is the continuous interval ``[-s max, s max]``. Its chart counts
 representable steps from zero, so a tangent vector ``u`` at ``x`` is ``u / S(x)`` steps
-long, where ``S(x)`` is one ULP there. ``expmap`` goes so many steps along the chart and
-comes back; lengths and distances are numbers of steps.
+long, where ``S(x)`` is one ULP there. ``expmap`` goes that many steps along the chart
+and returns the value there; lengths and distances are numbers of steps.
 
 `FP8Manifold` has the numbers of the grid as its points: it inherits the interval's
 geometry, but ``projx`` and ``retr`` round.
@@ -57,8 +57,9 @@ class StiffnessManifold(Manifold):  # type: ignore[misc]  # geoopt is untyped
     ``projx`` stop at the ends ``+-s max``, also for Inf. +0 and -0 are one point. NaN
     stays NaN, and an empty tensor stays empty.
 
-    Under ``ulp`` it is piecewise flat, not smooth: ``S`` jumps at powers of two, where
-    ``exp_x`` has a derivative of 1 away from zero and of 1/2 towards it.
+    Under the metric ``ulp`` the manifold is piecewise flat, not smooth: ``S`` jumps at
+    powers of two, where ``exp_x`` has a derivative of 1 away from zero and of 1/2
+    towards it.
 
     Args:
         fmt: a format or its name.
@@ -301,11 +302,12 @@ class FP8Manifold(StiffnessManifold):
     .. math:: R_x(u) = s \, \mathrm{round}(\exp_x(u) / s), \qquad
               \mathrm{projx}(x) = s \, \mathrm{round}(x / s)
 
-    Rounding to ``nearest`` violates ``dR_x(0) = id``, which a retraction must fulfil: a
-    step below half an ULP does nothing, and training stalls. Under ``stochastic``
-    rounding ``E[R_x(u)] = exp_x(u)`` away from the ends of the range. So it holds in the
-    mean, except at powers of two, where ``exp_x`` takes small steps towards zero half as
-    far. With the ``euclidean`` retraction ``E[R_x(u)] = x + u``, also there.
+    A retraction must fulfil ``dR_x(0) = id``. Rounding to ``nearest`` does not: a step
+    below half an ULP does nothing, and training stalls. Under ``stochastic`` rounding
+    ``E[R_x(u)] = exp_x(u)`` away from the ends of the range, so ``dR_x(0) = id`` holds
+    in the mean. Powers of two are an exception: there ``exp_x`` takes small steps
+    towards zero half as far. With the ``euclidean`` retraction ``E[R_x(u)] = x + u`` at
+    powers of two as well.
 
     NaN, Inf and empty tensors are treated as in :class:`StiffnessManifold`. -0 becomes
     +0 if the format's layout has no -0.

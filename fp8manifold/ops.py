@@ -50,7 +50,7 @@ def fp8_mm(
 
     Its gradients are products of the same kind, in which the gradient G of C is
     quantised too: :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`. Rounding is to
-    nearest; gradients pass unchanged.
+    nearest; gradients pass through it unchanged.
 
     ``torch._scaled_mm`` multiplies E4M3 and E5M2 (but not two of E5M2) on CUDA devices
     of compute capability 9.0 or later, if both dimensions of the second matrix are
@@ -60,19 +60,19 @@ def fp8_mm(
     Args:
         a: a float matrix ``(M, K)``.
         b: a float matrix ``(K, N)``.
-        a_format: of ``a``; with None (or ``"none"``) it is not quantised.
-        b_format: of ``b``, likewise.
-        gradient_format: of G; None does not quantise it.
+        a_format: the format of ``a``; None (or ``"none"``) does not quantise it.
+        b_format: the format of ``b``, likewise.
+        gradient_format: the format of G; None does not quantise it.
         granularity: one scale for each matrix (``tensor``), or for each row of the
             first and each column of the second (``channel``), with which the gradients'
             products quantise all three matrices again.
         a_scale: a positive scale of ``a`` in the forward product, with ``tensor`` also
             in the backward one: a number, or float32 of shape ``()``; with ``channel``
             ``(M, 1)``. None takes :func:`fp8manifold.amax_scale`.
-        b_scale: of ``b``, likewise; with ``channel`` ``(1, N)``.
+        b_scale: the scale of ``b``, likewise; with ``channel`` ``(1, N)``.
         pow2: round measured scales up to powers of two.
-        out_dtype: of the result; if None the dtype of autocast, whose operands are
-            quantised as they are, or without it that of ``a``.
+        out_dtype: the dtype of the result. None takes that of autocast, whose operands
+            are quantised as they are, or without autocast that of ``a``.
 
     Returns:
         ``(M, N)``, empty where M or N is 0. NaN in an operand is NaN in what depends on
@@ -80,7 +80,7 @@ def fp8_mm(
         G with Inf or NaN makes both gradients NaN, so that saturation does not hide it.
 
     Raises:
-        TypeError: an operand that is no float tensor.
+        TypeError: an operand that is not a float tensor.
         ValueError: shapes that do not fit, an unknown format or granularity, or a scale
             that is not positive.
 

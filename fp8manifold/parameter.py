@@ -25,8 +25,8 @@ class FP8Parameter(FP8Tensor, ManifoldParameter):  # type: ignore[misc]  # geoop
     Args:
         w, fmt: as in :class:`FP8Tensor`.
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``,
-            ``retraction``, ``seed``, ``dtype`` and ``keep_remainder``, as there, and
-            ``requires_grad``, True by default.
+            ``retraction``, ``seed``, ``dtype`` and ``keep_remainder``, as in
+            :class:`FP8Tensor`, and ``requires_grad``, True by default.
 
     An :class:`FP8Tensor` without options, or with a parameter's attributes as options,
     shares its codes and scales.

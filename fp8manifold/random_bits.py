@@ -124,8 +124,8 @@ def random_bits(
         int32 tensor of ``shape``; empty for an empty shape.
 
     Raises:
-        TypeError, ValueError: a key word is no int, or below 0 or above ``2**64 - 1``;
-            unknown ``draws``.
+        TypeError, ValueError: a key word is not an int, or below 0 or above ``2**64 -
+            1``; unknown ``draws``.
 
     Example:
         >>> whole = random_bits(6, seed=1, step=2, stream=3)

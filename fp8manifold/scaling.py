@@ -114,7 +114,7 @@ def amax_scale(
         than ``2^-126``.
 
     Raises:
-        TypeError, ValueError: ``x`` is no float tensor; an unknown format or
+        TypeError, ValueError: ``x`` is not a float tensor; an unknown format or
             granularity, an axis that ``x`` does not have, a last dimension that 32 does
             not divide, or float64 values beyond float32, which have no scale.
 
@@ -255,9 +255,9 @@ def storage_scale(
         granularity: one scale for the ``tensor``, each ``channel``, each ``row`` of the
             last dimension, each ``block`` of 32 weights along it, or each ``square`` of
             128 x 128 in the last two.
-        headroom: at least 1. None takes 16, but in a format of few binades no more than
-            keeps the largest weight at 8 times the smallest normal, and no less than 2:
-            more would leave most weights subnormal, or zero.
+        headroom: at least 1. None takes 16. In a format of few binades it takes less,
+            which leaves the largest weight at 8 times the smallest normal, but no less
+            than 2: with more headroom most weights would be subnormal, or zero.
         axis: the channel axis.
 
     Returns:
@@ -288,8 +288,8 @@ def storage_scale(
 def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float = 1.0) -> Tensor:
     """Return the scale for weights that are all replaced.
 
-    It is the present one unless some weights saturate, it is 16 times too wide, or it
-    is no positive normal number.
+    It is the present one, unless some weights saturate at it, or it is 16 times too
+    wide, or not a positive normal number.
     """
     valid = (scale >= torch.finfo(scale.dtype).tiny) & scale.isfinite()
     target = _target_of_amax(fmt, usual_headroom(fmt, least))
@@ -317,7 +317,7 @@ def widened_scale(
 ) -> Tensor:
     r"""Return the scale that stored weights should have.
 
-    It is the present one, unless the largest weight left the middle of its range.
+    It is the present one, unless the largest weight has left the middle of the range.
 
     .. math:: s' = s^* \text{ where } amax \ge s \, max \text{ or } 16 s^* \le s, \qquad
               s' = s \text{ elsewhere},
@@ -334,13 +334,13 @@ def widened_scale(
         headroom: as in :func:`storage_scale`.
 
     Returns:
-        float32, of the shape of ``scale``, times powers of two; unchanged where
-        ``amax`` is 0 (+0 or -0) or NaN, the largest there is (``2^127`` of powers of
-        two) where it is Inf. Empty tensors give an empty one.
+        float32 in the shape of ``scale``: the present scale times powers of two. It is
+        unchanged where ``amax`` is 0 (+0 or -0) or NaN. Where ``amax`` is Inf it is the
+        largest possible, ``2^127`` for powers of two. Empty tensors give an empty one.
 
     Raises:
-        TypeError, ValueError: ``amax`` or ``scale`` is no float tensor; a headroom that
-            is no number or below 1.
+        TypeError, ValueError: ``amax`` or ``scale`` is not a float tensor; a headroom
+            that is not a number, or below 1.
 
     Example:
         >>> scale = torch.tensor([0.5, 0.5, 0.5])

@@ -58,23 +58,23 @@ class FP8Tensor(ScaledTensor):
 
     .. math:: w = s \cdot \operatorname{decode}(code)
 
-    Scales that it chooses are powers of two, so products are exact; with given scales
-    the product is rounded to float32, and from there to bfloat16. To torch it is a
-    float32 or bfloat16 tensor, which operators decode when they run. In-place operators
-    (``add_``, a torch optimizer's) run in float32 and round the result, at the same
-    scale unless all values are replaced: ``normal_`` gives a new scale, as do copied
+    By default scales are powers of two, so the product is exact. With a given ``scale``
+    it is rounded to float32, and from there to bfloat16. To torch this is a float32 or
+    bfloat16 tensor, which operators decode when they run. In-place operators (``add_``,
+    a torch optimizer's) run in float32 and round the result at the same scale. Writes
+    that replace all values may choose a new scale: ``normal_`` does, and so do copied
     floats that would saturate or vanish.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
-        fmt: a format or its name; None: that of ``w`` if it is one of these tensors, or
-            E4M3.
+        fmt: a format or its name. None takes the format of ``w`` if ``w`` is in codes,
+            and E4M3 otherwise.
         granularity: one scale for the ``tensor``, each ``channel`` (index of the first
             dimension), each ``row`` of the last dimension, each ``block`` of 32 along
             it, or each ``square`` of 128 x 128 in the last two.
-        headroom: of the scale, as in :func:`fp8manifold.storage_scale`, except that
-            None may go down to 1 in a format of few binades; other libraries'
-            optimizers need 2 or more.
+        headroom: how many times the largest value may grow before it saturates, as in
+            :func:`fp8manifold.storage_scale`. Here None may go down to 1 in a format of
+            few binades; other libraries' optimizers need 2 or more.
         scale: positive and normal: a number, or a tensor of the granularity's shape;
             values beyond its range saturate.
         rounding: how values written in place are rounded: ``stochastic`` or
@@ -107,7 +107,7 @@ class FP8Tensor(ScaledTensor):
     codes and a scale of 1.
 
     Raises:
-        TypeError: ``w`` is no float tensor, or an option of another type.
+        TypeError: ``w`` is not a float tensor, or an option has another type.
         ValueError: an unknown format or option, a scale that does not fit, NaN without
             a code, or values not finite.
 
@@ -205,7 +205,7 @@ class FP8Tensor(ScaledTensor):
     ) -> Self:
         """Make a tensor of codes and scales.
 
-        It has them without a copy, except for scales of blocks that are powers of two.
+        They are not copied, except for scales of blocks that are powers of two.
 
         Args:
             codes: uint8, contiguous.
@@ -416,9 +416,9 @@ class FP8Tensor(ScaledTensor):
         return storage.dequantize_codes(codes, scale, self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Round ``values`` in the tensor's mode, in place, at the present scale.
+        """Round ``values`` as ``rounding`` says, at the present scale, in place.
 
-        Warns where some values saturate, or all under a scale are lost.
+        Warns if values saturate, or if all values under a scale are too small for it.
         """
         check_not_lent(self)
         scale = self.expanded_scale()
@@ -449,8 +449,9 @@ class FP8Tensor(ScaledTensor):
     def adopt(self, other: "FP8Tensor") -> None:
         """Take codes, scale and remainder of another tensor, in place and exactly.
 
-        ``copy_`` of a tensor does so. The counter becomes the larger one, so that no
-        draw is used twice, and in ``Module.load_state_dict`` that of the other one.
+        ``copy_`` of a tensor in codes does this. The counter becomes the larger of the
+        two, so that no draw is used twice; in ``Module.load_state_dict`` it becomes the
+        other tensor's.
 
         Raises:
             TypeError: the source has no codes.
@@ -538,7 +539,7 @@ class FP8Tensor(ScaledTensor):
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale, by one unbiased (stochastic) rounding.
 
-        Values that the new grid has stay exactly.
+        Values that are on the new grid do not change.
 
         With an optimizer's residual, the sum of weight and residual is preserved,
         rounded to 1/256 of a step.

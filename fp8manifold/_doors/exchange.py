@@ -134,8 +134,8 @@ def layout_state_dict(
     where scales are powers of two. NaN and -0 are preserved.
 
     Args:
-        model: of :func:`fp8manifold.quantize_model`; other parameters in codes than weights of
-            linear layers are written as floats.
+        model: a model of :func:`fp8manifold.quantize_model`; parameters in codes that
+            are not weights of linear layers are written as floats.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``,
             which takes E4M3, E5M2, E4M3FNUZ and E5M2FNUZ. Squares of 128 x 128 are
             ``fp8``'s alone.
@@ -150,12 +150,12 @@ def layout_state_dict(
     Names have no parts of ``torch.compile``, ``checkpoint_wrapper`` or DDP.
 
     Raises:
-        ImportError, TypeError: torchao is missing; ``model`` is no module, or a sharded
-            one.
+        ImportError, TypeError: torchao is missing; ``model`` is not a module, or is
+            sharded.
         ValueError: an unknown layout; activations, a format, scales or a layer that the
             layout can't describe; values between those of the format; PEFT's adapters;
-            a weight that the model's ``state_dict`` has under no name of its layer; or
-            no quantised weight.
+            a weight that is missing from the model's ``state_dict``; or no quantised
+            weight.
 
     Warns:
         UserWarning: with ``fp8``, of matrices that end in a partial square after a

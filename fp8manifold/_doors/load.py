@@ -50,13 +50,14 @@ def load(
     storage: Storage = "codes",
     **transformers_options: Any,
 ) -> Any:
-    r"""Read a model of transformers into codes, whatever its folder has.
+    r"""Read a model of transformers into codes, whatever its folder holds.
 
     .. math:: w = s \cdot \operatorname{decode}(code)
 
     - Floats become codes of ``formats`` as they are read, one tensor at a time.
     - Published codes (FP8, MXFP8, MXFP4) are taken as they are, with their scales.
-    - A folder of :func:`save` gives back the very codes, scales, seeds and counts.
+    - A folder of :func:`save` gives back exactly the codes, scales, seeds and counts
+      that were saved.
     - GGUF is read as floats by transformers, and then quantised.
 
     One line in the log ``fp8manifold`` says what was read and how many bytes. The
@@ -65,27 +66,27 @@ def load(
 
     Args:
         name_or_folder: a local folder, a GGUF file, or a model's name on the Hub.
-        formats: of floats and GGUF, as in :func:`quantize_model`; other folders have
-            their own.
-        embeddings: of floats and GGUF, as there.
-        dtype: of what stays float, and the one that weights in codes appear in:
-            float32 or bfloat16. For floats the default is ``"auto"`` of
-            ``from_pretrained``, so that a folder of float16 or float64 needs one. For
-            codes it is that of ``config.json``, or bfloat16 where that is neither. From a
-            folder of :func:`save` every tensor has by default the dtype that it was
-            saved in, and is rounded where a ``dtype`` asks for it.
+        formats: the formats for floats and GGUF, as in :func:`quantize_model`; other
+            folders have formats of their own.
+        embeddings: formats of embeddings, for floats and GGUF, as in
+            :func:`quantize_model`.
+        dtype: float32 or bfloat16: the dtype of what stays float, and the apparent
+            dtype of weights in codes. The default depends on the folder. For floats it
+            is ``"auto"`` of ``from_pretrained``, so that a folder of float16 or float64
+            needs a ``dtype``. For codes it is that of ``config.json``, or bfloat16 if
+            that is neither. In a folder of :func:`save` it is the dtype in which each
+            tensor was saved; another ``dtype`` rounds it.
         device: where the model goes; by default the CPU.
-        storage: of floats and GGUF, as in :func:`quantize_model`.
-        **transformers_options: of ``from_pretrained``. ``subfolder``, ``revision``,
-            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` say
-            where the files are. For floats also the other options of
-            :func:`quantize_model`. For published codes ``rounding``, ``draws`` and
-            ``seed`` are of the weights, as there, in place of what :func:`save` has
-            noted of them; ``activations`` is ``float``, which
-            leaves inputs as they are, or ``as stored``, which rounds them at the files'
-            ``input_scale``. For what is in codes all others are settings of
-            ``config.json`` (``attention_dropout=0.1``), which :func:`save` does not
-            write, or are refused.
+        storage: the storage for floats and GGUF, as in :func:`quantize_model`.
+        **transformers_options: options of ``from_pretrained``. ``subfolder``,
+            ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and
+            ``force_download`` say where the files are. Floats also take the other
+            options of :func:`quantize_model`. Published codes take ``rounding``,
+            ``draws`` and ``seed`` of the weights, which replace those that :func:`save`
+            has stored, and ``activations``: ``float`` leaves inputs as they are, ``as
+            stored`` rounds them at the files' ``input_scale``. For codes, any other
+            option is a setting of ``config.json`` (``attention_dropout=0.1``), which
+            :func:`save` does not write, or it is refused.
 
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode; for
@@ -93,14 +94,14 @@ def load(
         unexpected. NaN and -0 among codes are preserved.
 
     Raises:
-        ImportError, FileNotFoundError: transformers is missing; no such folder or model,
-            or one without weights or settings.
-        TypeError, ValueError: floats without ``formats``; an option that means nothing
-            for this folder; floats that were changed since :func:`save` wrote them with
-            their scales; an unsupported layout; a tensor that the model or the files
-            lack; scales that one parameter can't hold where the model fuses weights;
-            floats beside published codes that ``dtype`` does not hold exactly; as
-            :func:`quantize_model`.
+        ImportError, FileNotFoundError: transformers is missing; no such folder or
+            model, or a folder without weights or settings.
+        TypeError, ValueError: floats without ``formats``; an option that this kind of
+            folder does not take; floats that were changed since :func:`save` wrote them
+            with their scales; an unsupported layout; a tensor that the model or the
+            files lack; scales that one parameter can't hold where the model fuses
+            weights; floats beside published codes that ``dtype`` does not hold exactly;
+            as :func:`quantize_model`.
 
     Example:
         >>> import fp8manifold as fm

@@ -75,13 +75,14 @@ def save(
 
     .. math:: \operatorname{load}(\operatorname{save}(model)) = model
 
-    - None: as the model was read, where that was a published layout, in whose files a
-      weight that was not trained is the same bytes; otherwise ``floats``.
+    - None: the published layout from which the model was read, in which a weight that
+      was not trained keeps its bytes; for any other model ``floats``.
       ``model.save_pretrained(folder)`` does the same.
     - ``floats``: ``model.safetensors`` has the values that the model computes with, in
-      bfloat16 where it holds them exactly, else in float32. Any library reads them. A
-      file beside, ``fp8manifold.grids``, has formats, scales, seeds and counts, from
-      which :func:`load` makes the very codes. Float storages have their floats there.
+      bfloat16 where it holds them exactly, else in float32. Any library reads them. The
+      file ``fp8manifold.grids`` beside it has formats, scales, seeds and counts, from
+      which :func:`load` restores the exact codes. For float storages that file has
+      their floats.
     - ``codes``: ``codes.safetensors`` has one byte per weight, under names that no float
       layer has (``weight_codes``). Only :func:`load` reads it.
     - ``compressed-tensors``, ``torchao``, ``fp8`` (DeepSeek's squares): the tensors of
@@ -90,32 +91,34 @@ def save(
       are not in these.
 
     Args:
-        model: quantised, also under wrappers of torch. It does not change, except where
-            a published layout has one scale for rows that the model joins and whose
-            scales differ by now: these rows share the largest from then on.
-        folder: made if it is not there. Weights of an earlier save are replaced, and
-            what would be read beside the new ones is refused.
+        model: a quantised model, also under wrappers of torch. Saving changes it in one
+            case: if a published layout has one scale for rows that the model joins, and
+            the scales of these rows have become different, the rows share the largest
+            scale from then on.
+        folder: created if it is missing. Weights of an earlier save are replaced. A
+            folder with files that would be read beside the new weights is refused.
         layout: one of the above.
         activations: ``E4M3`` lets readers of ``compressed-tensors`` round inputs, as in
             :func:`fp8manifold.files.layout_state_dict`.
-        source: of a published layout, the folder that was read, or its name on the Hub;
-            by default where it was found. Tensors without a place in the model are
-            copied from it.
+        source: for a published layout, the folder from which the model was read, or its
+            name on the Hub; by default where it was found. Tensors that the model has
+            no place for are copied from it.
 
-    Floats and codes preserve NaN and -0. Save the tokenizer by itself.
+    Floats and codes preserve NaN and -0. Save the tokenizer separately.
 
     Raises:
         ImportError: transformers or safetensors is missing.
-        TypeError, ValueError: no model of transformers; one without a quantised layer;
-            an unknown layout, or one that can't describe the model; an option of
+        TypeError, ValueError: not a transformers model, or one without a quantised
+            layer; an unknown layout, or one that can't describe the model; an option of
             another layout; adapters of PEFT; a sharded model; a file in ``folder`` that
-            would be read beside the weights; of a published layout, a tensor of the
-            files that the model has lost, or a parameter that they have no place for.
-        FileNotFoundError: ``source`` is needed, and unknown or gone.
+            would be read beside the weights; for a published layout, a tensor of the
+            files that the model no longer has, or a parameter that the files have no
+            place for.
+        FileNotFoundError: ``source`` is needed, but not known or no longer there.
 
     Warns:
-        UserWarning: of a published layout, the tokenizer's or other files that can't be
-            copied; with ``fp8``, matrices that end in a partial square after a whole
+        UserWarning: for a published layout, files of the tokenizer or others that can't
+            be copied; with ``fp8``, matrices that end in a partial square after a whole
             one, which transformers' ``dequantize=True`` reads wrongly.
 
     Example:

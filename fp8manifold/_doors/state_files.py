@@ -64,17 +64,19 @@ def load_state(
 
     .. math:: w = s \cdot \operatorname{decode}(code)
 
-    Image models are read so, by ComfyUI's names for scales (``scale_weight``, or
-    ``weight_scale`` with ``comfy_quant``), and all layouts that :func:`fp8manifold.load`
-    knows.
+    It reads image models with ComfyUI's names for scales (``scale_weight``, or
+    ``weight_scale`` with ``comfy_quant``), and all layouts that
+    :func:`fp8manifold.load` knows.
 
     Args:
         source: a safetensors file, several, or their folder.
-        dtype: the one that weights in codes appear in: bfloat16 or float32.
+        dtype: the apparent dtype of weights in codes: bfloat16 or float32.
         device: where the tensors go.
-        rounding: of the weights, as in :func:`fp8manifold.quantize_model`.
-        draws: of the weights, as there.
-        seed: of the weights, as there.
+        rounding: how weights in codes are rounded, as in
+            :func:`fp8manifold.quantize_model`.
+        draws: random draws for weights in codes, as in
+            :func:`fp8manifold.quantize_model`.
+        seed: key of the random bits, as in :func:`fp8manifold.quantize_model`.
 
     Returns:
         The tensors by their names in the files. A weight in codes is an
@@ -84,7 +86,7 @@ def load_state(
 
     Raises:
         FileNotFoundError, ImportError: no such file; safetensors is missing.
-        ValueError: codes that are stored in a way that is not read.
+        ValueError: codes that are stored in an unsupported way.
 
     Example:
         >>> import fp8manifold as fm
@@ -149,10 +151,10 @@ def save_state(state: Mapping[str, Tensor], path: str | Path, layout: str = "com
 
     Args:
         state: a module's ``state_dict()``, or of :func:`load_state`. Floats are written
-            as they are. Of a weight in codes, seeds, counts of stochastic rounding and
-            a ``weight_remainder`` are not. A layer's scale of inputs gets the layout's
-            name for it.
-        path: of the file, which is replaced once it is written.
+            as they are. Seeds, counts of stochastic rounding and the
+            ``weight_remainder`` of a weight in codes are not written. A layer's scale
+            of inputs gets the layout's name for it.
+        path: the file; an existing one is replaced once the new one is written.
         layout: one of the above.
 
     NaN and -0 are preserved.

@@ -36,8 +36,8 @@ class MemoryNeeded:
 
     Args:
         parameters: the number of the model's parameters.
-        moment: when that is: ``loss``, ``output layer``, ``block``, ``embedding`` or
-            ``step``.
+        moment: when the sum is largest: ``loss``, ``output layer``, ``block``,
+            ``embedding`` or ``step``.
         weights, state, gradients, activations, logits, workspace: bytes.
 
     Example:
@@ -83,7 +83,7 @@ def memory_needed(
     sequences: int = 1,
     device: str = "cuda",
 ) -> MemoryNeeded:
-    r"""Return the memory that a step of training all of a language model takes.
+    r"""Return the memory that a step of training all weights of a language model takes.
 
     .. math:: \max_t \; \text{weights} + \text{state} + \text{gradients}_t
               + \text{activations}_t + \text{logits}_t + \text{workspace}_t
@@ -103,17 +103,17 @@ def memory_needed(
             ``adamw8bit`` of torchao or bitsandbytes.
         storage: ``codes`` stores each linear weight in a byte, with a scale per row;
             ``float`` leaves it in ``dtype``.
-        dtype: ``bfloat16`` or ``float32``, of what is computed, of gradients, and of what
-            is not in codes.
+        dtype: ``bfloat16`` or ``float32``: the dtype of arithmetic, of gradients, and
+            of what is not in codes.
         moments: ``8bit``, which is the default, ``bfloat16`` or ``float32``; for
             ``adamw``, ``muon`` and ``lion`` only.
         embeddings: whether embeddings are in codes too.
         in_backward: whether each parameter steps in the backward pass.
-        chunk: the tokens of :func:`fp8manifold.huggingface.chunked_loss`; None computes
-            the loss from all logits.
+        chunk: tokens per chunk of :func:`fp8manifold.huggingface.chunked_loss`; None
+            computes the loss from all logits.
         checkpointing: whether each block is computed again in the backward pass.
-        tokens: of a sequence.
-        sequences: of a step.
+        tokens: the number per sequence.
+        sequences: the number per step.
         device: ``cuda``, or ``cpu``, where some products and steps copy their operands.
 
     Returns:
@@ -121,7 +121,7 @@ def memory_needed(
 
     Raises:
         ImportError: transformers is missing, for a folder or an id.
-        TypeError: settings, a number, or what is true or false, of another type.
+        TypeError: settings, a number or a flag of another type.
         ValueError: a kind of model whose parameters are not known, a setting that is
             missing or out of range, or an unknown option.
 

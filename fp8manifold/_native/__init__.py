@@ -28,7 +28,7 @@ _WORTH_A_THREAD: Final = 65_536
 class NativeUnavailableWarning(UserWarning):
     """A warning that steps, decoding and rounding run without native code.
 
-    The results are the same, several times slower.
+    The results are the same, but take several times longer.
     """
 
 

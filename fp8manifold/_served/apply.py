@@ -24,12 +24,12 @@ def apply_changes(target: Mapping[str, Tensor] | str | Path, patches: Iterable[P
             a folder of safetensors, such as :func:`save` writes and a server reads. A
             file that has changed tensors is written anew and takes the place of the old
             one, so that a reader which has mapped the old one keeps it.
-        patches: of :meth:`ServedChanges.since_last`, :func:`read_changes`, or several
-            processes.
+        patches: the result of :meth:`ServedChanges.since_last` or :func:`read_changes`,
+            or those of several processes together.
 
-    Bits are copied: NaN and -0 are those of the patch. Of a folder in several files each
-    is replaced at once, and one after the other. Counts of stochastic rounding, which
-    :func:`save` writes beside, are in no patch.
+    Bits are copied: NaN and -0 are those of the patch. If a folder has several files,
+    each is replaced as a whole, one after the other. Patches do not have the counts of
+    stochastic rounding, which :func:`save` writes beside the weights.
 
     Raises:
         ImportError: safetensors is missing, for a folder.

@@ -12,17 +12,17 @@ from fp8manifold._served.weights import ServedWeights
 
 
 class ServedChanges:
-    r"""The entries of served weights that differ from the last time, as patches.
+    r"""The entries of served weights that have changed since the last call, as patches.
 
     .. math:: \{(i, v_i) : v_i \ne u_i\}
 
-    u are the bits of the last time, of which a copy is kept, and v those of now. A
-    server that had the weights when this was made has them again after each round of
-    patches (:func:`apply_changes`), to the byte.
+    Here ``u`` are the bits at the last call, of which a copy is kept, and ``v`` the
+    bits now. A server that had the weights when this object was made has them again, to
+    the byte, after each round of patches (:func:`apply_changes`).
 
     Args:
-        weights: of :func:`served_weights`. Of a sharded model each process has the
-            patches of its rows, in places of the whole tensor.
+        weights: the result of :func:`served_weights`. For a sharded model each process
+            has the patches of its rows, with positions in the whole tensor.
         shadow: device of the copy, which takes one byte per weight in codes.
 
     Attributes:

@@ -17,11 +17,11 @@ class Patch(NamedTuple):
     """Entries of one tensor that have changed.
 
     Attributes:
-        name: of the tensor.
-        shape: of the whole tensor.
-        dtype: of the tensor.
-        indices: of the entries in the flat tensor, int32 or int64, ascending.
-        values: what they are now, in the tensor's dtype.
+        name: the tensor's name.
+        shape: the shape of the whole tensor.
+        dtype: the tensor's dtype.
+        indices: positions of the entries in the flat tensor, int32 or int64, ascending.
+        values: the entries as they are now, in the tensor's dtype.
     """
 
     name: str

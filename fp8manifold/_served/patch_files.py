@@ -34,12 +34,12 @@ _MOST_BYTES: Final = 9
 
 
 def write_changes(folder: str | Path, patches: Iterable[Patch]) -> None:
-    """Write patches to ``changes.safetensors`` of a folder, in the place of earlier ones.
+    """Write patches to ``changes.safetensors`` of a folder, replacing earlier ones.
 
-    A patch takes one byte for a code, and one or two for where it is.
+    A patch takes one byte for each changed code, and one or two for its position.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it is missing.
         patches: of :meth:`ServedChanges.since_last`.
 
     Nothing is pickled, and a reader sees the earlier file or the new one.
@@ -75,12 +75,12 @@ def read_changes(folder: str | Path) -> list[Patch]:
     """Read the patches that :func:`write_changes` wrote.
 
     Args:
-        folder: as there.
+        folder: as in :func:`write_changes`.
 
     Raises:
         ImportError: safetensors is missing.
         FileNotFoundError: no ``changes.safetensors`` there.
-        TypeError, ValueError: a file that is not whole, or that holds no patches.
+        TypeError, ValueError: a file that is incomplete, or that holds no patches.
 
     Example:
         >>> import fp8manifold as fm

@@ -31,7 +31,7 @@ ServedLayout = Literal["compressed-tensors", "fp8"]
 class ServedWeights:
     """The weights of a model as a server takes them; made by :func:`served_weights`.
 
-    Every pass asks the model anew, so it yields what the last step has left.
+    Each iteration reads the model anew, so it yields the weights after the last step.
     """
 
     def __init__(self, model: nn.Module, layout: ServedLayout | None = None) -> None:
@@ -67,8 +67,8 @@ class ServedWeights:
         """Yield (name, tensor, place) of the rows that this process has.
 
         ``place`` has the ``offset`` of the first element in the flat tensor, and the
-        ``shape`` of the whole. What all processes have comes from the first. Without
-        ``fully_shard`` tensors are whole.
+        ``shape`` of the whole. Tensors that all processes have are yielded by the first
+        one only. Without ``fully_shard`` tensors are whole.
 
         Raises:
             TypeError: a sharded weight with scales that can't be served by rows.
@@ -80,8 +80,8 @@ class ServedWeights:
     def groups(self) -> list[list[str]]:
         """Return the names of each group that is sent at once, in the order of iteration.
 
-        A decoder layer with all its tensors is one: a server that gets one matrix of a
-        fused qkv, or codes without their scales, computes NaN.
+        A decoder layer with all its tensors is one group: a server that gets only one
+        matrix of a fused qkv, or codes without their scales, computes NaN.
         """
         return in_layers(metadata.name for metadata in self.metadata())
 
@@ -110,12 +110,11 @@ class ServedWeights:
         return digests
 
     def share_scales_(self) -> None:
-        """Give rows of the model one scale where the server has one for them.
+        """Give rows of the model a common scale where the server has one for them.
 
-        It is the largest of their scales. This is needed where a model fuses matrices
-        that have one scale each, and a step has changed the scale of some rows. Values
-        are rounded by
-        :meth:`FP8Tensor.rescale_`.
+        The common scale is the largest of theirs. This is needed where a model fuses
+        matrices that have one scale each, and a step has changed the scale of some
+        rows. Values are rounded by :meth:`FP8Tensor.rescale_`.
 
         Raises:
             TypeError: a sharded model.
@@ -157,26 +156,26 @@ def served_weights(model: nn.Module, layout: ServedLayout | None = None) -> Serv
     optimizer are not changed.
 
     Args:
-        model: of :func:`fp8manifold.load`, or of :func:`quantize_model`; also under
+        model: a model of :func:`fp8manifold.load` or :func:`quantize_model`, also under
             wrappers of torch, or sharded by rows (``fully_shard``).
         layout: ``compressed-tensors`` (scales of tensors, rows or blocks) or ``fp8``
             (squares of 128 x 128), as of :func:`fp8manifold.save`. By default the one
             that the model was read in, or that its scales fit.
 
     Returns:
-        A source of tensors, which may be iterated again after each step. Names are those
-        of published files; experts that the model has in one stack are one matrix each.
-        Floats have the dtype of the file, or the model's where that is wider. Codes and
-        float32 scales are views; other scales are made anew, one at a time.
+        A source of tensors, which may be iterated again after each step. Names are
+        those of published files; experts that the model has in one stack are one matrix
+        each. Floats have the dtype of the file, or the model's if that is wider. Codes
+        and float32 scales are views; other scales are computed, one at a time.
 
     Tied tensors come once. NaN and -0 are preserved. From then on functions of TRL and
     vLLM that send ``named_parameters()`` refuse the model: they would send values under
     the names of codes.
 
     Raises:
-        TypeError, ValueError: no module; an unknown layout, or one that can't describe
-            the model; adapters of PEFT; a tensor that the model has lost since it was
-            read.
+        TypeError, ValueError: ``model`` is not a module; an unknown layout, or one that
+            can't describe the model; adapters of PEFT; a tensor that the model has lost
+            since it was read.
 
     Example:
         >>> from torch import nn

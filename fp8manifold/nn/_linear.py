@@ -86,21 +86,21 @@ class QuantizedLinear(nn.Linear):
             ``master`` its weight too.
         spec: formats and options.
         storage: ``codes``, ``grid`` or ``master``.
-        headroom: of stored weights, as in :func:`quantize_model`.
-        rounding: of stored weights, as in :func:`quantize_model`.
-        seed: of stored weights and of stochastic rounding in the two passes; every
-            layer needs another.
-        keep_remainder: with ``codes``, store the rounding's remainder, with which
-            residuals begin; fine-tuning needs it.
+        headroom: how many times stored weights may grow, as in :func:`quantize_model`.
+        rounding: how stored weights are rounded, as in :func:`quantize_model`.
+        seed: key of the random bits of stored weights and of stochastic rounding in the
+            two passes; every layer needs another one.
+        keep_remainder: with ``codes``, store the remainder of rounding the weights,
+            with which an optimizer's residuals begin; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float for
             :meth:`quantize_weight_gradient`.
         global_with: a layer whose gradients under ``scale="global"`` share their
             magnitude with this one's.
-        draws: of stored weights, as in :func:`quantize_model`.
-        retraction: of stored weights, as in :func:`quantize_model`.
-        codes: with storage ``codes``, the weight in codes of the specification's format and
-            granularity, used without a copy, and given ``seed``; of ``linear.weight``
-            only the shape is used then.
+        draws: random draws for stored weights, as in :func:`quantize_model`.
+        retraction: the path of Riemannian steps, as in :func:`quantize_model`.
+        codes: with storage ``codes``, a weight that is in codes already, in the
+            specification's format and granularity. It is used without a copy, and gets
+            ``seed``; only the shape of ``linear.weight`` is used then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler``
     and ``weight_gradient_scaler`` have the scales, as ``value``. They are None for
@@ -108,15 +108,16 @@ class QuantizedLinear(nn.Linear):
     prevents the fused operators of ``nn.TransformerEncoderLayer``.
 
     Under activation checkpointing a repeated pass gives the same bits. A layer that
-    draws random bits or delays its scales refuses it.
+    draws random bits or delays its scales refuses to repeat a pass.
 
     Raises:
-        TypeError: ``linear`` is no ``nn.Linear``; a weight of a dtype that the storage
-            or its format does not have.
+        TypeError: ``linear`` is not an ``nn.Linear``; a weight of a dtype that the
+            storage or its format does not have.
         ValueError: an unknown storage, weights that are not finite, or an option that
             the storage does not have.
-        RuntimeError: ``products`` the device lacks; ``grid`` in a FakeTensorMode; in a
-            call, a repetition or no codes.
+        RuntimeError: ``products`` that the device lacks; ``grid`` in a FakeTensorMode;
+            in a call, a repeated pass whose bits would differ, or a weight that is no
+            longer in codes.
 
     Example:
         >>> from fp8manifold import LayerSpec

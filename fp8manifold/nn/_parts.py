@@ -398,18 +398,18 @@ def unflatten(
     squares; ``w_counter``, int64, stochastic writes; ``w_remainder``, int8, the
     remainder of the first rounding, until an optimizer uses it; ``w_traits``, 11 int64.
 
-    These are exponent bits, mantissa bits, bias, numbers of layout and rounding, seed,
-    number of the dtype, block size or 0 (negative: scales in float32), whether
-    operators' names enter the draws, the number of draws and retraction, and the added
-    dimensions (none where there are ten numbers).
+    The numbers of ``w_traits`` are exponent bits, mantissa bits, bias, numbers of
+    layout and rounding, seed, number of the dtype, block size or 0 (negative: scales in
+    float32), whether operators' names enter the draws, the number of draws and
+    retraction, and the added dimensions (none where there are ten numbers).
 
     ``load_state_dict`` of quantised layers loads them in every storage, and also codes
     with only scales, as compressed-tensors has them.
 
     Args:
         tensors: by name, as from ``safetensors.torch.load_file``.
-        metadata: of a file from an earlier version, whose header has what ``w_traits``
-            has now.
+        metadata: the metadata of a file from an earlier version, whose header has what
+            ``w_traits`` has now.
 
     Returns:
         The state with an :class:`fp8manifold.FP8Parameter` for every weight in codes;
@@ -418,7 +418,7 @@ def unflatten(
     NaN and -0 are preserved, and empty tensors allowed.
 
     Raises:
-        TypeError: ``tensors`` is no mapping.
+        TypeError: ``tensors`` is not a mapping.
         ValueError: parts that are missing or do not fit together, or metadata that
             can't be read.
 

@@ -281,7 +281,7 @@ class Scale(Scaler):
         """Take a scale, such as one from a file, for all tensors from now on.
 
         Raises:
-            TypeError: ``scale`` is no float tensor.
+            TypeError: ``scale`` is not a float tensor.
             ValueError: the policy is not ``static``.
         """
         working_dtype(scale, "scale")

@@ -37,16 +37,16 @@ GLOBAL: Final = "global"
 class OperandSpec:
     """The format and options of a weight, an activation or a gradient.
 
-    Options that are None are the layer's.
+    Options that are None are taken from the layer.
 
     Args:
         format: a format or its name.
         granularity: one scale per ``tensor``, per ``channel`` (row: an output of a
             weight, a token of an activation or gradient), per ``block`` of 32 along a
-            row, a power of two (E8M0), or, for stored weights, per ``square`` of 128 x
+            row (a power of two, E8M0), or, for stored weights, per ``square`` of 128 x
             128.
-        policy: of the scale, as in :class:`Scale`.
-        history: of the policy ``delayed``, usually 16 to 100 tensors.
+        policy: when the scale is measured, as in :class:`Scale`.
+        history: the number of tensors for the policy ``delayed``, usually 16 to 100.
         rounding: ``nearest`` or ``stochastic``.
         scale: None measures it; a number is the scale; ``global`` takes one magnitude
             for all of a model's gradients.
@@ -194,26 +194,29 @@ class LayerSpec:
     """The formats of a linear layer's operands, and how these are quantised.
 
     An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None
-    or ``"none"`` (not quantised). Options that it does not have are the layer's.
+    or ``"none"`` (not quantised). Options that an operand does not give are taken from
+    the layer.
 
     Args:
         weight, activation: operands: the weight, and the layer's input.
-        granularity: of the weight's scale, as in :class:`OperandSpec`; activations and
-            gradients have one per tensor.
-        policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.
-        ste: of weight and activation, as in :func:`fake_quantize`; None takes
-            ``identity``.
+        granularity: which weights share a scale, as in :class:`OperandSpec`;
+            activations and gradients have one scale per tensor.
+        policy: when scales are measured, as in :class:`Scale`; None takes ``dynamic``.
+        ste: the straight-through estimator of weight and activation, as in
+            :func:`fake_quantize`; None takes ``identity``.
         gradient: an operand for both gradients, or a mapping with the keys
             ``activation`` (the gradient of the output) and ``weight``; they become
             ``activation_gradient`` and ``weight_gradient``.
         rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the
             backward pass only.
-        history: of the policy ``delayed``; None takes 16.
-        products: how the matmul runs, with storage ``codes``: ``decoded``; on units of
-            ``fp8`` (E4M3, E5M2) or ``int8`` (E1M6), where input and gradient are
-            rounded to E4M3 or INT8 and results differ; or ``auto``.
-        gradient_products: with products on ``fp8`` units, what the weight's gradient is
-            computed in.
+        history: the number of tensors for the policy ``delayed``; None takes 16.
+        products: what the matmul multiplies, with storage ``codes``. ``decoded``:
+            values. ``fp8`` (E4M3, E5M2) and ``int8`` (E1M6): codes, on such units of
+            the device; input and gradient are rounded to E4M3 or INT8, so results
+            differ. ``auto``: codes if the device has fast units for them, otherwise
+            values.
+        gradient_products: ``bfloat16`` or ``fp8``: what the weight's gradient is
+            computed in, with ``products`` on ``fp8`` units.
 
     Codes are multiplied if rows and columns are multiples of 16, with one scale per
     ``tensor`` or ``channel``, and without ``activation`` and ``gradient``. NaN or Inf

@@ -82,26 +82,27 @@ def quantize_model(
     """Put a model's linear weights into one byte each.
 
     Call it once weights are loaded and on their device, before ``torch.compile``,
-    ``DistributedDataParallel`` and ``fully_shard``, and before the optimizer is made. An
-    optimizer that was made before goes on, since parameters stay the same objects, as
-    under ``Module.to``. Where they can't, its next step raises RuntimeError and names
-    them: a copied or transposed weight, one that a graph, a weak reference or C++ code
-    holds, or a model that is a layer itself.
+    ``DistributedDataParallel`` and ``fully_shard``, and before the optimizer is made.
+    An optimizer that was made earlier keeps working, since parameters stay the same
+    objects, as under ``Module.to``. Some weights can't: one that is copied or
+    transposed, one that a graph, a weak reference or C++ code holds, or that of a model
+    that is a layer itself. The next step of that optimizer then raises RuntimeError and
+    names them.
 
-    Its linear layers become :class:`QuantizedLinear`; the model's own code does not
+    The linear layers become :class:`QuantizedLinear`; the model's own code does not
     change. Quantisation-aware training is ``storage="master"``.
 
     A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches
-    ``blocks.0.mlp.fc``, ``*`` matches everything. The one with the most literal
-    characters wins, or the later one of two that have equally many.
+    ``blocks.0.mlp.fc``, ``*`` matches everything. The pattern with the most literal
+    characters wins; of two with equally many, the later one.
 
-    ``nn.Linear`` itself and transformers' ``Conv1D`` are replaced, with their hooks,
-    attributes and gradients. Embeddings, norms and attention products are not, unless
-    ``parameters`` or ``embeddings`` says so. PEFT's adapters are not, unless a pattern
-    names their part (``lora_*``). Nor are a mixture's routers, unless a pattern names
-    them: parts called ``router`` or ``shared_expert_gate``, or a ``gate`` in a module
-    that has ``experts``. A layer whose weight is computed or whose ``forward`` was
-    replaced is skipped by ``*`` and refused if a pattern names it.
+    Layers of ``nn.Linear`` itself and transformers' ``Conv1D`` are replaced, with their
+    hooks, attributes and gradients. Embeddings, norms and attention products are not,
+    unless ``parameters`` or ``embeddings`` says so. PEFT's adapters are not, unless a
+    pattern names their part (``lora_*``). A mixture's routers are not, unless a pattern
+    names them. Routers are parts called ``router`` or ``shared_expert_gate``, or a
+    ``gate`` in a module that has ``experts``. A layer whose weight is computed or whose
+    ``forward`` was replaced is skipped by ``*`` and refused if a pattern names it.
     :func:`quantization_report` says what was replaced, what was not, and why.
 
     Args:
@@ -112,31 +113,34 @@ def quantize_model(
         storage: ``codes`` (one byte per weight, no copy), ``grid`` (the same values in
             float32) or ``master`` (quantisation-aware training: float weights, rounded
             in the forward pass).
-        granularity: of the weight scales, if only a format is given, as in
+        granularity: which weights share a scale, if only a format is given, as in
             :class:`OperandSpec`.
-        headroom: of stored weights, as in :class:`FP8Tensor`.
-        rounding: of stored weights, for writers without such an option, such as
-            geoopt's and torch's optimizers.
-        seed: of stored weights and of stochastic rounding; each layer's seed is derived
-            from it.
-        keep_remainder: of stored weights, as in :class:`QuantizedLinear`.
+        headroom: how many times stored weights may grow before they saturate, as in
+            :class:`FP8Tensor`.
+        rounding: how stored weights are rounded by writers that have no such option,
+            such as geoopt's and torch's optimizers.
+        seed: key of the random bits of stored weights and of stochastic rounding; each
+            layer's seed is derived from it.
+        keep_remainder: store the remainder of rounding the weights, as in
+            :class:`QuantizedLinear`.
         defer_weight_gradients: leave the weights' gradients in float for
             :func:`quantize_weight_gradients`.
-        tied: for a layer that shares its weight with another module: ``refuse``,
-            ``untie`` it (a copy) or ``leave`` it.
-        draws: of stored weights: ``independent``, or ``dither``
-            (:func:`fp8manifold.random_bits`); an optimizer's own option takes
-            precedence, and other operators that write always have independent ones.
-        retraction: of stored weights, for Riemannian optimizers: ``exponential``, along
-            the chart, or ``euclidean``, straight in value (:class:`FP8Manifold`); an
-            optimizer's own option takes precedence.
-        products: how the matmul runs, if only a format is given, as in
+        tied: what becomes of a layer that shares its weight with another module:
+            ``refuse`` it, ``untie`` it (it gets a quantised copy) or ``leave`` it in
+            float.
+        draws: random draws for stored weights: ``independent``, or ``dither``
+            (:func:`fp8manifold.random_bits`). An optimizer's own option takes
+            precedence; other operators that write always use independent draws.
+        retraction: the path on which Riemannian optimizers step stored weights:
+            ``exponential``, along the chart, or ``euclidean``, straight in value
+            (:class:`FP8Manifold`). An optimizer's own option takes precedence.
+        products: what the matmul multiplies, if only a format is given, as in
             :class:`LayerSpec`.
-        parameters: with ``codes``, other parameters of two or more dimensions, by
-            patterns over their names such as ``"*.experts.*"``, or a mapping from
-            pattern to format. Each becomes an :class:`FP8Parameter` of its module, a
-            scale per row of the last dimension or filter of a convolution unless
-            ``granularity`` differs.
+        parameters: with ``codes``, other parameters of two or more dimensions to
+            quantise: patterns over their names such as ``"*.experts.*"``, or a mapping
+            from pattern to format. Each becomes an :class:`FP8Parameter` of its module,
+            with a scale per row of the last dimension, or per filter of a convolution,
+            unless ``granularity`` says otherwise.
         embeddings: with ``codes``, a format for every ``nn.Embedding``, or a mapping from
             pattern to format; only the rows that are looked up are decoded, and a head
             that shares the weight shares its codes.
@@ -146,8 +150,9 @@ def quantize_model(
 
     Raises:
         TypeError, ValueError: a pattern that matches no linear layer that can be
-            replaced; an unknown format or option; a layer that is quantised already, in
-            two places or shared under ``tied="refuse"``; weights not finite.
+            replaced; an unknown format or option; a layer that is quantised already, is
+            in two places, or is shared under ``tied="refuse"``; weights that are not
+            finite.
         RuntimeError: ``products`` that the device lacks; ``grid`` under a
             ``FakeTensorMode``.
 
@@ -331,7 +336,7 @@ def dequantize_model(model: nn.Module) -> nn.Module:
 
     The weights' quantised values become float parameters, and so do other parameters in
     codes. Hooks and attributes are transferred as in :func:`quantize_model`. Afterwards
-    transformers takes its model for one of floats.
+    transformers treats its model as one of floats.
 
     Args:
         model: changed in place.

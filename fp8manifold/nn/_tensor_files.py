@@ -334,8 +334,8 @@ def _named_in_settings(folder: Path) -> Path | None:
 def check_floats(model: nn.Module, source: Source) -> None:
     """Refuse files with codes where a model has float weights.
 
-    Transformers by itself reads codes as numbers. :func:`fp8manifold.load` does this
-    itself.
+    transformers by itself would read the codes as numbers. :func:`fp8manifold.load`
+    makes this check itself.
 
     Args:
         model: with or without values.
@@ -352,9 +352,8 @@ def check_floats(model: nn.Module, source: Source) -> None:
         >>> check_floats(model, "DeepSeek-V3")  # doctest: +SKIP
         Traceback (most recent call last):
         ValueError: model.layers.0.mlp.down_proj.weight of
-        'model-00001-of-000163.safetensors' holds codes (F8_E4M3), at the scales of
-        'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load reads, and
-        not this: ...
+        'model-00001-of-000163.safetensors' holds codes (F8_E4M3), with the scales
+        'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load can read: ...
     """
     start = f"{getattr(model, 'base_model_prefix', '')}."
     are_floats: dict[str, bool] = {}

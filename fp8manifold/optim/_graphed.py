@@ -249,21 +249,21 @@ class GraphedStep:
 def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Record a whole training step in CUDA graphs, and replay them.
 
-    A replay has the bits of the same call without graphs. One graph has all before the
-    optimizer's step, one its kernels, one all after it. The host writes what changes
-    from step to step (learning rate, bias corrections, keys of random bits) while the
-    first runs, so any scheduler works.
+    A replay gives the bits of the same call without graphs. One graph has everything
+    before the optimizer's step, one the kernels of the step, and one everything after
+    it. While the first graph runs, the host writes what changes from step to step
+    (learning rate, bias corrections, keys of random bits), so any scheduler works.
 
-    The first calls run without graphs, as do those with inputs of another shape, and
-    one after gradients were replaced. If weights have moved, the graphs are recorded
-    again.
+    These calls run without graphs: the first ones, those with inputs of another shape,
+    and the one after gradients were replaced. If weights have moved, the graphs are
+    recorded again.
 
     Args:
         train_step: a function of tensors and constants that clears gradients, runs both
             passes, and calls ``optimizer.step()`` once, without a closure. A replay
             runs its kernels, not its Python: schedulers, counters and printing belong
             outside, and memory that it reads must not move.
-        optimizer: of this library, all of whose parameters are on one CUDA device.
+        optimizer: one of this library, with all its parameters on one CUDA device.
 
     Returns:
         A function called like ``train_step`` that returns copies of its results and
@@ -272,8 +272,8 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
     Raises:
         TypeError: another optimizer.
         ValueError: the optimizer steps in the backward pass, or its parameters are not
-            on one GPU. When recording: ``train_step`` does not call ``step()`` once, or
-            changes options.
+            on one GPU. When recording: ``train_step`` does not call ``step()`` exactly
+            once, or changes options.
         RuntimeError: when recording, ``train_step`` synchronises, or a layer draws
             random bits.
 

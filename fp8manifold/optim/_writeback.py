@@ -100,9 +100,9 @@ class WriteBack:
             draws: 24-bit draws, or None if the rule needs none.
 
         Returns:
-            The tensors to store, by name, and the weights that they mean, in units of
-            the scale. A residual means the target itself; so the latter is exact only
-            where the error is needed, for a rule that injects it.
+            The tensors to store, by name, and the weights that they stand for, in units
+            of the scale. With a residual these weights are the target. They are exact
+            for a rule that injects the rounding error, which needs them.
         """
         weight, bits = arrays["weight"], self.residual_bits
         if bits:

@@ -115,20 +115,20 @@ class StiffnessAdamW(StiffnessOptimizer):
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt), as
             in :class:`~fp8manifold.StiffnessManifold`.
         writeback: how a step becomes codes. ``nearest`` loses steps below half an ULP.
-            ``stochastic`` rounds at random, right in the mean. ``residual8`` stores the
-            remainder of rounding to 1/256 of an ULP, in one more byte per weight; a new
-            0 is +0. ``momentum`` adds the rounding error to the first average. Ordinary
-            bfloat16 and float16 parameters are rounded stochastically under all of them
-            but ``nearest``. Finite values saturate.
+            ``stochastic`` rounds at random, so that the average result is exact.
+            ``residual8`` stores the remainder of rounding to 1/256 of an ULP, in one
+            more byte per weight; a new 0 is +0. ``momentum`` adds the rounding error to
+            the first average. Ordinary bfloat16 and float16 parameters are rounded
+            stochastically under all of them but ``nearest``. Finite values saturate.
         draws: random bits of stochastic rounding: ``independent`` in every step, or
             ``dither``, with less noise and a pull towards 0, which makes decay 7% too
             strong in E4M3 and 12% in E5M2 (see :func:`fp8manifold.random_bits`). Draws
             for moments are always independent.
         moments: how the averages are stored. ``float32`` stores them exactly;
             ``bfloat16`` and ``8bit`` round them stochastically. ``8bit`` is E4M3 with a
-            scale for each block, and stores the second average as its square root:
-            ``1 / sqrt(v)`` is right in the mean, ``v`` 4 to 6% too large. Muon's
-            average is in E2M5.
+            scale for each block, and stores the second average as its square root: the
+            mean of ``1 / sqrt(v)`` is exact, ``v`` is 4 to 6% too large. Muon's average
+            is in E2M5.
         seed: key of all random bits, together with the number of the step and the
             stream of the parameter.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in
@@ -300,7 +300,7 @@ def check_momentum(group: dict[str, Any]) -> None:
 class StiffnessLion(StiffnessOptimizer):
     r"""Lion over weights that live on a grid.
 
-    It has one average, and its steps have the same size for all weights of a binade.
+    Lion has one average, and its steps have the same size for all weights of a binade.
 
     .. math:: w \leftarrow \mathrm{round}\left( (1 - \eta \lambda) w
               - \eta \left( \mathrm{clamp}(S(w) / S_{ref}, damping, clip) \right)^k

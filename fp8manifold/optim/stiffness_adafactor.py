@@ -24,7 +24,7 @@ from fp8manifold.random_bits import Draws
 
 
 class StiffnessAdafactor(StiffnessOptimizer):
-    r"""Adafactor over weights on a grid: of a matrix of n x m it stores n + m numbers.
+    r"""Adafactor over weights on a grid: for a matrix of n x m it stores n + m numbers.
 
     .. math:: R \leftarrow \beta_2 R + (1 - \beta_2) \mathrm{mean}_{columns}(g^2), \qquad
               C \leftarrow \beta_2 C + (1 - \beta_2) \mathrm{mean}_{rows}(g^2), \qquad

@@ -98,21 +98,21 @@ class StiffnessMuon(StiffnessOptimizer):
             ``direction="muon"`` they are matrices.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in
             ``torch.optim.Muon``.
-        adjust_lr_fn: ``a`` of a matrix of R rows and C columns. ``original``, which
-            None is too: ``sqrt(max(1, R/C))``. ``match_rms_adamw``:
-            ``0.2 sqrt(max(R, C))``, for the rate and the decay of AdamW.
-            ``spectral_unclamped``: ``sqrt(R/C)``.
+        adjust_lr_fn: the factor ``a`` of a matrix of R rows and C columns. ``original``
+            or None: ``sqrt(max(1, R/C))``. ``match_rms_adamw``: ``0.2 sqrt(max(R,
+            C))``, for the rate and the decay of AdamW. ``spectral_unclamped``:
+            ``sqrt(R/C)``.
         direction: ``muon`` or ``adam``, for the parameters of a group.
         matrix_shape: how a parameter is read as matrices. ``auto`` takes matrices, and
             refuses parameters of more than two dimensions. ``flatten`` makes one matrix
             of these, with a row for each entry of the first dimension, such as the
             filters of a convolution. ``batch`` makes a matrix for each entry of the
-            first of three dimensions, such as experts. ``transposed`` reads like
-            ``batch``, or takes a matrix, that has a row for each input, as ``Conv1D``
-            has; ``a`` is then that of its transpose.
-        ns_dtype: what the products are computed in. None is bfloat16 if the device has
+            first of three dimensions, such as experts. ``transposed`` is for matrices
+            with a row for each input, as ``Conv1D`` has, alone or in a batch; ``a`` is
+            then that of their transpose.
+        ns_dtype: the dtype of the products. None is bfloat16 if the device multiplies
             it, otherwise float32.
-        betas, adam_eps: of groups with ``direction="adam"``.
+        betas, adam_eps: Adam's, for groups with ``direction="adam"``.
         stiffness, metric, draws, seed, damping, clip: as in :class:`StiffnessAdamW`.
         writeback: as in :class:`StiffnessAdamW`. ``momentum`` needs ``momentum`` > 0,
             and adds errors to it as if the step were linear in it.
@@ -123,8 +123,8 @@ class StiffnessMuon(StiffnessOptimizer):
 
     Raises:
         TypeError: as :class:`StiffnessAdamW`.
-        ValueError: as :class:`StiffnessAdamW`, a parameter that is no matrix, or, in a
-            step, a scheduler with ``cycle_momentum``.
+        ValueError: as :class:`StiffnessAdamW`, a parameter that is not a matrix, or, in
+            a step, a scheduler with ``cycle_momentum``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -209,9 +209,9 @@ class StiffnessMuon(StiffnessOptimizer):
             lr: learning rate of the matrices.
             other_lr: learning rate of everything else. None is ``lr``, which suits
                 ``adjust_lr_fn="match_rms_adamw"``.
-            others: patterns of names of modules or parameters that Adam steps, in place
-                of the head.
-            weight_decay: of all parameters that decay.
+            others: patterns over the names of modules or parameters that Adam steps,
+                instead of the head.
+            weight_decay: the decay of all parameters that decay.
             **options: options of the constructor, except ``direction``. The default of
                 ``adjust_lr_fn`` is ``match_rms_adamw`` here.
 

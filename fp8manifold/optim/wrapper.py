@@ -91,8 +91,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
 
     Warns:
         UserWarning: ``on="gradient"`` around an optimizer that normalises the gradient,
-            such as Adam and RMSprop: the factor nearly cancels. It is known by options
-            such as ``betas``.
+            such as Adam and RMSprop: the factor nearly cancels. Such an optimizer is
+            known by options such as ``betas``.
 
     Example:
         >>> import fp8manifold as fm

@@ -63,7 +63,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
               T = \mathrm{clamp}(S / S_{ref}, floor, clip)^k
 
     where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping. Little
-    damping gives ``F^-1 g``, much of it the Riemannian gradient ``S^2 g``. ``k = 0``
+    damping gives ``F^-1 g``, much damping the Riemannian gradient ``S^2 g``. ``k = 0``
     gives the usual natural gradient, as do ordinary parameters. The step is
 
     .. math:: d = \Delta / \mathrm{rms}(\Delta), \qquad m \leftarrow \mu m + (1 - \mu) d, \qquad

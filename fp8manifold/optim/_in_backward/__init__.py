@@ -58,7 +58,8 @@ class InBackward:
     """The hooks by which an optimizer steps in the backward pass.
 
     :func:`step_in_backward` returns it. It is a context manager that removes the hooks
-    at its end. It does not keep the optimizer alive; if that is deleted, nothing steps.
+    at its end. It does not keep the optimizer alive; if the optimizer is deleted,
+    nothing steps.
 
     Args:
         optimizer: the optimizer whose parameters step.
@@ -433,8 +434,8 @@ def step_in_backward(
     same pass, and ``step()`` only ends the step. ``docs/in-backward.md`` has each
     option with an example.
 
-    A used gradient becomes a placeholder without memory. So a second pass before
-    ``zero_grad()`` is refused, as are ``GradScaler`` and several processes.
+    A used gradient becomes a placeholder without memory, so a second pass before
+    ``zero_grad()`` is refused. ``GradScaler`` and several processes are refused, too.
 
     If a gradient is not finite, its parameter skips the step, and the pass warns and
     counts once. With ``clip="exact"``, and with sums, all parameters skip it, in
@@ -443,12 +444,12 @@ def step_in_backward(
     Args:
         optimizer: any of this library except :class:`FisherNaturalGradient` and
             :class:`StiffnessWrapper`.
-        clip: None does not clip. ``exact`` has the numbers of ``clip_grad_norm_``, and
-            takes two passes per step, the first under ``handle.measure()`` for the
+        clip: None does not clip. ``exact`` gives the numbers of ``clip_grad_norm_``,
+            and takes two passes per step, the first under ``handle.measure()`` for the
             norm. ``previous`` takes one pass. It clips by the larger of two norms: the
-            last finite one of an earlier step, which groups and states have as
+            last finite one of an earlier step, which groups and states store as
             ``previous_norm``, and that of the pass so far.
-        max_norm: the bound of the norm of the whole gradient; inf only measures norms.
+        max_norm: the bound on the norm of the whole gradient; inf only measures norms.
         first: what ``clip="previous"`` does in the first pass, without a norm:
             ``refuse`` raises, ``measure`` takes the norm and steps nothing.
         accumulate: None, or ``bfloat16``, which sums the gradients of several passes in
