@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
     smallest = smallest_of_ours(fits, args.card, args.optimizer)
     if smallest is None:
         by = f" with {args.optimizer}" if args.optimizer else ""
-        print(f"\nNo way of training with this library{by} fits on a card of {args.card:g} GiB.")
+        print(f"\nNo way of training{by} in this library fits on a card of {args.card:g} GiB.")
         return 0
     if not smallest.way.has_measured_loss:
         print(f"\n{_warning(smallest.way, smallest_measured(fits, args.card))}")

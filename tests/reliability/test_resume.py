@@ -75,8 +75,8 @@ def test_changed_keys_are_refused_by_name(changed, named, line, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train.max_steps": STEPS - 1}, "is below"),
-        ({"optimizer.lr": 0.125}, "which optimizer.lr"),
+        ({"train.max_steps": STEPS - 1}, "is less than"),
+        ({"optimizer.lr": 0.125}, "so optimizer.lr can't change them"),
     ],
     ids=["fewer steps", "no steps"],
 )
@@ -200,7 +200,7 @@ def test_without_a_whole_checkpoint_an_unfinished_run_begins(finished, line, cap
     assert [text.partition(":")[0] for text in lines[:2]] == [
         f"skipped checkpoint 'runs/r/checkpoints/step-{step}.safetensors'" for step in (24, 21)
     ]
-    assert lines[2] == "runs/r has no checkpoint that verifies: the run begins at step 0"
+    assert lines[2] == "runs/r has no valid checkpoint: the run begins at step 0"
     assert differences(traces(finished / RUN), traces(RUN)) == []
 
 

@@ -130,7 +130,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     assert 30 <= taken_up_at(out / planned[1].name)[0] < STEPS
     assert [line["run"] for line in table(out)] == ["bf16-mixed", "E4M3 stochastic", "E4M3 nearest"]
     assert {run["status"] for run in read_json(out / "sweep.json")["runs"]} == {"finished"}
-    assert "2 runs, 1 done before" in output_of(interrupted / "again")
+    assert "2 runs, 1 done already" in output_of(interrupted / "again")
 
 
 def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus):
@@ -151,7 +151,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted, small_corpus)
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [
-        ("max_steps", 7, f"train.max_steps {STEPS}, now 7"),
+        ("max_steps", 7, f"train.max_steps {STEPS}, but now it would be 7"),
         ("data_dir", Path("again/out"), "data.dir"),
     ],
     ids=["max_steps", "data_dir"],

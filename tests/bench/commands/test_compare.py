@@ -277,7 +277,7 @@ def test_rows_of_a_file_differ_in_their_settings(tmp_path):
         "sgd momentum=0.5",
         "sgd momentum=0.9",
     ]
-    with refusal("has it in its rows"):
+    with refusal("sets it in its rows"):
         read_sweep(path, ["--optimizer.momentum", "0.1"])
     assert main(["sweep", str(path), "--sensitivity", "--out", str(tmp_path / "out")]) == 2
 

@@ -367,7 +367,7 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     words = prepared(working_folder, text_file, "llama")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(
+        assert "--save needs 1.1 MB in 'saved', but 0.0 MB are free" in refused(
             *words, "--save", "saved"
         )
     shutil.copytree("model", "bare", ignore=shutil.ignore_patterns("tokenizer*"))

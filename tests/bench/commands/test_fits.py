@@ -54,7 +54,7 @@ def test_a_card_has_some_of_them(capsys, card, count):
     verdicts = [cells[-1] for cells in rows_of(output).values()]
     assert verdicts == ["fits"] * verdicts.count("fits") + ["-"] * verdicts.count("-")
     assert min(verdicts.count("fits"), 1) == min(count, 1)
-    assert ("No way of this library fits" in output) == (count == 0)
+    assert ("No way of training in this library fits" in output) == (count == 0)
     assert count < 99 or "-" not in verdicts
 
 
@@ -90,7 +90,7 @@ def test_chunks_and_options_reach_the_arithmetic(way):
     ("card", "line"),
     [
         ("12", "No way whose loss was measured with 135 million weights fits."),
-        ("24", "least is: one byte, Muon, steps in backward, loss in chunks (20.01 GB)."),
+        ("24", "takes least is one byte, Muon, steps in backward, loss in chunks (20.01 GB);"),
     ],
 )
 def test_what_was_not_measured_of_the_least_is_said(capsys, card, line):
@@ -119,7 +119,10 @@ def test_lines_of_any_optimizer_can_be_asked_for(optimizer, call, is_guess, caps
 
 def test_an_optimizer_that_does_not_fit_is_named(capsys):
     assert main(["fits", WRITTEN_OUT, "--card", "24", "--optimizer", "adamw"]) == 0
-    assert "No way of this library by adamw fits on a card of 24 GB." in capsys.readouterr().out
+    assert (
+        "No way of training with adamw in this library fits on a card of 24 GiB."
+        in capsys.readouterr().out
+    )
 
 
 def test_all_activations_take_more(capsys):

@@ -84,8 +84,8 @@ REFUSED = {
     "run fp32": "config 'fp32' could mean 'fp32.yaml' here or the shipped",
     "run fp32.yaml --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; "
     "keep one",
-    "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not "
-    "that of the checkpoint",
+    "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 "
+    "contradicts the checkpoint",
     "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 is more than the "
     "16 positions",
     **{
@@ -126,8 +126,8 @@ REFUSED = {
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' works only with torchrun -m nanogpt_bench run; each run of a sweep",
     "sweep format.yaml": "did you mean 'formats.yaml'",
-    "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes "
-    "with --executor ray",
+    "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' needs "
+    "--executor ray",
     # results files
     "results export .": "--out is missing",
     "results export . --out x.json": "holds no results",
@@ -154,15 +154,15 @@ REFUSED = {
     "evaluate RUN --formats none --model.headroom=2": "--model.headroom: no row has a format; give "
     "--formats",
     "evaluate RUN --save fp32.yaml": "--save 'fp32.yaml' is a file; give a folder",
-    "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; "
+    "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' does not round; "
     "allowed: master, grid",
     "evaluate e4m3 --checkpoint best": "'e4m3' is not a run's folder",
     "evaluate RUN/..": "not a run's folder; it contains: & /bfloat16, & /float, ",
     "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and "
     "--checkpoint step-3",
     # weights of a run: reports of formats
-    "evaluate RUN --out out --input x.txt": "--input goes with --model",
-    "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
+    "evaluate RUN --out out --input x.txt": "--input needs --model PATH",
+    "evaluate RUN --out out --windows 4 --formats all": "--windows needs --model PATH",
     "evaluate RUN --out out --scales row": "unknown --scales 'row'; allowed: tensor",
     "evaluate RUN --out out --formats all,none": "gaps are measured against 'none' already",
     "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage can't be "
@@ -194,7 +194,7 @@ REFUSED = {
     "'model.layers.0.self_attn.q_proj' "
     "is in "
     "E3M4",
-    f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",
+    f"{TUNED} --model.n_layer 3": "model.n_layer: 3 contradicts",
     f"{TUNED} --model.size 10M": "model.size: '10M' can't be used with model.pretrained",
     "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 is more than the 64 positions",
     f"{TUNED} --model.tie_weights false": "for formats of a tied lm_head give model.tied",

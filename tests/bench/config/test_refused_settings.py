@@ -124,7 +124,7 @@ UNREADABLE = {
 #: settings that contradict a rule, and what the rule means
 CONTRADICTIONS = {
     f"{NEAREST} model.storage=master": "model.storage: 'master' contradicts rule 'nearest', which "
-    "means",
+    "sets",
     f"{STOCHASTIC} model.storage=continuous": "model.storage: 'continuous' contradicts rule "
     "'stochastic', which sets",
     f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts "

@@ -92,8 +92,8 @@ REFUSED = {
     "train:\n  max_step: 3\n": "train.max_step & train.max_steps",
     "trian:\n  max_steps: 3\n": "trian",
     "- 1\n- 2\n": "keys and values",
-    "a: [1\n": "not YAML",
-    "seed: !!python/object/apply:os.getcwd []\n": "not YAML",
+    "a: [1\n": "not valid YAML",
+    "seed: !!python/object/apply:os.getcwd []\n": "not valid YAML",
     **dict.fromkeys(("", "# nothing\n", "\ufeff"), "is empty; give settings"),
     "failure: {patience: 4}\n": "failure.patience: 4 is no longer supported; leave",
     "model: {outliers: clip_sigma}\n": "model.outliers: 'clip_sigma' is no longer supported; leave "
@@ -350,4 +350,6 @@ def test_without_settings_every_row_has_its_rule_s_rate_and_what_differs_later_i
     }
     assert rates == {rule: RULES[rule].lr for rule in ("bf16-mixed", "sgd", "stochastic")}
     refused(*ROWS, "--optimizer.lr", "0.1")
-    assert "with eval.batches 20, now 3; give a new folder" in refused(*ROWS, "--eval.batches", "3")
+    assert "with eval.batches 20, but now it would be 3; give a new folder" in refused(
+        *ROWS, "--eval.batches", "3"
+    )

@@ -180,7 +180,7 @@ def test_without_lex_glue_the_other_data_set_is_taken(outcomes):
     outcome = outcomes["fallback"]
     assert (outcome.code, outcome.err) == (
         0,
-        f"the hub has no data set {GLUE!r}; taking {MULTI!r}\n",
+        f"the hub has no data set {GLUE!r}; taking {MULTI!r} instead\n",
     )
     assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in outcome.requests
     assert (outcome.meta["source"]["dataset"], outcome.meta["source"]["config"]) == (MULTI, "en")

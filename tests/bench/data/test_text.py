@@ -94,17 +94,17 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
         (
             lambda f: np.full(99, 257, np.uint16).tofile(f / "val.bin"),
             "byte",
-            "token 257: byte has 0 to 256",
+            "token 257, but byte has 0 to 256",
         ),
         (
             lambda f: np.full(99, 50257, np.uint16).tofile(f / "val.bin"),
             "gpt2",
-            "token 50257: gpt2 has 0 to 50256",
+            "token 50257, but gpt2 has 0 to 50256",
         ),
         (
             lambda f: (f / "input.txt").unlink(),
             "char",
-            "meta.pkl is never unpickled; put the text there",
+            "meta.pkl is never unpickled\); put the text there",
         ),
         (
             lambda f: (f / "input.txt").write_text(TEXT[:-2] + "!\n"),
@@ -114,12 +114,12 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
         (
             lambda f: (f / "train.bin").write_bytes(b"abc"),
             "byte",
-            "has 3 bytes; uint16 tokens take two each",
+            "has 3 bytes, but uint16 tokens take two each",
         ),
         (
             lambda f: (f / "train.bin").write_bytes(b""),
             "byte",
-            "has 0 bytes; uint16 tokens take two each",
+            "has 0 bytes, but uint16 tokens take two each",
         ),
         (lambda f: (f / "val.bin").unlink(), "byte", "val.bin' can't be read: No such file"),
         (lambda f: (f / "val.bin").write_bytes(b"a\0"), "byte", "its val split has 1 token"),
@@ -138,7 +138,7 @@ def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
     source = folder_of(tmp_path / "in", "byte")
     assert main(["prepare", "nanogpt", "--input", str(source)]) == 2
     assert (
-        "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled"
+        "prepare nanogpt needs --tokenizer {byte,char,gpt2}, since its meta.pkl is never unpickled"
         in capsys.readouterr().err
     )
     line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"

@@ -315,7 +315,7 @@ UNFIT = [
     ),
     ("reads the tokens that follow", model_writer("bert"), "", in_turn()),
     (
-        "is BertForMaskedLM, no causal",
+        "(BertForMaskedLM) is not a causal",
         model_writer("bert"),
         "config.json",
         put("architectures", ["BertForMaskedLM"]),
@@ -389,7 +389,7 @@ def test_every_text_that_is_read_has_tokens_of_the_model(words, named, working_f
             == 0
         ), name
     assert main([*words.split(), "--model", model]) == (2 if named else 0)
-    message = f"model '{model}' has 16 token embeddings, '{named}' has token 22"
+    message = f"model '{model}' has 16 token embeddings, but '{named}' has token 22"
     assert (message in capsys.readouterr().err) == bool(named)
 
 

@@ -124,10 +124,10 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path):
     [
         (
             {"width": 16},
-            r"are of another model: .* is float32 \(11, 16\) there, float32 \(11, 32\) here",
+            r"are of another model: .* is float32 \(11, 16\) there, but float32 \(11, 32\) in this",
         ),
         ({"fmt": "E5M2"}, "E5M2"),
-        ({"storage": "grid"}, "float32 .* there, E4M3 codes .* here"),
+        ({"storage": "grid"}, "float32 .* there, but E4M3 codes .* in this"),
     ],
 )
 def test_weights_of_another_model_are_refused(tmp_path, folder, words):

@@ -118,9 +118,9 @@ def test_codes_are_not_read_as_weights(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--model.n_layer=3", "model.n_layer: 3 is not that of the checkpoint"),
-        ("--model.n_embd=32", "model.n_embd: 32 is not that of the checkpoint"),
-        ("--model.bias=false", "model.bias: False is not that of the checkpoint"),
+        ("--model.n_layer=3", "model.n_layer: 3 contradicts the checkpoint"),
+        ("--model.n_embd=32", "model.n_embd: 32 contradicts the checkpoint"),
+        ("--model.bias=false", "model.bias: False contradicts the checkpoint"),
         ("--model.gelu=exact", "'tanh'"),
         ("--model.size=10M", "add --model.size null"),
         ("--model.block_size=64", "more than the 32 positions"),
@@ -166,7 +166,7 @@ def test_a_run_starts_from_the_checkpoint(tiny, corpus_dir, tmp_path):
 
 def test_another_vocabulary_is_refused(tiny, folder, tmp_path):
     config = tiny(model__init_from=str(folder), model__n_layer=2)
-    with refusal(r"has a vocabulary of 61, the corpus \(tokenizer char\)"):
+    with refusal(r"has a vocabulary of 61, but the corpus \(tokenizer char\)"):
         run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

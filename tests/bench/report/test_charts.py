@@ -62,7 +62,7 @@ def test_curves_keep_their_ends_and_stay_small_and_the_axis_leaves_out_the_first
     low, high = loss_range(lines_of([result.row], "val/loss"))
     assert low < 2.1 < high < math.log(256)
     assert decimate(10_000, 500)[-1] == 9_999
-    with pytest.raises(ValueError, match="limit = 1"):
+    with pytest.raises(ValueError, match="limit=1 is not allowed"):
         decimate(10, 1)
 
 

@@ -71,19 +71,19 @@ DAMAGED = {
         "a.txt: instead(Path.mkdir)": "can't be read",
     },
     "corpus": {
-        "train.bin: cut(1)": "odd number",
-        "train.bin: cut(10)": "tokens, meta.json says",
+        "train.bin: cut(1)": "uint16 tokens take two each",
+        "train.bin: cut(10)": "tokens, but meta.json says",
         "val.bin: gone()": "val.bin' does not exist",
         "val.bin: text(b'')": "is empty",
         "val.bin: flipped()": "val.bin' has another sha256 than meta.json gives",
-        "meta.json: gone()": "no meta.json and holds 'train.bin', which prepare did not write",
+        "meta.json: gone()": "no meta.json but holds 'train.bin', which prepare did not write",
         "meta.json: text('{')": "is damaged",
         "meta.json: text('[]')": "is damaged",
         "meta.json: put('splits.train.sha256', '0' * 64)": "train.bin' has another sha256",
         "meta.json: put('splits.train.sha256', GONE)": "is damaged & sha256",
         "meta.json: put('splits.train.tokens', 'many')": "is damaged",
-        "meta.json: put('vocab_size', 3)": "a vocabulary of 3, its char tokenizer has",
-        "meta.json: in_turn(put('vocab_size', 3), put('characters', 'abc'))": "holds token & the "
+        "meta.json: put('vocab_size', 3)": "a vocabulary of 3, but its char tokenizer has",
+        "meta.json: in_turn(put('vocab_size', 3), put('characters', 'abc'))": "holds token & but the "
         "vocabulary has 3",
         "meta.json: put('tokenizer', 'byte')": "a vocabulary of & its byte tokenizer has 257",
         "meta.json: put('tokenizer', 'gpt5')": "meta.json': unknown tokenizer 'gpt5'",
@@ -118,8 +118,8 @@ DAMAGED = {
         "model.safetensors: tensors(ln_f__bias=torch.zeros(17))": "can't be read",
     },
     "run from gpt2": {
-        "config.json: put('n_layer', 10**9)": "model.init_from: model & needs 16,000,000",
-        "config.json: put('n_embd', 10**9)": "model.init_from: model & config.json needs ",
+        "config.json: put('n_layer', 10**9)": "model.init_from: model & describes 16,000,000",
+        "config.json: put('n_embd', 10**9)": "model.init_from: model & config.json describes ",
         "model.safetensors: text(tensor_file([2**25, 2**23], 2**50))": "can't be read",
     },
     "floats": {
@@ -163,9 +163,9 @@ DAMAGED = {
         "config.yaml: text('a: [1')": "problem: & config.yaml' is not valid YAML",
         "environment.json: gone()": "problem: environment.json is missing",
         "summary.json: cut()": "problem: summary.json can't be read: it is not JSON",
-        "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have "
+        "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': has "
         "another sha256 than",
-        "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step "
+        "checkpoints: commit_to(8)": "problem: & step-8.safetensors' is later than the last step of metrics.jsonl, "
         "6",
     },
 }

@@ -42,7 +42,7 @@ def test_a_sweep_of_too_many_runs(tmp_path, refused, content, words, count):
     path, start = sweep(tmp_path, **content), time.process_time()
     message = refused("sweep", path, *words, "--out", tmp_path / "out", "--data.dir=missing")
     assert time.process_time() - start < 2
-    assert f"asks for {count} runs; at most {MOST_RUNS:,} are planned" in message
+    assert f"asks for {count} runs; at most {MOST_RUNS:,} are allowed" in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 

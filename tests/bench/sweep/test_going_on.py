@@ -88,7 +88,7 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
     assert main(["sweep", str(write(axes=axes)), "--out", "out"]) == 0
     old_manifest = (Path("out") / "sweep.json").read_bytes()
     assert main(["sweep", str(write(axes=axes)), "--out", "out", "--train.max_steps", "5"]) == 2
-    assert "train.max_steps 4, now 5" in capsys.readouterr().err.splitlines()[-1]
+    assert "train.max_steps 4, but now it would be 5" in capsys.readouterr().err.splitlines()[-1]
     assert main(["sweep", str(write(axes={"seed": [1]}, search="random")), "--out", "out"]) == 2
     assert "mode 'grid'" in capsys.readouterr().err.splitlines()[-1]
     assert (Path("out") / "sweep.json").read_bytes() == old_manifest

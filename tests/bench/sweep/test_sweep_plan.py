@@ -296,8 +296,16 @@ def test_the_runs_of_a_sweep_get_the_torch_threads_for(write, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("file", "options", "message"),
     [
-        ({}, ["--workers", "9"], "--workers: 9 is more than the 4 cores take; give at most 4"),
-        ({"workers": 5}, [], "workers: 5 is more than the 4 cores take; give at most 4"),
+        (
+            {},
+            ["--workers", "9"],
+            "--workers: 9 is more runs at a time than the 4 cores take; give at most 4",
+        ),
+        (
+            {"workers": 5},
+            [],
+            "workers: 5 is more runs at a time than the 4 cores take; give at most 4",
+        ),
         (
             {"settings": {"runtime.threads": 2}},
             ["--workers", "3"],
@@ -313,7 +321,7 @@ def test_more_runs_at_a_time_than_cores_are_refused(
         "sweep", write(axes={"optimizer.lr": [0.1]}, **file), "--out", "out", *options
     ).endswith(message)
     assert not Path("out").exists()
-    with refusal("2 is more than the 1 core takes; give at most 1"):
+    with refusal("2 is more runs at a time than the 1 core takes; give at most 1"):
         check_workers(2, "--workers", core_count=1)
 
 
@@ -420,7 +428,7 @@ def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_p
 )
 def test_a_reference_with_a_seed_of_its_own_is_refused(content, seeds, write):
     path = write(**content, reference={"rule": "fp32", "seed": 7})
-    with refusal(f"reference: fp32 has seed 7, and the runs .* have {seeds}; leave its seed out"):
+    with refusal(f"reference: fp32 has seed 7, but the runs .* have {seeds}; leave its seed out"):
         plan_sweep(read_sweep(path))
 
 

@@ -286,10 +286,10 @@ SGD = {"axes": {"rule": ["sgd"]}}
         ),
         ({}, {"keys": ["optimizer.lrr"]}, "did you mean 'optimizer.lr'"),
         ({}, {"keys": ["train.max_steps"]}, "not a number that can be multiplied"),
-        ({}, {"keys": ["optimizer.float_lr"]}, "fp32.* has none of optimizer.float_lr"),
+        ({}, {"keys": ["optimizer.float_lr"]}, "fp32.* takes none of optimizer.float_lr"),
         ({}, {"start": {"optimizer.float_lr": 1.0}}, "not one of tune.keys"),
-        (SGD, {"settings": {"train.max_steps": 3}}, "tune.steps says train.max_steps"),
-        (SGD, {"settings": {"optimizer.lr": 3.0}}, "tune.keys says optimizer.lr"),
+        (SGD, {"settings": {"train.max_steps": 3}}, "tune.steps sets train.max_steps"),
+        (SGD, {"settings": {"optimizer.lr": 3.0}}, "tune.keys sets optimizer.lr"),
         (SGD, {"keys": ["optimizer.weight_decay"]}, "a search begins above 0"),
         ({"search": "random"}, {}, "leave search: random out"),
         (

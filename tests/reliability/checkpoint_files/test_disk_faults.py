@@ -242,12 +242,12 @@ def test_too_little_room_is_said_before_anything_is_written(run_dir, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     old_bytes = bytes_in(run_dir)
     with pytest.raises(
-        CheckpointNotWritten, match=r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room"
+        CheckpointNotWritten, match=r"it needs 1\.\d MB in .*, but 1\.0 MB are free; make room"
     ):
         commit_checkpoint(run_dir, small(3), keep_last=1)
     assert bytes_in(run_dir) == old_bytes
     with pytest.raises(
-        BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"
+        BenchError, match=r"the first checkpoint needs 3\.\d MB in 'gone/run', but 1\.0 MB are free"
     ):
         check_room(Path("gone/run"), 2_000_000, "the first checkpoint")
 
@@ -283,7 +283,7 @@ def test_a_file_system_that_is_really_full(small_file_system):
     with pytest.raises(CheckpointNotWritten, match="No space left on device"):
         commit_on(Disk(), small_file_system, 3, size=8000)
     assert bytes_in(small_file_system) == old_bytes
-    with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .* 0\.0 MB are free"):
+    with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB in .* 0\.0 MB are free"):
         commit_checkpoint(small_file_system, small(3), keep_last=1)
     assert bytes_in(small_file_system) == old_bytes
 
