@@ -41,7 +41,7 @@ def check_size(settings: Any, name: str) -> None:
     fewest_weights = settings.hidden_size * rows
     for file in files:
         if not file.exists():
-            raise BenchError(f"model {name!r} can't be read: {file.name} is a link to nothing")
+            raise BenchError(f"model {name!r} can't be read: {file.name} is a broken link")
     size = sum(file.stat().st_size for file in files)
     if files and fewest_weights > size:
         raise BenchError(
