@@ -156,9 +156,7 @@ def chunked_loss(model: Any, tokens: int = 256) -> ChunkedLoss:
         )
     _check_head(_head_of(inner))
     if "labels" not in inspect.signature(inner.forward).parameters:
-        raise TypeError(
-            f"{type(inner).__name__}.forward takes no labels, so it computes no loss"
-        )
+        raise TypeError(f"{type(inner).__name__}.forward takes no labels, so it computes no loss")
     handle = ChunkedLoss(inner, tokens)
     setattr(inner, _HANDLE, handle)
     inner.forward = handle._forward

@@ -92,10 +92,10 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
     cuts their rows itself.
 
     Args:
-        whole: the same in every process, with as many rows as ``like``; NaN, Inf, -0
-            and an empty tensor as they are.
-        like: spread over processes, as by ``fully_shard``; with any other tensor
-            ``whole`` is returned.
+        whole: the tensor, the same in every process, with as many rows as ``like``;
+            NaN, Inf, -0 and an empty tensor as they are.
+        like: a tensor that is spread over processes, as by ``fully_shard``; for any
+            other tensor ``whole`` is returned.
 
     Raises:
         ValueError: another number of rows.
@@ -330,8 +330,8 @@ def digest(state: Mapping[str, Any]) -> Tensor:
     It depends on names, shapes, dtypes, and on every bit of every tensor and its place.
 
     The sum is the same however rows are divided among processes.
-    ``torch.distributed.checkpoint`` has no checksums of its own; this tells damage, not
-    forgery. Of NaN and -0 the bits count; empty tensors count by their name.
+    ``torch.distributed.checkpoint`` has no checksums of its own. The digest detects
+    damage, not forgery. NaN and -0 count by their bits, empty tensors by their name.
 
     Args:
         state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and

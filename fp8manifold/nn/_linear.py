@@ -539,7 +539,7 @@ class QuantizedLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw weight and bias again as ``nn.Linear`` does, at a fresh scale.
 
-        Counts and measured scales are reset. It fills memory without values too
+        Counts and measured scales are reset. Memory without values is filled too
         (``Module.to_empty``).
         """
         fresh = nn.Linear(

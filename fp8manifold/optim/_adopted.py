@@ -55,9 +55,9 @@ _HALF: Final = 0x8000_8000 - 2**32
 def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """Convert a state to one that ``optimizer.load_state_dict`` takes.
 
-    It is a state of torch's ``AdamW`` or ``Adafactor``, or one of this library's saved
-    with other ``moments``. Parameters are matched by their order. Averages that need
-    fewer bits are rounded to nearest.
+    The state is one of torch's ``AdamW`` or ``Adafactor``, or one of this library that
+    was saved with other ``moments``. Parameters are matched by their order. Averages
+    that need fewer bits are rounded to nearest.
 
     :class:`StiffnessAdamW` and :class:`StiffnessAdafactor` take averages, step counts and
     the options that both have from a state of torch. A state of this library is taken
@@ -65,8 +65,8 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
     Args:
         state_dict: as ``torch.load(path, weights_only=True)`` gives it; unchanged.
-        optimizer: of this library, over whole parameters; :func:`rows_of_state` comes
-            after this for sharded ones.
+        optimizer: an optimizer of this library, over whole parameters; for sharded ones
+            call :func:`rows_of_state` on the result.
 
     Raises:
         TypeError, ValueError: no state, another optimizer's, or entries that are
@@ -231,9 +231,9 @@ def adamw_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 def adafactor_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert a state of :class:`StiffnessAdafactor` to one that torch's ``Adafactor`` loads.
 
-    It has averages of squares, the same to the bit, step counts and options. A momentum,
-    which torch's has not, is left out, and so are residuals, streams and entries about
-    grids.
+    It has averages of squares, the same to the bit, step counts and options. A
+    momentum, which torch's ``Adafactor`` does not have, is left out, and so are
+    residuals, streams and entries about grids.
 
     Args:
         state_dict: as ``optimizer.state_dict()`` gives it; unchanged.
@@ -409,9 +409,10 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
     entries of a parameter that is not sharded, stay as they are.
 
     Args:
-        state_dict: of an optimizer of the same groups in one process, or gathered; the
-            same in every process.
-        optimizer: of this library or of torch's, over parameters after ``fully_shard``.
+        state_dict: the state of an optimizer of the same groups in one process, or a
+            gathered one; the same in every process.
+        optimizer: one of this library or of torch, over parameters after
+            ``fully_shard``.
 
     Raises:
         ValueError: entries with other rows than the parameter's.

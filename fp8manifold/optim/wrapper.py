@@ -294,7 +294,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Let a schedule-free optimizer put the weights back that it trains.
+        """Let a schedule-free optimizer put back the weights that it trains.
 
         Where weights were changed since :meth:`eval`, or loaded, they are computed from
         the average and rounded to the grid.

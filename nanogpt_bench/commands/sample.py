@@ -234,8 +234,7 @@ def main(args: argparse.Namespace) -> int:
     run_dir = run_folder(args.run)
     if run_dir is None:
         raise BenchError(
-            f"{args.run!r} is not a run's folder; give one that run wrote, such as "
-            "runs/e4m3"
+            f"{args.run!r} is not a run's folder; give one that run wrote, such as runs/e4m3"
         )
     if args.out:
         refuse_to_replace(
