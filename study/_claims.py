@@ -12,6 +12,7 @@ sigma that is pooled over all lines. A sigma of five seeds can be small by luck.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -174,7 +175,7 @@ def _claims_of(rows: Sequence[ComparedRow]) -> list[Claim]:
             if result.difference is not None and sigma is not None:
                 claim = Claim(row, text, result.difference, sigma)
                 claims_by_text.setdefault(text, []).append(claim)
-    return [claim for claims in claims_by_text.values() for claim in claims]
+    return list(chain.from_iterable(claims_by_text.values()))
 
 
 class PooledSigma(NamedTuple):

@@ -20,7 +20,9 @@ def failures_table(file: Exported) -> str:
 
 
 def _failures_row(row: Row) -> tuple[str, ...]:
-    seeds = Counter(finding.kind for run in row.runs for finding in run.failures)
+    seeds: Counter[str] = Counter()
+    for run in row.runs:
+        seeds.update(finding.kind for finding in run.failures)
     classes = [f"{name.replace('_', ' ')} {count}" for name, count in seeds.most_common()]
     arrived = mean_of(run.number("arrived") for run in row.runs)
     return f"`{row.label}`", _share_text(arrived), ", ".join(classes) or "none"

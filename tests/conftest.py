@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The default run gets a covering sample of a marked matrix.
     """
     for item in items:
-        packages = (name for mark in item.iter_markers("extra") for name in mark.args)
+        packages = chain.from_iterable(mark.args for mark in item.iter_markers("extra"))
         if not all(map(_installed, packages)):
             item.add_marker(pytest.mark.skip(reason=TEST_ALL))
     if config.getoption("--full"):

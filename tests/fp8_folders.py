@@ -99,11 +99,10 @@ def float_model(kind: str) -> Any:
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
 
 
 def rewritten(

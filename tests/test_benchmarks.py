@@ -6,6 +6,7 @@ They measure what they say, and report what goes wrong.
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import math
 import os
@@ -213,7 +214,9 @@ def walks():
     They are made in a new process: other tests register hooks of an optimizer's step, and
     whether they have run decides what a step enters here.
     """
-    words = [word for optimizer in WALKED for word in ("--optimizer", optimizer)]
+    words = []
+    for optimizer in WALKED:
+        words += ["--optimizer", optimizer]
     command = [sys.executable, str(path_of("walk_of_a_step.py")), "--json", *words]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return {(record["optimizer"], record["step"]): record for record in json.loads(printed)}
@@ -423,10 +426,10 @@ def test_muon_step_from_end_to_end():
 def test_mxfp4_training_from_end_to_end():
     rows = rows_of("mxfp4_training.py", "--steps", 1, "--seeds", 2, "--reading", 2, opening="\n[")
     assert [row["writeback"] for row in rows] == ["float32", "residual8", "stochastic"]
-    assert (
-        len({first_loss for row in rows for first_loss, _ in row["losses"]}) == 1
-    )  # the same values, to the bit
-    assert len({last_loss for row in rows for _, last_loss in row["losses"]}) == 6
+    losses = list(itertools.chain.from_iterable(row["losses"] for row in rows))
+    # they begin with the same values, to the bit
+    assert len({first for first, _ in losses}) == 1
+    assert len({last for _, last in losses}) == 6
 
 
 def test_train_is_serve_from_end_to_end():
@@ -448,12 +451,8 @@ def test_train_is_serve_from_end_to_end():
         if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in measures)
     } == alike
     assert len(mismatches) == 8
-    assert all(
-        m["k3"] > 0 < m["largest"]
-        for name, measures in mismatches.items()
-        for m in measures
-        if name not in alike
-    )
+    for name in mismatches.keys() - alike:
+        assert all(m["k3"] > 0 < m["largest"] for m in mismatches[name]), name
 
 
 def test_a_policy_that_is_served_one_update_late_is_found(modules):
@@ -470,7 +469,7 @@ def test_a_policy_that_is_served_one_update_late_is_found(modules):
 def test_the_mismatch_is_what_its_formulas_say(modules):
     trained, sampling = torch.randn(2, 2, 3, 5).log_softmax(-1)
     drawn = torch.randint(5, (2, 3, 1))
-    places = [(i, j, int(drawn[i, j])) for i in range(2) for j in range(3)]
+    places = [(i, j, int(drawn[i, j])) for i, j in itertools.product(range(2), range(3))]
     logs = [float(trained[place].double() - sampling[place].double()) for place in places]
     mismatch = modules["train_is_serve"].mismatch(trained, sampling, drawn)
     assert mismatch["k3"] == pytest.approx(sum(math.exp(log) - 1 - log for log in logs) / 6)
@@ -680,7 +679,8 @@ def test_draws_from_end_to_end(modules, monkeypatch):
     assert list(rows) == ["independent", "dither"]
     pull, error = map(float, rows["dither"]["every fifth"].split(" ± "))
     assert pull < -2 * error < 0
-    assert all(re.fullmatch(r"[+-]\d+\.\d ± \d+\.\d", cell) for line in lines for cell in line[2:])
+    for _, _, *cells in lines:
+        assert all(re.fullmatch(r"[+-]\d+\.\d ± \d+\.\d", cell) for cell in cells), cells
 
 
 KEY = {"seed": 1, "stream": 0, "first": 1}

@@ -31,11 +31,8 @@ from nanogpt_bench.config.settings import parse_overrides
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PLAIN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PLAIN += [
-    page
-    for folder in ("docs", "study", "docs/api")
-    for page in sorted((ROOT / folder).glob("*.md"))
-]
+for folder in ("docs", "study", "docs/api"):
+    PLAIN += sorted((ROOT / folder).glob("*.md"))
 MEASURED = [
     *sorted((ROOT / "docs" / "api").glob("*.rst")),
     *sorted((ROOT / "docs" / "measured").rglob("*.json")),
@@ -94,7 +91,9 @@ def test_the_site_describes_every_public_name_shows_every_figure_and_loads_nothi
         for name in ("distributed", "files", "huggingface", "ops", "optim")
     }
     parts |= {"fp8manifold": fm, "fp8manifold.reference": fm.reference}
-    public = {f"{prefix}.{name}" for prefix, part in parts.items() for name in part.__all__}
+    public = set()
+    for prefix, part in parts.items():
+        public.update(f"{prefix}.{name}" for name in part.__all__)
     assert (
         public - {line.split()[0] for line in inventory if " py:" in line} - parts.keys() == set()
     )
@@ -185,7 +184,7 @@ def test_pages_are_plain_markdown(page):
     assert page.parent.name == "api" or not any(
         info.startswith("{") for info in fences
     )  # pages of the site alone
-    parts = [child for token in tokens for child in token.children or []]
+    parts = itertools.chain.from_iterable(token.children or [] for token in tokens)
     for one, two in itertools.pairwise(parts):
         assert not (one.type == "link_open" and two.type == "link_close"), one.attrs
         assert not (

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import ml_dtypes
@@ -84,11 +85,8 @@ def test_what_is_made_again_is_what_stands_there(folder, name):
     "path", sorted((ROOT / "docs" / "measured").glob("*.json")), ids=lambda path: path.stem
 )
 def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_page(path):
-    pages = [
-        page.read_text(encoding="utf-8")
-        for folder in ("docs", "study")
-        for page in (ROOT / folder).glob("*.md")
-    ]
+    paths = chain((ROOT / "docs").glob("*.md"), (ROOT / "study").glob("*.md"))
+    pages = [page.read_text(encoding="utf-8") for page in paths]
     facts = json.loads(path.read_text(encoding="utf-8"))
     assert facts.keys() == {"command", "date", "machine", "versions", "peer", "columns", "rows"}
     script = Path(facts["command"].split()[1])
@@ -98,9 +96,10 @@ def test_files_say_what_was_measured_where_when_and_against_what_and_stand_on_a_
     assert re.fullmatch(r"\d+-core (x86|Arm|\w+) CPU|NVIDIA [\w ]+", facts["machine"])
     assert {"Python", "torch"} <= facts["versions"].keys()
     assert {len(row) for row in facts["rows"]} == {len(facts["columns"])}
-    for ratio in (cell for row in facts["rows"] for cell in row if isinstance(cell, list)):
-        median, *ends = ratio
-        assert not ends or ends[0] <= median <= ends[1]
+    for cell in chain.from_iterable(facts["rows"]):
+        if isinstance(cell, list):
+            median, *ends = cell
+            assert not ends or ends[0] <= median <= ends[1]
     assert sum(page.count(f"<!-- table: measured-{path.stem} -->\n") for page in pages) == 1
     shown = import_module("_measured").recorded_table(facts)
     assert all(facts[name] in shown for name in ("command", "date", "machine"))

@@ -70,7 +70,8 @@ def test_a_dry_run_goes_through_every_part(tmp_path):
         for name, part in json.loads(out.read_text(encoding="utf-8"))["parts"].items()
     }
     assert tuple(parts) == PARTS
-    assert not any(case for name in PARTS[:2] for case in parts[name].values())
+    for name in PARTS[:2]:
+        assert not any(parts[name].values()), name
     assert parts["launches"] == {"steps": 3}
     reference, *ratios = (row["loss over bfloat16's"] for row in parts["losses"].values())
     assert reference == 0

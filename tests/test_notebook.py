@@ -1,5 +1,6 @@
 """The notebook runs, and its outputs are those that it was committed with."""
 
+import itertools
 import json
 import os
 import re
@@ -49,7 +50,7 @@ def test_it_is_committed_as_run_with_short_cells_and_without_warnings():
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert max(len(cell["source"]) for cell in code) <= 20
-    outputs = [part for cell in code for part in cell["outputs"]]
+    outputs = itertools.chain.from_iterable(cell["outputs"] for cell in code)
     assert [part for part in outputs if part.get("name") == "stderr"] == []
     losses = re.findall(r"loss .*?(\d+\.\d+)", "".join(printed(cells)))
     by_one, by_two_before, by_two_after = map(float, losses)

@@ -5,6 +5,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,7 @@ versions = pytest.mark.parametrize("version", VERSIONS)
 #: models with the states of their optimizers; earlier versions had the form ``attached``
 SAVED = [
     (version, kind)
-    for version in VERSIONS
-    for kind in ("attached", "floats", "codes")
+    for version, kind in product(VERSIONS, ("attached", "floats", "codes"))
     if (STORED / version / kind).is_dir()
 ]
 #: what transformers announces while it reads is its own business

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fp8manifold._base.param_groups import parameters_of
+
 _NAMES_IN_MESSAGE: Final = 3
 MARK: Final = "replaced_in_model"
 """The attribute of a replaced parameter, which is not carried to another one."""
@@ -78,9 +80,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
 
     A replaced parameter that has a gradient is trained in another model, and passes.
     """
-    parameters: list[Tensor] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
+    parameters = parameters_of(optimizer)
     replaced = [p for p in parameters if MARK in vars(p) and p.requires_grad]
     if not replaced:
         return

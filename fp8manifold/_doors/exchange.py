@@ -520,7 +520,8 @@ def computed_names(model: nn.Module, names: Iterable[str]) -> list[str]:
         plain_names = [plain_name(name) for name in wrapped_names]
         omitted.update(plain_names[1:])
         if plain_names[0] in in_codes:
-            omitted.update(name + suffix for name in plain_names for suffix in PARTS[1:])
+            for name in plain_names:
+                omitted.update(name + suffix for suffix in PARTS[1:])
     layers = {
         f"{plain_name(name)}.".lstrip("."): module
         for name, module in model.named_modules()

@@ -81,9 +81,8 @@ def saved_form(
     saved = Saved(side)
     state = _state_to_save(model, given_state)
     side.tensors |= {name: state.pop(name) for name in _own_tensors(model, state)}
-    in_codes = _names_in_codes(model)
-    other_names = {name: first for first, others in in_codes.items() for name in others}
-    for name in other_names:
+    first_names = _names_of_tied(model)
+    for name in first_names:
         for suffix in PARTS:
             state.pop(name + suffix, None)
     transposed = {*side.turned, *_weights_of_conv1d(model)}
@@ -98,7 +97,7 @@ def saved_form(
             dtype = side.add_exceptions(name, value)
             saved.floats[name] = Decoded(value, dtype, name in transposed)
     if with_floats:
-        saved.floats |= {name: saved.floats[first] for name, first in other_names.items()}
+        saved.floats |= {name: saved.floats[first] for name, first in first_names.items()}
     return saved
 
 
@@ -117,14 +116,14 @@ def _state_to_save(model: nn.Module, given_state: Mapping[str, Tensor] | None) -
     return state
 
 
-def _names_in_codes(model: nn.Module) -> dict[str, list[str]]:
-    """Return the further names of every parameter in codes, by its first."""
-    names = {}
+def _names_of_tied(model: nn.Module) -> dict[str, str]:
+    """Return the first name of a parameter in codes, by each further name that it has."""
+    first_names = {}
     for wrapped_names in parameter_names(model).values():
         if is_in_codes(model.get_parameter(wrapped_names[0])):
             first, *others = [plain_name(name) for name in wrapped_names]
-            names[first] = others
-    return names
+            first_names.update(dict.fromkeys(others, first))
+    return first_names
 
 
 def _own_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:

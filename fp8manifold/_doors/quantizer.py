@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -705,7 +706,8 @@ def _keep_whole(model: Any) -> None:
     def takes_apart(conversion: Any) -> bool:
         if not isinstance(conversion, loading.WeightConverter):
             return False
-        return any(target in name for target in conversion.target_patterns for name in names)
+        pairs = product(conversion.target_patterns, names)
+        return any(target in name for target, name in pairs)
 
     model._weight_conversions = [x for x in conversions if not takes_apart(x)]
 

@@ -130,7 +130,9 @@ class SavedWeights:
 
     def _own_tensors(self) -> dict[str, Any]:
         """Return what quantised layers have beside their weights."""
-        in_codes = {name + suffix for name in self.side.names for suffix in self.side.suffixes}
+        in_codes: set[str] = set()
+        for name in self.side.names:
+            in_codes.update(name + suffix for suffix in self.side.suffixes)
         return {name: value for name, value in self.side.tensors.items() if name not in in_codes}
 
     def _codes(self, model: nn.Module, target: str, entry: Tensor) -> Tensor:

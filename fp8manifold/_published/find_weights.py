@@ -303,12 +303,12 @@ def _check_other_tensors(
 
     Those that only scale activations are no reason.
     """
-    parts = {name for weight in weights.values() for name in (weight.codes, weight.scale)}
-    layers = {
-        weight.codes.rpartition(".")[0]
-        for weight in weights.values()
-        if weight.name.endswith("weight")
-    }
+    parts = set()
+    layers = set()
+    for weight in weights.values():
+        parts |= {weight.codes, weight.scale}
+        if weight.name.endswith("weight"):
+            layers.add(weight.codes.rpartition(".")[0])
     for name, header in headers.items():
         if name in parts or is_marker(name):
             continue

@@ -15,7 +15,7 @@ Transformers renames tensors, stacks experts and joins matrices when it reads a 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -196,7 +196,9 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
     converters = [x for x in conversions if isinstance(x, loading.WeightConverter)]
     entries = entries_of(model)
     groups = _tensors_by_entry(model, shapes, conversions, entries)
-    converter_of = {pattern: x for x in converters for pattern in x.source_patterns}
+    converter_of: dict[str | None, Any] = {}
+    for converter in converters:
+        converter_of.update(dict.fromkeys(converter.source_patterns, converter))
     places: dict[str, Place] = {}
     for target, names_by_pattern in groups.items():
         shape = tuple(entries[target].shape)
@@ -269,13 +271,13 @@ def _places_of_parts(
     expected_names = ["MergeModulelist"] * is_stacked + ["Concatenate"] * is_joined
     is_known = operation_names == expected_names and (is_joined or len(name_lists) == 1)
     if not is_known or len(converter.target_patterns) > 1:
-        names = [name for names in name_lists for name in names]
+        sources = _first_of(chain.from_iterable(name_lists))
         raise ValueError(
-            f"transformers computes {target!r} from {_first_of(names)} by "
-            f"{', '.join(operation_names)}, which is not supported"
+            f"transformers computes {target!r} from {sources} by {', '.join(operation_names)}, "
+            "which is not supported"
         )
     # Each group is joined to the next: all experts of a pattern, or a single tensor.
-    groups = name_lists if is_stacked else [[name] for names in name_lists for name in names]
+    groups = name_lists if is_stacked else [[name] for name in chain.from_iterable(name_lists)]
     # The dimension that is joined, in a tensor of a file: the stack has one more.
     dim = operations[-1][1] - is_stacked if is_joined else None
     lengths = [0 if dim is None else shapes[names[0]][dim] for names in groups]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,7 +47,10 @@ class ServedWeights:
 
         No tensor is made. Of a sharded model the shapes are those of whole tensors.
         """
-        return [metadata for unit in self._units() for metadata in unit.metadata()]
+        metadata = []
+        for unit in self._units():
+            metadata += unit.metadata()
+        return metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), layer by layer.
@@ -143,7 +147,7 @@ class ServedWeights:
         else:
             units = published_units(self._model, base_of(self._model), published)
         unit_of = {unit.metadata()[0].name: unit for unit in units}
-        return [unit_of[name] for names in in_layers(unit_of) for name in names]
+        return [unit_of[name] for name in chain.from_iterable(in_layers(unit_of))]
 
 
 def served_weights(model: nn.Module, layout: ServedLayout | None = None) -> ServedWeights:

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._base.param_groups import parameters_of, saved_indices
 from fp8manifold._interface import NUMBERS, MomentStorage, WeightStorage
 from fp8manifold._numerics.stiffness import sqrt_exact
 from fp8manifold._ranks import share_of
@@ -88,8 +89,8 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     saved_groups = state_dict["param_groups"]
     check_sizes(saved_groups, optimizer.param_groups)
     groups = _adopted_groups(saved_groups, optimizer, peer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in groups for index in group["params"]]
+    parameters = parameters_of(optimizer)
+    indices = saved_indices(groups)
     twin_numbers = twins(parameters)
     state: dict[Any, Any] = {}
     entries: dict[Tensor, Any] = {}
@@ -422,8 +423,8 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
         >>> rows_of_state(optimizer.state_dict(), optimizer)["state"]
         {}
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = parameters_of(optimizer)
+    indices = saved_indices(state_dict["param_groups"])
     state = dict(state_dict["state"])
     for index, parameter in zip(indices, parameters, strict=True):
         share = share_of(parameter)

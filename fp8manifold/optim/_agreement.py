@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fp8manifold._base.param_groups import parameters_of
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, ranks_by_parameter, ranks_of, share_of
 from fp8manifold.optim._slot import describe_parameter, steps_taken
 from fp8manifold.tensor import FP8Tensor
@@ -72,13 +73,13 @@ def _tell_processes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     part = optimizer.optim
     # other libraries' optimizers have no such attribute
     if getattr(part, "zero_processes", 0) is None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         part.zero_processes = ranks_of(parameters), parameters[0].device
 
 
 def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
     """Return the processes that step together with this one, and where they agree."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if parameters:
         return ranks_of(parameters), parameters[0].device
     return getattr(optimizer, "zero_processes", None) or ([], torch.device("cpu"))
@@ -234,7 +235,7 @@ def _raise_for_others(severity: int) -> None:
 
 def _facts_by_ranks(optimizer: Optimizer, together: Sequence[Ranks]) -> list[list[Fact]]:
     """Return the facts that must not differ over each of some sets of processes."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     groups_by_id = {}
     for parameter, ranks in zip(parameters, ranks_by_parameter(parameters), strict=True):
         if ranks is not None:

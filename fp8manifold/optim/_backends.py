@@ -48,11 +48,13 @@ def run_all(slots: Sequence[Slot]) -> None:
             _upload_numbers(rest, device)
         for slot in rest:
             run_eager(slot)
-        note_changes([tensor for slot in together for tensor in slot.changed_tensors])
+        changed = []
         rescaled = []
         for slot in together:
+            changed += slot.changed_tensors
             if slot.kept_scale is not None and any(slot.doubled):
                 rescaled.append(slot.kept_scale)
+        note_changes(changed)
         note_changes(rescaled)
 
 

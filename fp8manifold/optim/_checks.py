@@ -282,12 +282,9 @@ def copy_shared_tensors(groups: Sequence[dict[str, Any]]) -> None:
 
     Schedulers that write in place, a group at a time, would write them several times.
     """
-    uses = Counter(
-        value.data_ptr()
-        for group in groups
-        for value in group.values()
-        if isinstance(value, Tensor)
-    )
+    uses: Counter[int] = Counter()
+    for group in groups:
+        uses.update(value.data_ptr() for value in group.values() if isinstance(value, Tensor))
     for group in groups:
         for name, value in group.items():
             if isinstance(value, Tensor) and uses[value.data_ptr()] > 1:

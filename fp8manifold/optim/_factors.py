@@ -27,6 +27,7 @@ is the dtype's largest value.
 import math
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import Final, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ STATISTICS: Final = {
     Preconditioner.WHOLE: ("variance",),
 }
 """Entries of the state, named as in ``torch.optim.Adafactor``."""
-STATISTIC_NAMES: Final = tuple(name for names in STATISTICS.values() for name in names)
+STATISTIC_NAMES: Final = tuple(chain.from_iterable(STATISTICS.values()))
 
 
 class FactoredShape(StrEnum):

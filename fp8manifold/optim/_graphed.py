@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from fp8manifold._base.param_groups import parameters_of
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._triton.launch import Tables
 from fp8manifold.optim._optimizer import ManifoldOptimizer
@@ -119,7 +120,7 @@ class _TrainingGraphs:
     ) -> None:
         self._graphs = _Graphs()
         self.inputs: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
-        self._parameters = _parameters_of(optimizer)
+        self._parameters = parameters_of(optimizer)
         #: the gradients at each call of the optimizer's step
         self._cuts: list[list[Tensor | None]] = []
         options = _options_of(optimizer)
@@ -213,7 +214,7 @@ class GraphedStep:
         """Take a step without graphs, and put its gradients where a replay has them."""
         self._calls += 1
         outputs = self._train_step(*inputs)
-        parameters = _parameters_of(self._optimizer)
+        parameters = parameters_of(self._optimizer)
         if self._graphs is not None:
             for parameter, memory in zip(parameters, self._graphs.gradients, strict=True):
                 gradient = parameter.grad
@@ -230,7 +231,7 @@ class GraphedStep:
         The passes are recorded where they have not been, or memory has moved.
         """
         optimizer = self._optimizer
-        gradients = [p.grad for p in _parameters_of(optimizer)]
+        gradients = [p.grad for p in parameters_of(optimizer)]
         if self._calls < _WARMUP or len(gradients) != len(self._gradients):
             return False
         for gradient, last in zip(gradients, self._gradients, strict=True):
@@ -300,7 +301,7 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
         raise ValueError(
             f"this {name} steps in the backward pass: graphed takes steps between two passes"
         )
-    devices = {p.device for p in _parameters_of(optimizer)}
+    devices = {p.device for p in parameters_of(optimizer)}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         places = ", ".join(sorted(map(str, devices)))
         raise ValueError(
@@ -310,14 +311,10 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
     return GraphedStep(train_step, optimizer)
 
 
-def _parameters_of(optimizer: ManifoldOptimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _addresses_of(optimizer: ManifoldOptimizer) -> list[int]:
     """Return addresses of everything that the passes read of the parameters."""
     addresses: list[int] = []
-    for parameter in _parameters_of(optimizer):
+    for parameter in parameters_of(optimizer):
         if isinstance(parameter, FP8Tensor):
             addresses += [parameter.codes.data_ptr(), parameter.kept_scale.data_ptr()]
         else:

@@ -406,10 +406,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _slots(self) -> list[Slot]:
         """Return a slot for every parameter that has a gradient."""
-        members = [
-            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        return [slot_of(group, p, self.state.get(p, {})) for group, p in members]
+        slots = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    slots.append(slot_of(group, p, self.state.get(p, {})))
+        return slots
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))
@@ -477,7 +479,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             _state.check_arrays(
                 slot.state, slot.parameter, slot.group, stores_moments=stores_moments
             )
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters: list[Tensor] = []
+        for group in self.param_groups:
+            parameters += group["params"]
         without_stream = [slot for slot in slots if "stream" not in slot.state]
         twin_numbers = twins(parameters) if without_stream else {}
         for slot in slots:

@@ -29,6 +29,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._base.param_groups import parameters_of, saved_indices
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._interface import MomentStorage
 from fp8manifold._ranks import local_of, spread
@@ -336,9 +337,8 @@ def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 
     Ours may be wider, or codes.
     """
-    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in zip(saved_ids, parameters, strict=True):
+    indices = saved_indices(state_dict["param_groups"])
+    for index, parameter in zip(indices, parameters_of(optimizer), strict=True):
         claim(optimizer, parameter)
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor):

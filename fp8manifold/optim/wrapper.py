@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._base.param_groups import parameters_of
 from fp8manifold._base.reading import eager_only
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
@@ -126,9 +127,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
             )
-        refuse_sharded(
-            type(self).__name__, [p for group in optimizer.param_groups for p in group["params"]]
-        )
+        refuse_sharded(type(self).__name__, parameters_of(optimizer))
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
             check_choice("writeback", writeback, _WRITEBACKS)
@@ -191,7 +190,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         The latter is the step count, and S_ref and the stream of each parameter.
         """
         self._call_state_hooks("state_dict_pre")
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         saved = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
@@ -218,7 +217,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             )
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.steps_taken = int(state_dict["steps_taken"])
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         references = zip(parameters, state_dict["references"], strict=True)
         streams = zip(parameters, state_dict["streams"], strict=True)
         self.references = {p: reference for p, reference in references if reference is not None}
@@ -258,9 +257,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
                 "step() needs a closure that clears the gradients, computes the loss, calls its "
                 f"backward() and returns it: {name} calls it in each step"
             )
-        before = [p.detach().clone() for p in self._parameters()]
+        before = [p.detach().clone() for p in parameters_of(self)]
         self._training_points.clear()
-        factors = [self._factor(p) for p in self._parameters()]
+        factors = [self._factor(p) for p in parameters_of(self)]
         if self.on == "update":
             result = self.optimizer.step(closure)
         else:
@@ -268,7 +267,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             factors = [1.0] * len(factors)
         self._keep_floats()
         self._begin_streams(before)
-        for parameter, old, factor in zip(self._parameters(), before, factors, strict=True):
+        for parameter, old, factor in zip(parameters_of(self), before, factors, strict=True):
             self._finish(parameter, old, factor)
         self.steps_taken += 1
         return result
@@ -284,7 +283,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         evaluate = getattr(self.optimizer, "eval", None)
         if evaluate is None:
             return
-        points = [(p, p.detach().clone(), _version(p)) for p in self._parameters()]
+        points = [(p, p.detach().clone(), _version(p)) for p in parameters_of(self)]
         evaluate()
         for parameter, values, version in points:
             if stiffness_manifold_of(parameter) is None or _version(parameter) == version:
@@ -302,7 +301,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         begin = getattr(self.optimizer, "train", None)
         if begin is None:
             return
-        versions = {p: _version(p) for p in self._parameters()}
+        versions = {p: _version(p) for p in parameters_of(self)}
         begin()
         for parameter, version in versions.items():
             if stiffness_manifold_of(parameter) is None or _version(parameter) == version:
@@ -320,14 +319,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Schedule-free optimizers begin a sequence with a copy of the weights, whose
         updates are far below a step of the grid.
         """
-        for parameter in self._parameters():
+        for parameter in parameters_of(self):
             state = self.optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, FP8Tensor):
                     state[name] = value.dequantize()
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def _rounding(self, manifold: StiffnessManifold) -> str:
         return self.writeback or str(getattr(manifold, "rounding", "nearest"))
@@ -347,7 +343,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Those that were removed from the groups are forgotten. ``before`` has the values
         before the step.
         """
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         for entries in (self.references, self.streams):
             for removed in entries.keys() - set(parameters):
                 del entries[removed]
@@ -396,7 +392,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         gradients: dict[Tensor, Tensor | None] = {}
 
         def scale_gradients() -> None:
-            for parameter, factor in zip(self._parameters(), factors, strict=True):
+            for parameter, factor in zip(parameters_of(self), factors, strict=True):
                 gradients[parameter] = parameter.grad
                 if parameter.grad is not None:
                     parameter.grad = (parameter.grad * factor).to(parameter.grad.dtype)

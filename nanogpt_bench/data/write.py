@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -45,7 +46,7 @@ REACH = 4096
 CUT = re.compile(r"(?<=\S) (?=\S)")
 #: files of each split, and what meta.json calls the SHA-256 of each
 DIGESTS = {"{}.bin": "sha256", ENDS: "ends_sha256", LABELS: "labels_sha256"}
-CORPUS_FILES = ("meta.json", *(name.format(split) for split in SPLITS for name in DIGESTS))
+CORPUS_FILES = ("meta.json", *(name.format(split) for split, name in product(SPLITS, DIGESTS)))
 
 
 def write_corpus(

@@ -128,13 +128,14 @@ def _failure_texts(runs: Sequence[Run], *, only: Sequence[str] = (), stall: str 
     The class that ended a run is left out, since the verdict names it already. `only`
     are the classes to look for, by default all. `stall` replaces the name of that class.
     """
+    # How many runs have each class. A counter keeps the order in which they are counted.
     counts: Counter[str] = Counter()
     for run in runs:
-        counts.update({failure.kind for failure in run.failures})
-    # The order in which the runs have them, and failures of the loss first.
-    kinds = list(dict.fromkeys(failure.kind for run in runs for failure in run.failures))
+        # a class once, in the order of its first failure
+        counts.update(list(dict.fromkeys(failure.kind for failure in run.failures)))
     ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == RunStatus.FAILED}
-    kinds = [kind for kind in kinds if kind not in ended_by and (not only or kind in only)]
+    kinds = [kind for kind in counts if kind not in ended_by and (not only or kind in only)]
+    # failures of the loss first
     kinds.sort(key=lambda kind: kind not in LOSS_FAILURES)
     if not kinds:
         return []

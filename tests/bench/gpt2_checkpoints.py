@@ -29,12 +29,10 @@ def tensors(settings: dict[str, Any]) -> dict[str, Tensor]:
     layers = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
     layers |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
     layers |= {"ln_1": (width,), "ln_2": (width,)}
-    named = {
-        f"h.{block}.{name}": shape
-        for block in range(settings["n_layer"])
-        for name, shape in layers.items()
-    }
-    for name, shape in {"ln_f": (width,), **named}.items():
+    modules = {"ln_f": (width,)}
+    for block in range(settings["n_layer"]):
+        modules |= {f"h.{block}.{name}": shape for name, shape in layers.items()}
+    for name, shape in modules.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
 

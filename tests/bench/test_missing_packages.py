@@ -16,6 +16,16 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.causal import find_model
 from nanogpt_bench.model.weights import checkpoint_shape
 
+NEEDED = r"needs {0}; get it with pip install 'fp8manifold\[\S+\]'"
+
+
+def check_byte_pairs(*_):
+    check_tokenizer("bpe-300")
+
+
+def make_byte_pairs(*_):
+    make_tokenizer("bpe-300", "", ["ab"])
+
 
 @pytest.mark.parametrize(
     ("module", "package", "call", "sentence"),
@@ -32,19 +42,10 @@ from nanogpt_bench.model.weights import checkpoint_shape
             lambda *_: make_tokenizer("gpt2", ""),
             r"needs tiktoken; .*\[gpt2-offline\]",
         ),
-        *(
-            (
-                "data.tokenizers",
-                package,
-                call,
-                rf"needs {package}; get it with pip install 'fp8manifold\[\S+\]'",
-            )
-            for package in ("tokenizers", "tiktoken")
-            for call in (
-                lambda *_: check_tokenizer("bpe-300"),
-                lambda *_: make_tokenizer("bpe-300", "", ["ab"]),
-            )
-        ),
+        ("data.tokenizers", "tokenizers", check_byte_pairs, NEEDED.format("tokenizers")),
+        ("data.tokenizers", "tokenizers", make_byte_pairs, NEEDED.format("tokenizers")),
+        ("data.tokenizers", "tiktoken", check_byte_pairs, NEEDED.format("tiktoken")),
+        ("data.tokenizers", "tiktoken", make_byte_pairs, NEEDED.format("tiktoken")),
         (
             "system.hub",
             "huggingface_hub",

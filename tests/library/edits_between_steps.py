@@ -8,7 +8,7 @@ import copy
 import pickle
 
 import torch
-from optimizer_cases import everyone, frozen, normal, with_factors
+from optimizer_cases import frozen, normal, parameters_of, with_factors
 from paths import on_path
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def make(
 
 def put_gradients(optimizer, t, bad=None):
     """Give every parameter a gradient; `bad` becomes an entry of the second gradient."""
-    for i, p in enumerate(everyone(optimizer)):
+    for i, p in enumerate(parameters_of(optimizer)):
         p.grad = normal(*p.shape, seed=100 * t + i)
         if bad is not None and i == 1:
             p.grad[0, 0] = bad
@@ -100,7 +100,7 @@ def take_steps(optimizer, steps):
 def optimizer_bits(optimizer):
     parts = [
         (p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach()
-        for p in everyone(optimizer)
+        for p in parameters_of(optimizer)
     ]
     return frozen([parts, optimizer.state_dict()])
 
@@ -138,7 +138,7 @@ def replaced_method(optimizer):
 
 
 def three_times(optimizer, *_):
-    everyone(optimizer)[0].grad.mul_(3)
+    parameters_of(optimizer)[0].grad.mul_(3)
 
 
 class Labelled(Tensor):
@@ -259,7 +259,7 @@ EDITS_THAT_ARE_READ = {
 
 def apply_edit(edit, optimizer):
     """Run a statement, and return the optimizer that is stepped from then on."""
-    parameters = everyone(optimizer)
+    parameters = parameters_of(optimizer)
     names = {
         "copy": copy,
         "pickle": pickle,

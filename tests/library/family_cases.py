@@ -3,6 +3,8 @@
 Every combination of options, every optimizer by its name, and one parameter of every kind.
 """
 
+import itertools
+
 import geoopt
 import torch
 from optimizer_cases import (
@@ -38,7 +40,7 @@ def is_valid(optimizer, writeback, moments):
     return not WRITEBACKS[writeback].injects or (takes_errors and moments != "8bit")
 
 
-COMBINATIONS = [(n, w, m) for n in NAMES for w in WRITEBACKS for m in MOMENTS]
+COMBINATIONS = list(itertools.product(NAMES, WRITEBACKS, MOMENTS))
 VALID = [c for c in COMBINATIONS if is_valid(*c)]
 INVALID = [c for c in COMBINATIONS if not is_valid(*c)]
 RIEMANNIAN_NAMES = ("RiemannianAdam", "RiemannianSGD")
@@ -85,10 +87,9 @@ def make(name, parameters, **options):
         return kind(muon_groups(parameters, lr=0.01), **options)
     if name != "FisherNaturalGradient":
         return kind(parameters, **options)
-    groups = (
-        parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
-    )
-    tensors = [p for group in groups for p in group["params"]]
+    tensors = parameters
+    if parameters and isinstance(parameters[0], dict):
+        tensors = itertools.chain.from_iterable(group["params"] for group in parameters)
     model = Parallel([p for p in tensors if is_layer(p)])
     return kind(parameters, model, [normal(16, 320, seed=77)], **options)
 

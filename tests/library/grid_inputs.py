@@ -13,13 +13,14 @@ from fp8manifold import reference
 #: Any ExMy in every layout, beside the named ones. IEEE or FN specials on two bits
 #: leave nothing but zero.
 LAYOUT_SUFFIXES = ("", "IEEE", "FN", "FNUZ", "FINITE")
-ODD_NAMES = [
-    f"E{e}M{m}{suffix}"
-    for e in range(1, 8)
-    for m in range(8 - e)
-    for suffix in LAYOUT_SUFFIXES
-    if not (e == 1 and m == 0 and suffix in ("IEEE", "FN"))
-] + [f"P3109_{k}P{p}{suffix}" for k, p in ((3, 1), (5, 2), (6, 3), (7, 6)) for suffix in ("", "F")]
+ODD_NAMES = []
+for exponent_bits in range(1, 8):
+    for mantissa_bits in range(8 - exponent_bits):
+        for suffix in LAYOUT_SUFFIXES:
+            if exponent_bits + mantissa_bits > 1 or suffix not in ("IEEE", "FN"):
+                ODD_NAMES.append(f"E{exponent_bits}M{mantissa_bits}{suffix}")
+for widths in ("3P1", "5P2", "6P3", "7P6"):
+    ODD_NAMES += [f"P3109_{widths}", f"P3109_{widths}F"]
 
 
 def distinct(formats):
@@ -27,19 +28,19 @@ def distinct(formats):
 
 
 NAMED = distinct(list(fm.NAMED_FORMATS.values()))
-#: The lowest and the highest bias that each format can have, and one in between.
-ODD_BIASES = [
-    fm.FloatFormat(e, m, bias=bias)
-    for (e, m), biases in {
-        (4, 3): (-26, 10, 100),
-        (7, 0): (27, 103),
-        (5, 2): (-25, 101),
-        (1, 6): (-29, 97),
-        (1, 0): (-23, 103),
-    }.items()
-    for bias in biases
-]
-ODD = distinct([fm.FloatFormat.from_string(name) for name in ODD_NAMES] + ODD_BIASES)
+#: The lowest and the highest bias that each format can have, and one in between, by the
+#: bits of exponent and mantissa.
+ODD_BIASES = {
+    (4, 3): (-26, 10, 100),
+    (7, 0): (27, 103),
+    (5, 2): (-25, 101),
+    (1, 6): (-29, 97),
+    (1, 0): (-23, 103),
+}
+ODD_FORMATS = [fm.FloatFormat.from_string(name) for name in ODD_NAMES]
+for bits, biases in ODD_BIASES.items():
+    ODD_FORMATS += [fm.FloatFormat(*bits, bias=bias) for bias in biases]
+ODD = distinct(ODD_FORMATS)
 ODD = {name: fmt for name, fmt in ODD.items() if name not in NAMED}
 
 #: Magnitudes at which float32, float16 and bfloat16 themselves change behaviour.

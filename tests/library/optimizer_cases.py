@@ -5,6 +5,7 @@ Parameters of every kind, gradients, steps, and everything that a step may chang
 
 import copy
 import io
+from itertools import chain
 
 import geoopt
 import pytest
@@ -140,7 +141,7 @@ def snapshot(optimizer):
     """Return all that a step may change, parameters and state, as bytes."""
     saved = optimizer.state_dict()
     return {
-        "parameters": [bits_of(p) for g in optimizer.param_groups for p in g["params"]],
+        "parameters": [bits_of(p) for p in parameters_of(optimizer)],
         "state": frozen(saved),
     }
 
@@ -199,9 +200,9 @@ CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, *RIEMANNIAN)
 every_class = pytest.mark.parametrize("kind", CLASSES)
 
 
-def everyone(optimizer):
+def parameters_of(optimizer):
     """Return all parameters of an optimizer."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def close(x, y, tolerance=1e-6):

@@ -1,6 +1,7 @@
 """The model that is operated on."""
 
 import copy
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +52,8 @@ class Model(nn.Module):
 
 
 TOKENS = torch.arange(10).view(2, 5)
-LINEARS = [
-    f"blocks.{i}.{part}"
-    for i in range(12)
-    for part in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")
-] + ["lm_head"]
+PARTS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")
+LINEARS = [f"blocks.{i}.{part}" for i, part in product(range(12), PARTS)] + ["lm_head"]
 
 
 def model_bits(model):

@@ -7,18 +7,18 @@ import contextlib
 import copy
 import math
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from optimizer_cases import (
-    everyone,
     free_weight,
     frozen,
     grid_weight,
     normal,
+    parameters_of,
     same_bits,
     snapshot,
     step_from,
@@ -54,9 +54,7 @@ SHAPES = (
     ((2, 1301), "channel"),
 )
 #: Write-backs and averages.
-WAYS = tuple(
-    (w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit")
-)
+WAYS = tuple(product(("nearest", "stochastic", "residual8"), ("float32", "bfloat16", "8bit")))
 
 
 def gradient(shape, kind, seed):
@@ -327,12 +325,10 @@ def test_codes_against_their_definition(name):
     ).float()
     assert not different(values, expected)
     finite = sorted({x for x in expected.tolist() if math.isfinite(x) and x >= 0})
-    ends = [
-        (Fraction(a), Fraction(b), part)
-        for a, b in pairwise(finite)
-        for part in (0.25, 0.5, Fraction(2, 3))
-    ]
-    between = [float(np.float32(float(a + (b - a) * Fraction(part)))) for a, b, part in ends]
+    between = []
+    for a, b in pairwise(map(Fraction, finite)):
+        for part in (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3)):
+            between.append(float(np.float32(float(a + (b - a) * part))))
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor(
         [scalar.code(scalar.round(v, None), False) for v in x.tolist()], dtype=torch.int32
@@ -365,7 +361,7 @@ def by_turns(monkeypatch, optimizers):
 
 
 def assert_the_same(on_card, native):
-    assert same_bits([p.cpu() for p in everyone(on_card)], everyone(native))
+    assert same_bits([p.cpu() for p in parameters_of(on_card)], parameters_of(native))
 
 
 def pair(fmt="E4M3", factors=False, granularity="channel", kind=optim.StiffnessAdamW, **options):
@@ -381,7 +377,7 @@ def pair(fmt="E4M3", factors=False, granularity="channel", kind=optim.StiffnessA
 
 
 def put(optimizer, step, bad=None):
-    for i, p in enumerate(everyone(optimizer)):
+    for i, p in enumerate(parameters_of(optimizer)):
         gradient = normal(*p.shape, seed=10 * step + i) - 3.0
         if bad is not None and i == 1:
             gradient.view(-1)[-1] = bad
@@ -481,7 +477,7 @@ def test_planned_steps_of_matrices_have_the_bits_of_unplanned_ones(case, on_a_ca
             optimizer.step()
         assert bool(planned._pending_verdicts) == (step > 0), step
         assert not unplanned._pending_verdicts, step
-        assert same_bits(everyone(planned), everyone(unplanned)), step
+        assert same_bits(parameters_of(planned), parameters_of(unplanned)), step
     assert planned.skipped_steps == unplanned.skipped_steps == 2
     assert planned.widened_scales == unplanned.widened_scales > 0
     assert frozen(planned.state_dict()) == frozen(unplanned.state_dict())
@@ -514,7 +510,7 @@ def test_other_steps_of_matrices_have_no_plan_on_a_card(case, on_a_card):
             put(optimizer, step)
             optimizer.step()
         assert not maybe_planned._pending_verdicts, step
-        assert same_bits(everyone(maybe_planned), everyone(unplanned)), step
+        assert same_bits(parameters_of(maybe_planned), parameters_of(unplanned)), step
     assert frozen(maybe_planned.state_dict()) == frozen(unplanned.state_dict())
 
 
@@ -535,7 +531,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(writeback, granularity, on_a_card,
         gradient[:3] *= step > 1
         gradient[3:] *= granularity != "tensor" or step > 1
         for optimizer in by_turns(monkeypatch, optimizers):
-            (p,) = everyone(optimizer)
+            (p,) = parameters_of(optimizer)
             step_from(optimizer, p, gradient.to(p.device))
         unheard.append(len(optimizers[0]._pending_verdicts))
         assert_the_same(*optimizers)
@@ -556,7 +552,7 @@ def test_rows_of_zeros_that_share_a_tile_begin_as_on_the_cpu(columns, on_a_card,
         gradient = normal(64, columns, seed=step)
         gradient[:3] *= step > 2
         for optimizer in by_turns(monkeypatch, optimizers):
-            (p,) = everyone(optimizer)
+            (p,) = parameters_of(optimizer)
             step_from(optimizer, p, gradient.to(p.device))
         unheard.append(len(optimizers[0]._pending_verdicts))
         assert_the_same(*optimizers)
@@ -579,7 +575,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     optimizers = on_both([p], writeback="residual8", weight_decay=0.0)
     for step in range(2):
         for optimizer in by_turns(monkeypatch, optimizers):
-            (p,) = everyone(optimizer)
+            (p,) = parameters_of(optimizer)
             p.grad = torch.ones(p.shape, device=p.device)
             p.grad[4, 3] = 0.0
             if step:
@@ -634,7 +630,7 @@ def test_full_scales_of_matrices_double_in_one_launch(fmt, granularity, writebac
                 _backends, "is_native", lambda slot, on_card=is_on_card: not on_card
             )
             monkeypatch.setattr(_backends, "is_triton", lambda slot, on_card=is_on_card: on_card)
-            for p in everyone(optimizer):
+            for p in parameters_of(optimizer):
                 p.grad = torch.ones(p.shape, device=p.device)
                 p.codes[step, 5 + step] = largest
                 p.codes[2, 3] = largest | as_format(fmt).sign_bit
@@ -768,7 +764,7 @@ def training_step(optimizer, *, clears_last=False):
 
     Its second result is computed after the optimizer's step.
     """
-    weights = everyone(optimizer)
+    weights = parameters_of(optimizer)
 
     def take(x, factor):
         if not clears_last:
@@ -803,7 +799,7 @@ def schedule(optimizer, step):
 def test_replays_have_the_bits_of_calls(options, graphs):
     """Under a schedule, a refresh, doubled scales, a refused step and another shape."""
     plain, graphed = (pair(refresh_every=6, **options)[0] for _ in range(2))
-    clears_last, weights = "draws" in options, everyone(plain)
+    clears_last, weights = "draws" in options, parameters_of(plain)
     step = _graphed.GraphedStep(training_step(graphed, clears_last=clears_last), graphed)
     take_plainly = training_step(plain, clears_last=clears_last)
     for i in range(16):
@@ -811,7 +807,7 @@ def test_replays_have_the_bits_of_calls(options, graphs):
         x[1, 3] = math.inf if i == 8 else 1.0
         results, expected = step(x, 1.5), take_plainly(x, 1.5)
         assert not any(map(different, results, expected)), i
-        for index, (a, b) in enumerate(zip(weights, everyone(graphed), strict=True)):
+        for index, (a, b) in enumerate(zip(weights, parameters_of(graphed), strict=True)):
             tensors = {
                 name: x
                 for name, x in plain.state[a].items()
@@ -879,6 +875,6 @@ def test_weights_that_moved_are_recorded_again(graphs):
         assert not any(map(different, step(x, 1.5), take_plainly(x, 1.5))), i
         if i == 5:
             for optimizer in (plain, graphed):
-                weight = everyone(optimizer)[2]
+                weight = parameters_of(optimizer)[2]
                 weight.data = weight.data + 1.0
     assert step.recorded == 2

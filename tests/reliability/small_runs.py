@@ -128,11 +128,12 @@ def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]
 
 
 def contents_bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
-    return {
-        f"{part}/{name}": (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes())
-        for part, tensors in contents.tensors.items()
-        for name, t in tensors.items()
-    }
+    bits = {}
+    for part, tensors in contents.tensors.items():
+        for name, tensor in tensors.items():
+            data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            bits[f"{part}/{name}"] = (tensor.dtype, data)
+    return bits
 
 
 def _tensors(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ It is refused in one line that names the key.
 import math
 import random
 import string
+from itertools import product
 
 import pytest
 import yaml
@@ -28,7 +29,8 @@ def typos(key):
     misspelt = set()
     for head, tail in ((key[:place], key[place:]) for place in range(len(key) + 1)):
         misspelt |= {head + tail[1:], head + tail[1:2] + tail[:1] + tail[2:]}
-        misspelt |= {head + letter + rest for letter in LETTERS for rest in (tail, tail[1:])}
+        for letter in LETTERS:
+            misspelt |= {head + letter + tail, head + letter + tail[1:]}
     return sorted(
         word for word in misspelt - {key} if word not in FIELDS and not mapping_above(word)
     )
@@ -98,12 +100,10 @@ def out_of_range(key):
     if kind not in (int, float):
         return []
     beyond = {"gt": 0, "lt": 0, "ge": -1, "le": 1}
-    values = [
-        getattr(bound, name) + factor
-        for bound in bounds
-        for name, factor in beyond.items()
-        if hasattr(bound, name)
-    ]
+    values = []
+    for bound, (name, distance) in product(bounds, beyond.items()):
+        if hasattr(bound, name):
+            values.append(getattr(bound, name) + distance)
     return [kind(value) for value in values] + (
         [math.nan, math.inf, -math.inf] if kind is float else []
     )

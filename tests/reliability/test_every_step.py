@@ -5,6 +5,7 @@ It has the same bits as without a stop.
 
 import itertools
 import signal
+from itertools import product
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ LONG = {
     "residual8": {"rule": "residual8", **SHADOW, **E4M3},
     "bf16-mixed": {"rule": "bf16-mixed", **SHADOW},
 }
-MASTER = [(policy, granularity) for policy in POLICIES for granularity in GRANULARITIES]
+MASTER = list(product(POLICIES, GRANULARITIES))
 
 
 @pytest.fixture(scope="module")

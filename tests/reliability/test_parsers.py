@@ -90,7 +90,9 @@ ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
 CONTROL = st.sampled_from(
     ["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"]
 )
-CHOICES = {word for setting in FIELDS.values() for word in setting.facts["choices"] or ()}
+CHOICES = set()
+for setting in FIELDS.values():
+    CHOICES.update(setting.facts["choices"] or ())
 FORMATS = ("E4M3", "e7m0", "E3M4IEEE", "E9M9", "none")
 WORDS = st.sampled_from(
     [*sorted(CHOICES), *RULES, *FORMATS, "*", "attn", "weight", "off", "nan", "null", "../x"]

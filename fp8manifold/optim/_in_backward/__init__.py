@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8manifold._base.checks import check_choice
+from fp8manifold._base.param_groups import parameters_of
 from fp8manifold._base.replaced import refuse_replaced
 from fp8manifold.optim._agreement import is_distributed
 from fp8manifold.optim._in_backward.gradients import Accumulation, Clipping, SpentGradient, StandIn
@@ -491,7 +492,7 @@ def step_in_backward(
         raise RuntimeError(
             f"this {type(optimizer).__name__} steps in backward already: remove() the first handle"
         )
-    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    if any(p.grad is not None for p in parameters_of(optimizer)):
         raise RuntimeError(
             "there are gradients already, which no backward pass would use: call zero_grad() first"
         )

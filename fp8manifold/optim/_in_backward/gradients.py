@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold._base.param_groups import parameters_of
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._slot import steps_taken
 from fp8manifold.optim._streams import new_stream, twins
@@ -261,8 +262,7 @@ class Accumulation:
         if stream is None:
             # the one that the parameter's first step will give it
             if parameter not in self._twins:
-                parameters = [p for other in optimizer.param_groups for p in other["params"]]
-                self._twins = twins(parameters)
+                self._twins = twins(parameters_of(optimizer))
             stream = new_stream(
                 parameter,
                 self._twins[parameter],
@@ -280,8 +280,11 @@ class Accumulation:
         If any is not finite, skip all steps and leave the sums.
         """
         self._twins = {}
-        members = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-        summed = [(group, p) for group, p in members if isinstance(p.grad, GradientSum)]
+        summed = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if isinstance(p.grad, GradientSum):
+                    summed.append((group, p))
         if not summed:
             return
         if not optimizer._may_step([optimizer._slot(group, p) for group, p in summed]):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
+from itertools import product
 from pathlib import Path
 
 import forked
@@ -135,12 +136,9 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert code == 0, errors
     out = tmp_path / "out"
     assert printed.strip().splitlines()[-1] == str(Path("out") / "report.html")
+    runs = product(("bf16-mixed", "fp32", "E4M3-nearest"), (42, 43))
     assert {path.name for path in out.iterdir()} == {
-        *(
-            f"{name}-seed={seed}"
-            for name in ("bf16-mixed", "fp32", "E4M3-nearest")
-            for seed in (42, 43)
-        ),
+        *(f"{name}-seed={seed}" for name, seed in runs),
         *("figures", "sweep.json", "report.html", "results.csv", "table.md"),
     }
     table = read_table(out)

@@ -78,11 +78,9 @@ REFUSED = {
     f"{WITHIN} train.accumulation=2": "optimizer.clip_by=previous",
     f"{WITHIN} runtime.compile=true": "optimizer.clip_by=exact",
 }
-CASES = [
-    (word.partition("=")[0], f"{settings} {word}")
-    for settings, words in REFUSED.items()
-    for word in words.split()
-]
+CASES = []
+for settings, words in REFUSED.items():
+    CASES += [(word.partition("=")[0], f"{settings} {word}") for word in words.split()]
 #: what is refused because something else is not given, or by another name
 CASES += [("optimizer.grad_clip", WITHIN), ("optimizer.name", "model.peer=torchao-int8")]
 CASES += [("model.formats", f"rule=fp32 {E4M3}")]

@@ -1,6 +1,7 @@
 """Files of earlier versions have former names of values; whoever types one hears of it."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,8 @@ def test_a_results_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     path = Path(__file__).parents[3] / "study" / "results" / "study_q2_muon_parts.json"
     entries = json.loads(path.read_text(encoding="utf-8"))
     assert {entry.get("config.model.storage") for entry in entries} == {"fp8", None}
-    storages = {
-        run.config["model"]["storage"] for row in read_export(path).rows for run in row.runs
-    }
+    runs = chain.from_iterable(row.runs for row in read_export(path).rows)
+    storages = {run.config["model"]["storage"] for run in runs}
     assert storages == {"codes"}
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -149,7 +150,8 @@ def test_what_comes_from_the_hub_and_from_a_copy_is_the_same(outcomes):
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
     train = np.fromfile(outcome.folder / "train.bin", dtype="<u2")
-    assert train.tolist() == [code for text in TRAIN for code in [*text.encode(), 256]]
+    end = 256
+    assert train.tolist() == list(chain.from_iterable([*text.encode(), end] for text in TRAIN))
     named = {
         "dataset": "coastalcph/lex_glue",
         "config": "eurlex",

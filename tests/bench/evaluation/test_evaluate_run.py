@@ -6,6 +6,7 @@ This is what rounding after the training costs.
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained, tmp_path):
         run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor"
     )
     rows = evaluation["rows"]
-    all_rows = [(name, scale) for name in ALL for scale in ("channel", "tensor")]
+    all_rows = product(ALL, ("channel", "tensor"))
     assert [(row["format"], row["scale"]) for row in rows] == [("none", ""), *all_rows]
     recorded = summary_of(run_dir)["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16

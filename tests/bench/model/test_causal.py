@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_evaluate_measures_formats_scales_and_layers(models, text_file, tmp_path
         json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json")
     )
     rows = content["rows"]
-    all_rows = [(fmt, scale) for fmt in ("E4M3", "E5M2") for scale in ("tensor", "block")]
+    all_rows = product(("E4M3", "E5M2"), ("tensor", "block"))
     assert [(row["format"], row["scale"]) for row in rows] == [
         ("none", ""),
         *all_rows,

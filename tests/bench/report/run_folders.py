@@ -148,17 +148,12 @@ def write_run(
 
 def write_comparison(folder: Path, seeds: int = 1) -> list[Path]:
     """Write the nine runs of the demonstration, each for every seed asked for."""
-    return [
-        write_run(
-            folder / f"{place}-{fmt}-{rule}-s{seed}",
-            rule=rule,
-            fmt=fmt,
-            final=final + 0.01 * seed,
-            seed=seed,
-        )
-        for place, (rule, fmt, final) in enumerate(ROWS, start=1)
-        for seed in range(seeds)
-    ]
+    paths = []
+    for place, (rule, fmt, final) in enumerate(ROWS, start=1):
+        for seed in range(seeds):
+            path = folder / f"{place}-{fmt}-{rule}-s{seed}"
+            paths.append(write_run(path, rule=rule, fmt=fmt, final=final + 0.01 * seed, seed=seed))
+    return paths
 
 
 def write_metrics(

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import xml.etree.ElementTree as ElementTree
+from itertools import product
 
 import pytest
 from bench_runs import refusal
@@ -31,9 +32,9 @@ def prepared(paths):
 
 def test_every_figure_is_an_svg_that_shows_something(tmp_path):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
-    charts = [
-        chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts
-    ]
+    charts = []
+    for section in all_sections(Page({}, results, chosen)):
+        charts += section.charts
     files = write_figures(charts, chosen, tmp_path / "figures")
     assert {path.name for path in files} == {"loss_curves.svg", "stall.svg"}
     assert set((tmp_path / "figures").iterdir()) == set(files)
@@ -97,7 +98,7 @@ def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path):
         "failure": {"kind": "nan", "message": "x", "step": 3},
         "final_val_loss": None,
     }
-    runs = [(lr, seed) for lr in (0.1, 0.2) for seed in (0, 1)]
+    runs = product((0.1, 0.2), (0, 1))
     paths = [
         *(
             write_run(tmp_path / f"{lr}-{s}", rule="sgd", lr=lr, seed=s, final=2 + lr + s)

@@ -4,6 +4,7 @@ It carries small curves, and shows every text as text.
 """
 
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -97,14 +98,10 @@ def test_every_alert_is_listed_once_a_kind(tmp_path):
 
 @pytest.mark.slow
 def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path):
-    layers = [
-        f"blocks.{block}.{name}" for block in range(4) for name in ("qkv", "proj", "fc", "out")
-    ]
-    keys = [
-        f"{key}/{layer}"
-        for key in ("quant/overflow", "bits/uniformity", "grad/l2")
-        for layer in layers
-    ]
+    modules = product(range(4), ("qkv", "proj", "fc", "out"))
+    layers = [f"blocks.{block}.{name}" for block, name in modules]
+    metrics = product(("quant/overflow", "bits/uniformity", "grad/l2"), layers)
+    keys = [f"{metric}/{layer}" for metric, layer in metrics]
     watched = [
         "grad/cosine",
         "grad/snr",

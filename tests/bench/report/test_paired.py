@@ -79,16 +79,12 @@ def test_holm_over_the_rows_that_were_tested():
 def folders(tmp_path, *, seeds):
     """Runs of a reference, of a rule below it at every seed, and of one now above, now below."""
     rows = [("fp32", 2.0, 0.0), ("sgd", 1.9, 0.002), ("muon", 2.0, 0.02)]
-    return [
-        write_run(
-            tmp_path / f"{rule}-{seed}",
-            rule=rule,
-            final=final + seed / 100 + swing * (-1) ** seed,
-            seed=seed,
-        )
-        for rule, final, swing in rows
-        for seed in range(seeds)
-    ]
+    paths = []
+    for rule, final, swing in rows:
+        for seed in range(seeds):
+            loss = final + seed / 100 + swing * (-1) ** seed
+            paths.append(write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=loss, seed=seed))
+    return paths
 
 
 def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path):

@@ -1,6 +1,7 @@
 """The verdict says what happened, and names what makes runs incomparable."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -226,16 +227,12 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
                 )
         return [(row.label, len(row.runs)) for row in rows_of(paths)]
 
-    rates = [(f"{lr}-{seed}", seed, lr, None) for lr in (1e-4, 1e-3) for seed in (1, 2)]
+    rates = [(f"{lr}-{seed}", seed, lr, None) for lr, seed in product((1e-4, 1e-3), (1, 2))]
     assert labels(*rates) == [("fp32 lr=0.0001", 2), ("fp32 lr=0.001", 2)]
     # no few settings tell these apart: the runs' names do
-    many = [("old", 2, 0), ("new", 5, 1)]
-    runs = [
-        (f"{name}-{seed}", seed, 1e-3, value)
-        for name, count, value in many
-        for seed in range(1, count + 1)
-    ]
-    assert labels(*runs) == [
+    old = [(f"old-{seed}", seed, 1e-3, 0) for seed in range(1, 3)]
+    new = [(f"new-{seed}", seed, 1e-3, 1) for seed in range(1, 6)]
+    assert labels(*old, *new) == [
         ("fp32 (old-1, old-2)", 2),
         ("fp32 (new-1, new-2, new-3 and 2 more)", 5),
     ]
@@ -303,17 +300,14 @@ def test_the_draw_of_validations_batches_that_earlier_releases_state_is_todays(t
 
 
 def test_each_number_of_steps_has_the_reference_of_its_own(tmp_path):
-    rows = rows_of(
-        described(
-            write_run(tmp_path / f"{rule}-{steps}", rule=rule, fmt=fmt, final=final),
-            train={"max_steps": steps},
-        )
-        for steps, lower in ((100, 0), (200, 1))
-        for rule, fmt, final in (
-            ("bf16-mixed", "none", 4.0 - lower),
-            ("nearest", "E4M3", 4.2 - lower),
-        )
-    )
+    paths = []
+    for steps, lower in ((100, 0), (200, 1)):
+        folder = tmp_path / str(steps)
+        reference = write_run(folder / "a", rule="bf16-mixed", fmt="none", final=4.0 - lower)
+        nearest = write_run(folder / "b", rule="nearest", fmt="E4M3", final=4.2 - lower)
+        for path in (reference, nearest):
+            paths.append(described(path, train={"max_steps": steps}))
+    rows = rows_of(paths)
     results = measure(rows, find_reference(rows))
     assert [result.verdict.text for result in results] == ["reference", "within 10%"] * 2
     assert [result.gap and round(result.gap.mean, 9) for result in results] == [0, 0.2] * 2

@@ -6,6 +6,7 @@ Nothing is written, changed or run, whoever reads it.
 import json
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 
 import damages
@@ -176,13 +177,13 @@ def commit_to(step: int) -> Damage:
 
 
 NAMES = {**vars(damages), "np": np, "torch": torch, "commit_to": commit_to}
-PLACES = [
-    (name, file, garbage)
-    for name, reader in readers(Path(), Path(), Path()).items()
-    for file, takes in reader.files.items()
-    for garbage in GARBAGE
-    if garbage not in takes
-]
+PLACES = []
+for name, reader in readers(Path(), Path(), Path()).items():
+    for file, takes in reader.files.items():
+        PLACES += [(name, file, garbage) for garbage in GARBAGE if garbage not in takes]
+DAMAGES = []
+for name, damages_of_file in DAMAGED.items():
+    DAMAGES += product([name], damages_of_file)
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +232,7 @@ def messages_of(
     return outcome.returned
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"), [(name, damage) for name, damages in DAMAGED.items() for damage in damages]
-)
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_a_damage_is_named(name, damage, sources, working_folder, attacks):
     words = DAMAGED[name][damage].split(" & ")
     file, _, expression = damage.partition(": ")
@@ -243,8 +242,8 @@ def test_a_damage_is_named(name, damage, sources, working_folder, attacks):
     assert len(messages) == 1 or name == "verify"
     # A configuration and a sweep name a setting.
     if name not in ("config", "sweep"):
-        places = (Path(file).name, str(working_folder / "it"))
-        assert any(place in line for line in messages for place in places), messages
+        text = "\n".join(messages)
+        assert Path(file).name in text or str(working_folder / "it") in text, messages
 
 
 @pytest.mark.covering(1)

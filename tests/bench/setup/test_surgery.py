@@ -181,11 +181,9 @@ def test_an_example_quantises_what_it_says_and_trains(name, corpus_dir, tmp_path
     config = small(name, corpus_dir)
     model = trainer_of(config).model
     for operand in OPERANDS:
-        wanted = {
-            layer: fmt
-            for layers, fmt in EXAMPLES[name].get(operand, {}).items()
-            for layer in layers
-        }
+        wanted = {}
+        for layers, fmt in EXAMPLES[name].get(operand, {}).items():
+            wanted |= dict.fromkeys(layers, fmt)
         assert formats_of(model, operand) == wanted, operand
     summary = run(config, tmp_path / "run")
     assert summary["status"] == "finished"

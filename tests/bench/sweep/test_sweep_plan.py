@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -326,15 +327,16 @@ def test_more_runs_at_a_time_than_cores_are_refused(
 
 
 def test_one_seed_of_every_row_comes_before_the_next_whatever_a_run_costs():
-    points = [
-        plan_point({"model.format": "E4M3"}, {"rule": rule, "train.max_steps": steps, "seed": seed})
-        for seed in (2, 1)
-        for rule, steps in (("fp32", 10), ("stochastic-8bit", 100), ("stochastic", 1))
-    ]
+    points = []
+    for seed in (2, 1):
+        for rule, steps in (("fp32", 10), ("stochastic-8bit", 100), ("stochastic", 1)):
+            settings = {"rule": rule, "train.max_steps": steps, "seed": seed}
+            points.append(plan_point({"model.format": "E4M3"}, settings))
     assert len({point.cost for point in points}) == 3
-    assert [(point.seed, point.rule) for point in sorted(points, key=session_module._turn)] == [
-        (seed, rule) for seed in (1, 2) for rule in ("stochastic-8bit", "fp32", "stochastic")
-    ]
+    by_turn = sorted(points, key=session_module._turn)
+    assert [(point.seed, point.rule) for point in by_turn] == list(
+        product((1, 2), ("stochastic-8bit", "fp32", "stochastic"))
+    )
     trial = replace(points[0], is_trial=True)
     assert min([*points, trial], key=session_module._turn) is trial
 
@@ -414,7 +416,7 @@ def test_a_reference_is_trained_as_long_and_on_the_same_tokens_as_each_row(tmp_p
     planned_lengths = [
         ({key: run.settings[key] for key in lengths[0]}, run.seed) for run in planned
     ]
-    assert planned_lengths == [(length, seed) for length in lengths for seed in (1, 2)]
+    assert planned_lengths == list(product(lengths, (1, 2)))
 
 
 @pytest.mark.parametrize(

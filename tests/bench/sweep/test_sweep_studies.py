@@ -6,6 +6,7 @@ Each has a reference, and the gap to it.
 import csv
 import json
 import math
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -198,5 +199,5 @@ def test_sizes_share_a_search_where_the_trials_have_one_text(
     )
     tuning = Tuning(read_sweep(path), SweepRecord(tmp_path / "out", "tune"))
     assert len(tuning.searches) == searches
-    confirmed = [run for search in tuning.searches for run in search.confirmed]
+    confirmed = chain.from_iterable(search.confirmed for search in tuning.searches)
     assert sorted(run.settings["data.train_tokens"] for run in confirmed) == [200, 200, 800, 800]

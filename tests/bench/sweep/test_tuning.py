@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
         assert abs(value - min(expected, reach)) <= 1, key
         assert is_inside(losses, key) == (expected <= reach), key
     assert rounds <= 7 * len(optimum) + 4
-    assert all(abs(index) <= reach for place in losses for index in place)
+    assert max(map(abs, chain.from_iterable(losses))) <= reach
 
 
 @pytest.mark.usefixtures("_bowl")
@@ -167,12 +168,8 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
         assert [set(trial["losses"]) for trial in row["trials"]] == [{"1", "2"}] * len(
             row["trials"]
         )
-    diverged = [
-        trial
-        for row in content["rows"]
-        for trial in row["trials"]
-        if None in trial["losses"].values()
-    ]
+    trials = chain.from_iterable(row["trials"] for row in content["rows"])
+    diverged = [trial for trial in trials if None in trial["losses"].values()]
     assert diverged
     assert all(trial["loss"] is None and "failed" in trial["status"].values() for trial in diverged)
     # The table has only the confirmed runs, at the best rates and the length that was
@@ -255,7 +252,9 @@ def test_lengths_share_a_search_or_have_each_their_own(steps, searches, write):
     )
     tuning = Tuning(sweep, SweepRecord(Path(f"out{searches}"), "tune"))
     assert len(tuning.searches) == searches
-    runs = [run for search in tuning.searches for run in tuning.confirmations(search, search.first)]
+    runs = []
+    for search in tuning.searches:
+        runs += tuning.confirmations(search, search.first)
     assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
     assert {run.settings["train.max_steps"] for run in tuning.first()} == (
         {4} if steps else {4, 8, 16}

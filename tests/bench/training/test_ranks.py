@@ -88,12 +88,12 @@ def later_bits(contents: Contents) -> dict[str, bytes]:
 
     The scale that an operand had last is for the record.
     """
-    return {
-        f"{stem}/{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
-        for stem in ("model", "optimizer")
-        for name, tensor in contents.tensors[stem].items()
-        if not name.endswith("scaler.value")
-    }
+    bits = {}
+    for stem in ("model", "optimizer"):
+        for name, tensor in contents.tensors[stem].items():
+            if not name.endswith("scaler.value"):
+                bits[f"{stem}/{name}"] = tensor.flatten().view(torch.uint8).numpy().tobytes()
+    return bits
 
 
 def check(contents: Contents, whole: Contents, kind: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -83,9 +84,8 @@ def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
     histograms = drawn[-2][2] | drawn[-1][2]
     names = {name.partition("/")[2] for name in histograms}
     assert {"lm_head.weight", "blocks.0.attn.qkv.weight", "token_embedding.weight"} <= names
-    assert histograms.keys() == {
-        f"{kind}/{name}" for kind in ("weights", "gradients") for name in names
-    }
+    kinds_and_names = product(("weights", "gradients"), names)
+    assert histograms.keys() == {f"{kind}/{name}" for kind, name in kinds_and_names}
     assert (
         histograms["weights/lm_head.weight"].size == histograms["gradients/lm_head.weight"].size > 0
     )
@@ -252,9 +252,8 @@ def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
     (file,) = (tmp_path / "my run" / "wandb").glob("offline-run-*/run-*.wandb")
     records = records_of(file)
     logged = {}
-    for item in (
-        item for record in records if record.HasField("history") for item in record.history.item
-    ):
+    histories = (record.history.item for record in records if record.HasField("history"))
+    for item in chain.from_iterable(histories):
         name, *fields = item.nested_key or [item.key]
         logged.setdefault(name, {})["/".join(fields)] = json.loads(item.value_json)
     for histogram in (logged[f"{kind}/lm_head.weight"] for kind in ("weights", "gradients")):
@@ -272,7 +271,8 @@ def test_wandb_offline_holds_histograms_and_an_artifact(tiny, tmp_path):
     assert {(artifact.name, artifact.type) for artifact in artifacts} == {
         ("my-run-checkpoint", "model")
     }
-    assert {"latest", "step-6"} <= {alias for artifact in artifacts for alias in artifact.aliases}
+    aliases = chain.from_iterable(artifact.aliases for artifact in artifacts)
+    assert {"latest", "step-6"} <= set(aliases)
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -332,7 +332,7 @@ def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny, tmp_path):
     )
     facts, losses, logged, withdrawn = summary["trackers"]["wandb"], {}, [], []
     assert ({file.stem for file in files}, facts["dropped"]) == ({f"run-{facts['id']}"}, None)
-    for record in (record for file in files for record in records_of(file)):
+    for record in chain.from_iterable(map(records_of, files)):
         if record.HasField("run") and record.run.HasField("branch_point"):
             point = record.run.branch_point
             assert (point.run, point.metric) == (facts["id"], "_step")

@@ -3,6 +3,8 @@
 They report what the contract asks.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from bench_runs import recorded, train, trainer_of
@@ -98,8 +100,7 @@ def test_a_rule_runs_and_reports(tiny, tmp_path, rule):
     # codes that are multiplied as they are have no simulation
     [
         (rule, storage)
-        for rule in ON_GRID
-        for storage in ROUNDED
+        for rule, storage in product(ON_GRID, ROUNDED)
         if not (storage == "grid" and RULES[rule].products)
     ],
 )

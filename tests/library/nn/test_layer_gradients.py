@@ -3,6 +3,7 @@ layer.
 """
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -282,7 +283,7 @@ def net(scale) -> nn.Module:
 
 
 def gradient_scales(model) -> list[float]:
-    scalers = [getattr(layer, f"{name}_scaler") for layer in model for name in BACKWARD]
+    scalers = [getattr(layer, f"{name}_scaler") for layer, name in product(model, BACKWARD)]
     return [scaler.value.item() for scaler in scalers]
 
 

@@ -26,7 +26,7 @@ from edits_between_steps import (
     put_gradients,
     take_steps,
 )
-from optimizer_cases import everyone, frozen, normal
+from optimizer_cases import frozen, normal, parameters_of
 from paths import PATHS, as_on_a_card, on_path
 from torch import Tensor, nn
 
@@ -71,8 +71,8 @@ def test_steps_have_the_bits_of_steps_that_are_planned(kind, granularity, factor
                 group["lr"] *= 0.9
             optimizer.step()
         assert optimizer_bits(steady) == optimizer_bits(planned), t
-        assert [p.filled is None for p in everyone(steady)[:2]] == [
-            p.filled is None for p in everyone(planned)[:2]
+        assert [p.filled is None for p in parameters_of(steady)[:2]] == [
+            p.filled is None for p in parameters_of(planned)[:2]
         ], t
     assert steady.skipped_steps == planned.skipped_steps == len(bad_entries)
     # Of other scales native code reads copies, and a steady plan can't.
@@ -160,11 +160,12 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_steady_plan(edit, path):
     take_steps(optimizer, 4)
     put_gradients(optimizer, 4)
     apply_edit(statement, optimizer)
-    old_state = frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)])
+    old_state = frozen([(p.detach(), optimizer.state[p]["step"]) for p in parameters_of(optimizer)])
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert (
-        frozen([(p.detach(), optimizer.state[p]["step"]) for p in everyone(optimizer)]) == old_state
+        frozen([(p.detach(), optimizer.state[p]["step"]) for p in parameters_of(optimizer)])
+        == old_state
     )
 
 
@@ -181,7 +182,7 @@ def test_parameters_that_were_reset_at_other_times_have_other_numbers(path):
         for optimizer in pair:
             put_gradients(optimizer, t)
             if t == 4:
-                optimizer.state[everyone(optimizer)[1]]["since"] = 3
+                optimizer.state[parameters_of(optimizer)[1]]["since"] = 3
             optimizer.step()
         assert optimizer_bits(pair[0]) == optimizer_bits(pair[1]), t
 
@@ -230,7 +231,7 @@ def test_a_plan_ends_where_the_scale_of_a_whole_parameter_doubles(kind):
         optimizers.append(optimizer)
     for t in range(40):
         for optimizer in optimizers:
-            first, second = everyone(optimizer)
+            first, second = parameters_of(optimizer)
             first.grad = -torch.ones(16, 16)
             second.grad = normal(16, 16, seed=t, std=0.1)
             optimizer.step()
@@ -247,12 +248,12 @@ def test_rows_that_a_step_leaves_at_zero_have_their_scale_fitted(moves, served):
         for optimizer in (steady, planned):
             put_gradients(optimizer, t)
             if t < 5 or not moves:
-                everyone(optimizer)[0].grad[1] = 0.0
+                parameters_of(optimizer)[0].grad[1] = 0.0
             for group in optimizer.param_groups:
                 group["lr"] = 1.0 if t == 3 else 1e-3
             optimizer.step()
             if t == 3:
-                assert not everyone(optimizer)[0][1].any(), t
+                assert not parameters_of(optimizer)[0][1].any(), t
         assert optimizer_bits(steady) == optimizer_bits(planned), t
     assert (steady.fitted_scales > 0) == moves
     assert served == [True, True, False]
@@ -282,7 +283,7 @@ def test_steps_of_several_processes_on_a_card_are_not_planned(served, monkeypatc
 def test_a_parameter_taken_out_is_let_go(i, path):
     optimizer = make("adamw-8bit", path=path)
     take_steps(optimizer, 4)
-    p, plan = everyone(optimizer)[i], optimizer._plan
+    p, plan = parameters_of(optimizer)[i], optimizer._plan
     parts = [p, p.grad, *optimizer.state[p].values(), *([p.codes, p.kept_scale] if i == 0 else [])]
     references = [weakref.ref(x) for x in parts if isinstance(x, Tensor)]
     optimizer.param_groups[0]["params"].pop(i)
@@ -301,7 +302,7 @@ def test_a_gradient_that_is_aligned_otherwise_is_planned(served, monkeypatch):
     for t in range(5):
         put_gradients(optimizer, t)
         if t == 4:
-            p = everyone(optimizer)[0]
+            p = parameters_of(optimizer)[0]
             p.grad = torch.cat([torch.zeros(1), p.grad.flatten()])[1:].view(p.shape)
         optimizer.step()
     assert served == [True, True, False]

@@ -77,6 +77,11 @@ def check_view(view, start):
     assert not torch.equal(view.target, view.before)
 
 
+def bits_of_codes(weights):
+    """Return the bytes of the codes and of the scale of each weight."""
+    return [(bits_of(p.codes), bits_of(p.kept_scale)) for p in weights]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
 def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
@@ -84,14 +89,14 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
 
     Both zeros and the smallest code are among the codes.
     """
-    weights, old_bits, residuals_before = [], [], []
+    weights = []
     for granularity, factors in itertools.product(STORED_GRANULARITIES, (False, True)):
         p = stored_weight(
             "E4M3", (130, 160), granularity=granularity, factors=factors, keep_remainder=False
         )
         p.codes[0, :3] = torch.tensor([0, 0x80, 1], dtype=torch.uint8)
         weights.append(p)
-        old_bits += [bits_of(p.codes), bits_of(p.kept_scale)]
+    old_bits = bits_of_codes(weights)
     optimizer = make(name, weights, writeback=writeback, weight_decay=0.0, refresh_every=2)
     for step in range(4):
         for p in weights:
@@ -103,7 +108,7 @@ def test_a_zero_gradient_changes_no_byte_of_codes(name, writeback):
                 x.copy_(normal(*x.shape, seed=1, std=40.0).clamp(-128, 127))
             residuals_before = [bits_of(x) for x in residuals]
     assert [bits_of(x) for x in residuals] == residuals_before
-    assert [bits_of(x) for p in weights for x in (p.codes, p.kept_scale)] == old_bits
+    assert bits_of_codes(weights) == old_bits
 
 
 @pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
@@ -640,7 +645,7 @@ def assert_takes_torchs_steps(name, kwargs, ordinary, weights):
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"), [case for name in TORCHS for case in configurations(name)]
+    ("name", "kwargs"), list(itertools.chain.from_iterable(map(configurations, TORCHS)))
 )
 def test_steps_of_ordinary_parameters_are_torchs(name, kwargs):
     start = [normal(3, 4, dtype=double), normal(5, seed=1, dtype=double)]

@@ -5,6 +5,7 @@ has become far too large for its weights it is narrowed.
 """
 
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -95,8 +96,9 @@ def test_paths_have_the_same_bits(kind, granularity):
     ("kind", "writeback"),
     [
         (kind, writeback)
-        for kind in ("StiffnessAdamW", "StiffnessSGD", "StiffnessLion")
-        for writeback in WRITEBACKS
+        for kind, writeback in product(
+            ("StiffnessAdamW", "StiffnessSGD", "StiffnessLion"), WRITEBACKS
+        )
         if is_valid(kind, writeback, "float32")
     ],
 )

@@ -216,7 +216,9 @@ def test_a_transposed_layer_takes_the_step_of_the_layer(adjust, quantized):
 
 def test_experts_that_a_model_has_transposed_have_a_row_for_each_output():
     groups = StiffnessMuon.for_model(gpt_oss(), 1e-2, adjust_lr_fn="original").param_groups
-    shapes = {name: g.get("matrix_shape") for g in groups for name in g["param_names"]}
+    shapes = {}
+    for group in groups:
+        shapes |= dict.fromkeys(group["param_names"], group.get("matrix_shape"))
     experts = [name for name in shapes if name.endswith(("gate_up_proj", "down_proj"))]
     assert {shapes[name] for name in experts} == {"transposed"}
     assert {shape for name, shape in shapes.items() if name not in experts} == {"auto"}

@@ -22,7 +22,7 @@ from edits_between_steps import (
     put_gradients,
     take_steps,
 )
-from optimizer_cases import everyone, frozen
+from optimizer_cases import frozen, parameters_of
 from paths import PATHS
 
 import fp8manifold as fm
@@ -68,7 +68,7 @@ def everything(optimizer):
 
     torch's ``state_dict`` raises where a parameter was taken out and its state was not.
     """
-    parameters = everyone(optimizer)
+    parameters = parameters_of(optimizer)
     values = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in parameters]
     states = [dict(optimizer.state.get(p, {})) for p in parameters]
     return frozen([values, states, optimizer.skipped_steps, optimizer.widened_scales])

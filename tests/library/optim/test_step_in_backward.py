@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from optimizer_cases import everyone, frozen
+from optimizer_cases import frozen, parameters_of
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -537,7 +537,9 @@ def clipped_by_hand(model, optimizer, steps, previous, max_norm, spike=1.0):
         optimizer.zero_grad()
         order.clear()
         (loss(model) * (spike if step == 0 else 1.0)).backward()
-        total = nn.utils.get_total_norm([p.grad for p in everyone(optimizer) if p.grad is not None])
+        total = nn.utils.get_total_norm(
+            [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        )
         limit = max(float(previous) * (1 + 1e-5), max_norm)
         so_far = torch.zeros(())
         for p in order:
@@ -561,7 +563,7 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
     for _ in range(3):
         whole.zero_grad()
         loss(plain).backward()
-        norms.append(nn.utils.clip_grad_norm_(everyone(whole), SMALL))
+        norms.append(nn.utils.clip_grad_norm_(parameters_of(whole), SMALL))
         whole.step()
     model, optimizer, handle = stepping(name, storage, clip="exact", max_norm=SMALL)
     for i in range(3):
@@ -569,7 +571,7 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
         measure(model, handle)
         assert all(p.grad is None for p in model.parameters()), i
         loss(model).backward()
-        assert torch.equal(nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i]), i
+        assert torch.equal(nn.utils.clip_grad_norm_(parameters_of(optimizer), SMALL), norms[i]), i
         optimizer.step()
     assert everything(model, optimizer) == everything(plain, whole)
     assert float(norms[0]) > 10 * SMALL
@@ -583,7 +585,7 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name, storage):
 def test_one_pass_clips_by_the_norm_of_the_step_before_or_the_norm_so_far(name, max_norm, spike):
     plain, whole = ordinary(name)
     loss(plain).backward()
-    first = nn.utils.get_total_norm([p.grad for p in everyone(whole) if p.grad is not None])
+    first = nn.utils.get_total_norm([p.grad for p in parameters_of(whole) if p.grad is not None])
     last = clipped_by_hand(plain, whole, 4, first, max_norm, spike)
     model, optimizer, _ = stepping(name, clip="previous", max_norm=max_norm, measured=True)
     optimizer.zero_grad()

@@ -2,6 +2,8 @@
 to the byte.
 """
 
+from itertools import chain, product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +27,9 @@ from published_cases import (
 from fp8manifold import decode
 from fp8manifold._published import quantization_of, read_parts, stored_weights
 
-FITTED = [(kind, shape) for kind, (_, shapes) in SHAPES.items() for shape in shapes]
+FITTED = []
+for kind, (_, shapes) in SHAPES.items():
+    FITTED += product([kind], shapes)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,8 @@ def test_two_codes_in_a_byte_are_read_as_two_columns(
         "block",
         stored,
     )
-    flat = [code for byte in packed.flatten().tolist() for code in (byte % 16, byte // 16)]
+    bytes_in_order = packed.flatten().tolist()
+    flat = list(chain.from_iterable((byte % 16, byte // 16) for byte in bytes_in_order))
     assert read_parts(weight, tensors.__getitem__)[0].flatten().tolist() == flat
     assert_written_as_read(weight, tensors)
 
@@ -153,14 +158,12 @@ def test_one_scale_that_may_have_two_names_has_that_of_its_layout() -> None:
 
 
 def test_extras_go_with_the_weight_whose_they_are() -> None:
-    linear = {
-        f"l.attn.{k}.{n}": x
-        for k in ("q_proj", "k_proj")
-        for n, x in {"weight": W, "weight_scale": S, "input_scale": ONE}.items()
-    }
-    experts = {
-        f"l.experts.{k}{n}": x for k in ("up", "down") for n, x in {"": W, "_scale": S}.items()
-    }
+    linear = {}
+    for name in ("l.attn.q_proj", "l.attn.k_proj"):
+        linear |= {f"{name}.weight": W, f"{name}.weight_scale": S, f"{name}.input_scale": ONE}
+    experts = {}
+    for name in ("l.experts.up", "l.experts.down"):
+        experts |= {name: W, f"{name}_scale": S}
     loose_scales = {
         "l.attn.k_proj.k_scale": ONE,
         "l.attn.v_scale": ONE,

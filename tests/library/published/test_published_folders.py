@@ -153,13 +153,10 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
 
 
 #: every layout with every optimizer; the first ones have each layout once
-PAIRS = [
-    (name, optimizer)
-    for start in range(len(OPTIMIZERS))
-    for name, optimizer in zip(
-        NAMES, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False
-    )
-]
+PAIRS = []
+for start in range(len(OPTIMIZERS)):
+    optimizers = itertools.islice(itertools.cycle(OPTIMIZERS), start, None)
+    PAIRS += zip(NAMES, optimizers, strict=False)
 
 
 @pytest.mark.parametrize(("name", "optimizer"), sampled(PAIRS, len(NAMES)))

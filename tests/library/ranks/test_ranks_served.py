@@ -1,5 +1,6 @@
 """The shards of all processes are together what a single process serves, byte for byte."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def union(of_ranks):
             for place, byte in enumerate(data, start):
                 assert whole.setdefault(name, {}).setdefault(place, byte) == byte
                 whole[name][place] = byte
-    total = sum(len(data) for shards in of_ranks for _, data, *_ in shards)
+    total = sum(len(data) for _, data, *_ in chain.from_iterable(of_ranks))
     assert total == sum(map(len, whole.values())), "a byte came twice"
     joined = {name: bytes(x[i] for i in range(len(x))) for name, x in whole.items()}
     return {name: (*dtypes[name], data) for name, data in joined.items()}
@@ -167,11 +168,10 @@ def test_patches_of_all_processes_bring_a_whole_copy_up_to_date(pools):
         kind = getattr(torch, dtype.removeprefix("torch."))
         tensors[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)
     for _, patches, _ in results:
-        typed = [
-            fm.Patch(name, shape, kind, indices, values.view(kind))
-            for name, shape, indices, values, dtype in patches
-            for kind in [getattr(torch, dtype.removeprefix("torch."))]
-        ]
+        typed = []
+        for name, shape, indices, values, dtype in patches:
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            typed.append(fm.Patch(name, shape, kind, indices, values.view(kind)))
         fm.apply_changes(tensors, typed)
     assert {name: as_bytes(x) for name, x in tensors.items()} == {
         name: data for name, (_, _, data) in after.items()

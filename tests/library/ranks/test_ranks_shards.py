@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections import Counter
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +54,7 @@ def bytes_counted(storage, products="decoded"):
     rows = [p._local_tensor for p in net.parameters()]
     parts = [x.codes if storage == "codes" else x for x in rows]
     group = net._get_fsdp_state()._fsdp_param_group
-    outputs = [x for p in group.fsdp_params for x in p.all_gather_outputs]
+    outputs = chain.from_iterable(p.all_gather_outputs for p in group.fsdp_params)
     assert (
         sum(x.untyped_storage().nbytes() for x in outputs) == 0
     )  # the whole weights are gone after the pass

@@ -4,6 +4,7 @@ A requantiser writes w as s' d(round(w / s')), saturating. Weights are s d(c) wi
 as scaling by a power of two changes nothing.
 """
 
+from itertools import product
 from math import log2
 
 import pytest
@@ -18,8 +19,9 @@ VALUES = VALUES[~VALUES.isnan()]
 #: s' in two binades of each kind of size: every significand of eight bits
 SCALES = [
     pytest.param(2.0**exponent * (1 + fraction / 256), id=f"2^{exponent} x {1 + fraction / 256}")
-    for exponent in (-12, -9, -8, -3, -1, 0, 1, 3, 9)
-    for fraction in (0, 1, 32, 85, 128, 171, 192, 255)
+    for exponent, fraction in product(
+        (-12, -9, -8, -3, -1, 0, 1, 3, 9), (0, 1, 32, 85, 128, 171, 192, 255)
+    )
 ]
 
 

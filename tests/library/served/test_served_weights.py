@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -110,7 +111,7 @@ def assert_declared(weights: fm.ServedWeights) -> None:
     tensors = list(weights)
     assert weights.metadata() == [(name, x.dtype, tuple(x.shape)) for name, x in tensors]
     groups = weights.groups()
-    assert [name for group in groups for name in group] == [name for name, _ in tensors]
+    assert list(chain.from_iterable(groups)) == [name for name, _ in tensors]
     (layer,) = [group for group in groups if ".layers.0." in group[0]]
     assert all(".layers.0." in name for name in layer)
 

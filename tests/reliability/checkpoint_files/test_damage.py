@@ -11,6 +11,7 @@ import random
 import shutil
 import struct
 from contextlib import suppress
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,9 @@ def assert_passed_over(run_dir):
 def test_every_single_bit_flip_is_detected(run_dir, full, tally):
     path, draw, number = step_file(run_dir, 2), random.Random(0), 10_000 if full else 500
     whole = {last: with_ending(path, last).read_bytes() for last in LAST}
-    bits = [(last, bit) for last, data in whole.items() for bit in range(8 * len(data))]
+    bits = []
+    for last, data in whole.items():
+        bits += product([last], range(8 * len(data)))
     missed = []
     for last, bit in draw.sample(bits, number):
         data = bytearray(whole[last])
@@ -296,9 +299,8 @@ def test_any_header_is_one_of_a_checkpoint_or_refused(tmp_path_factory, texts, t
     with suppress(BrokenCheckpoint):
         contents = read_checkpoint(path)
         assert contents.step == 5
-        assert sum(
-            tensor.nbytes for part in contents.tensors.values() for tensor in part.values()
-        ) == len(data)
+        tensors = chain.from_iterable(part.values() for part in contents.tensors.values())
+        assert sum(tensor.nbytes for tensor in tensors) == len(data)
 
 
 @QUICK

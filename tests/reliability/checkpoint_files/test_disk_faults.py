@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,7 +143,8 @@ def test_a_limit_of_the_file_size(run_dir, tally):
 
 
 def names(*steps):
-    return sorted(f"step-{step}.safetensors{last}" for step in steps for last in ("", ".sha256"))
+    pairs = product(steps, ("", ".sha256"))
+    return sorted(f"step-{step}.safetensors{last}" for step, last in pairs)
 
 
 def names_in(run_dir):
