@@ -1,6 +1,7 @@
 """Training quantised models of transformers, by its own trainers."""
 
 import math
+from enum import StrEnum
 from typing import Any, Final
 
 from torch import nn
@@ -16,7 +17,6 @@ from fp8manifold.optim import (
 
 __all__ = ["ChunkedLoss", "chunked_loss", "trainer_optimizer"]
 
-_RULES: Final = ("adamw", "muon", "adafactor")
 _ARGUMENTS: Final = (
     "learning_rate",
     "weight_decay",
@@ -27,6 +27,14 @@ _ARGUMENTS: Final = (
     "gradient_accumulation_steps",
 )
 """The arguments of a trainer that its optimizer follows."""
+
+
+class TrainerRule(StrEnum):
+    """An optimizer, as ``rule`` of :func:`trainer_optimizer` names it."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
 
 
 class TrainerOptimizer:
@@ -57,10 +65,10 @@ class TrainerOptimizer:
         axolotl passes the trainer's arguments once more; they are not read.
         """
         optimizer: Any
-        if rule == "muon":
+        if rule == TrainerRule.MUON:
             optimizer = StiffnessMuon.for_model(model, **options)
         else:
-            kind = StiffnessAdafactor if rule == "adafactor" else StiffnessAdamW
+            kind = StiffnessAdafactor if rule == TrainerRule.ADAFACTOR else StiffnessAdamW
             groups = _groups_by_decay(model, options.pop("weight_decay"))
             optimizer = kind(groups, **options)
         if in_backward is not None:
@@ -116,7 +124,7 @@ def trainer_optimizer(
 
     Source: the interface of transformers 5 for optimizers that see the model.
     """
-    check_choice("rule", rule, _RULES)
+    check_choice("rule", rule, [known.value for known in TrainerRule])
     for name in _ARGUMENTS:
         if not hasattr(arguments, name):
             raise TypeError(
@@ -127,8 +135,8 @@ def trainer_optimizer(
         "lr": arguments.learning_rate,
         "weight_decay": arguments.weight_decay,
     }
-    if rule != "adafactor":
-        name_of_eps = "adam_eps" if rule == "muon" else "eps"
+    if rule != TrainerRule.ADAFACTOR:
+        name_of_eps = "adam_eps" if rule == TrainerRule.MUON else "eps"
         options_of_arguments |= {
             "betas": (arguments.adam_beta1, arguments.adam_beta2),
             name_of_eps: arguments.adam_epsilon,

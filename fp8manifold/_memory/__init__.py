@@ -9,20 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8manifold._base.checks import check_choice, check_int
+from fp8manifold._interface import MomentStorage
 from fp8manifold._memory.architecture import architecture
-from fp8manifold._memory.training import TrainingRecipe, moments_of_step
+from fp8manifold._memory.training import OptimizerName, TrainingRecipe, moments_of_step
 
 __all__ = ["MemoryNeeded", "memory_needed"]
 
-OPTIMIZERS: Final = ("adamw", "muon", "lion", "adafactor", "torch_adamw", "adamw8bit")
-#: of these the state is that of another library, in its own dtype
-_PEERS: Final = ("torch_adamw", "adamw8bit")
+OPTIMIZERS: Final = tuple(name.value for name in OptimizerName)
 STORAGES: Final = ("codes", "float")
 DTYPES: Final = ("bfloat16", "float32")
 MOMENTS: Final = ("8bit", "bfloat16", "float32")
 DEVICES: Final = ("cuda", "cpu")
-_WITH_MOMENTS: Final = ("adamw", "muon", "lion")
-"""Optimizers with the option ``moments``."""
 _MOST_TOKENS: Final = 2**40
 
 
@@ -133,16 +130,17 @@ def memory_needed(
         ('output layer', 8.04, 20.0)
     """
     check_choice("optimizer", optimizer, OPTIMIZERS)
+    stepper = OptimizerName(optimizer)
     check_choice("storage", storage, STORAGES)
     check_choice("dtype", dtype, DTYPES)
     if moments is not None:
-        _check_moments(moments, optimizer)
+        _check_moments(moments, stepper)
     check_choice("device", device, DEVICES)
     check_int("tokens", tokens, 1, _MOST_TOKENS)
     check_int("sequences", sequences, 1, _MOST_TOKENS)
     if chunk is not None:
         check_int("chunk", chunk, 1, _MOST_TOKENS)
-    if storage == "codes" and optimizer in _PEERS:
+    if storage == "codes" and not stepper.steps_codes:
         raise ValueError(
             f"optimizer={optimizer!r} does not step weights in codes: take storage='float', or an "
             "optimizer of fp8manifold"
@@ -152,10 +150,10 @@ def memory_needed(
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
     recipe = TrainingRecipe(
-        optimizer,
+        stepper,
         storage,
         dtype,
-        moments or MOMENTS[0],
+        MomentStorage(moments or MOMENTS[0]),
         embeddings,
         in_backward,
         chunk,
@@ -176,10 +174,11 @@ def memory_needed(
     )
 
 
-def _check_moments(moments: str, optimizer: str) -> None:
+def _check_moments(moments: str, optimizer: OptimizerName) -> None:
     check_choice("moments", moments, MOMENTS)
-    if optimizer not in _WITH_MOMENTS:
+    if not optimizer.has_moments:
+        others = ", ".join(name for name in OptimizerName if name.has_moments)
         raise ValueError(
-            f"moments={moments!r} is not an option of optimizer={optimizer!r}: leave it out, or "
-            f"take one of the optimizers {', '.join(_WITH_MOMENTS)}"
+            f"moments={moments!r} is not an option of optimizer={optimizer.value!r}: leave it out, "
+            f"or take one of the optimizers {others}"
         )

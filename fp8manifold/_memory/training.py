@@ -16,11 +16,13 @@ waits from the loss to the end. Without, all are there at the end.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
+from fp8manifold._interface import MomentStorage
 from fp8manifold._memory.architecture import Architecture, Parameter, Role
 
-__all__ = ["LONGEST_BLOCK", "Moment", "TrainingRecipe", "moments_of_step"]
+__all__ = ["LONGEST_BLOCK", "Moment", "OptimizerName", "TrainingRecipe", "moments_of_step"]
 
 #: weights that share one bound in an 8-bit moment, at most
 LONGEST_BLOCK: Final = 256
@@ -31,14 +33,36 @@ _LOGIT_BYTES: Final = 12
 _LAST_WIDTHS: Final = 3
 
 
+class OptimizerName(StrEnum):
+    """An optimizer, as the argument of :func:`fp8manifold.memory_needed` names it."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+    LION = "lion"
+    ADAFACTOR = "adafactor"
+    TORCH_ADAMW = "torch_adamw"
+    #: torchao's or bitsandbytes'
+    ADAMW_8BIT = "adamw8bit"
+
+    @property
+    def steps_codes(self) -> bool:
+        """Whether it is this library's; the state of the others is in their own dtype."""
+        return self not in (OptimizerName.TORCH_ADAMW, OptimizerName.ADAMW_8BIT)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether it has the option ``moments``."""
+        return self.steps_codes and self is not OptimizerName.ADAFACTOR
+
+
 @dataclass(frozen=True)
 class TrainingRecipe:
     """A way of training, as :func:`fp8manifold.memory_needed` takes it."""
 
-    optimizer: str
+    optimizer: OptimizerName
     storage: str
     dtype: str
-    moments: str
+    moments: MomentStorage
     embeddings: bool
     in_backward: bool
     #: None computes the loss from all logits
@@ -96,26 +120,29 @@ def state_bytes(parameter: Parameter, recipe: TrainingRecipe) -> float:
     """Return the bytes of a parameter's optimizer state."""
     is_matrix = parameter.role in (Role.MATRIX, Role.EXPERTS)
     optimizer = recipe.optimizer
-    if optimizer == "adafactor" and len(parameter.shape) > 1:
+    if optimizer is OptimizerName.ADAFACTOR and len(parameter.shape) > 1:
         # a float32 number for each row and each column of every matrix
         matrices = parameter.size // (parameter.shape[-2] * parameter.shape[-1])
         return 4 * matrices * (parameter.shape[-2] + parameter.shape[-1])
-    if optimizer == "adafactor":
+    if optimizer is OptimizerName.ADAFACTOR:
         return 4 * parameter.size
-    if optimizer == "torch_adamw":
+    if optimizer is OptimizerName.TORCH_ADAMW:
         return 2 * recipe.number_bytes * parameter.size
-    if optimizer == "adamw8bit":
+    if optimizer is OptimizerName.ADAMW_8BIT:
         return 2 * (1 + 4 / LONGEST_BLOCK) * parameter.size
-    number = 1 if optimizer == "lion" or (optimizer == "muon" and is_matrix) else 2
+    has_one_moment = optimizer is OptimizerName.LION
+    if optimizer is OptimizerName.MUON:
+        has_one_moment = is_matrix
+    number = 1 if has_one_moment else 2
     return number * moment_bytes(parameter, recipe.moments)
 
 
-def moment_bytes(parameter: Parameter, storage: str) -> float:
+def moment_bytes(parameter: Parameter, storage: MomentStorage) -> float:
     """Return the bytes of one moment of a parameter.
 
     In 8 bits it has a float32 bound for each block; blocks are the longest that divide a row.
     """
-    if storage != "8bit":
+    if storage is not MomentStorage.EIGHT_BIT:
         return _BYTES[storage] * parameter.size
     columns = parameter.shape[-1]
     longest = min(columns, LONGEST_BLOCK)
@@ -273,19 +300,19 @@ class _Step:
 
 def step_bytes(parameter: Parameter, recipe: TrainingRecipe) -> float:
     """Return the bytes that the step of a parameter needs beside its gradient."""
-    if recipe.optimizer == "muon" and parameter.role in (Role.MATRIX, Role.EXPERTS):
+    if recipe.optimizer is OptimizerName.MUON and parameter.role in (Role.MATRIX, Role.EXPERTS):
         # a direction in float32, two iterates and two products of them in bfloat16
         shorter = min(parameter.shape[-2:])
         matrices = parameter.size // (parameter.shape[-2] * parameter.shape[-1])
         return 8 * parameter.size + 4 * matrices * shorter**2
-    if recipe.optimizer == "adafactor" and recipe.device != "cpu":
+    if recipe.optimizer is OptimizerName.ADAFACTOR and recipe.device != "cpu":
         # a float32 row of sums for every 32 rows
         return parameter.size / 8
     if recipe.device != "cpu":
         return 0
-    if recipe.optimizer == "torch_adamw":
+    if recipe.optimizer is OptimizerName.TORCH_ADAMW:
         return 2 * recipe.number_bytes * parameter.size
-    if recipe.optimizer == "adamw8bit":
+    if recipe.optimizer is OptimizerName.ADAMW_8BIT:
         return 8 * parameter.size
     # the gradient in float32
     return 4 * parameter.size if recipe.dtype == "bfloat16" else 0
