@@ -639,26 +639,24 @@ def test_a_moment_is_right_on_average_by_independent_draws(modules, optimizer, r
         assert abs(ratio - 1) > 0.035
 
 
-def test_values_of_a_fitted_grid_stay(modules):
-    """Values on a block's grid are not changed, in blocks of zeros either.
-
-    `power_above` rounds up to powers of two.
-    """
+@pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
+def test_values_of_a_fitted_grid_stay(modules, rounding):
+    """Values on a block's grid are not changed, in blocks of zeros either."""
     script = modules["moment_formats"]
-    for way in (
-        way for way in script.MOMENT_WAYS if way.scale == "fitted" and way.fmt != "bfloat16"
-    ):
-        values = (
-            torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
-        )
-        values[:, 0] = as_format(way.fmt).max / 2**20
+    ways = [way for way in script.MOMENT_WAYS if way.scale == "fitted" and way.fmt != "bfloat16"]
+    assert ways
+    for way in ways:
+        fmt = as_format(way.fmt)
+        values = torch.tensor(fmt.values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
+        values[:, 0] = fmt.max / 2**20
         values[0] = 0.0
-        for rounding in ("nearest", "independent", "dither"):
-            assert torch.equal(
-                script.stored(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values
-            ), rounding
+        stored = script.stored(values, torch.zeros(len(values), 1), way, rounding, 1, 1)
+        assert torch.equal(stored, values), way
+
+
+def test_scales_are_rounded_up_to_powers_of_two(modules):
     x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
-    assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
+    assert modules["moment_formats"].power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
 
 
 @pytest.mark.parametrize("span", ["subnormal", "normal"])
@@ -713,13 +711,13 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules):
     for way in (way for way in modules["write_back_noise"].WRITE_BACKS if way.every < 2):
         code, exact = script.replayed(start, updates, way, "independent", **KEY)
         for error in (code - exact, (code - exact) * start.sign()):
-            assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
+            assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5, way
         # Where a weight is, and so which grid it is rounded to, depends on its dithered
         # draws.
         if way.pow2:
             keys = [KEY | {"seed": seed} for seed in range(8)]  # the bias by one seed is noise
             biases = [script.error_of(start, updates, way, "dither", **key).bias for key in keys]
-            assert abs(sum(biases) / len(biases)) < 0.003
+            assert abs(sum(biases) / len(biases)) < 0.003, way
     fixed_scale = script.error_of(
         start[:64], [start[:64] * 0.02] * 60, script.WriteBack("E2M5", every=1000), "dither", **KEY
     )

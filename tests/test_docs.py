@@ -38,6 +38,12 @@ MEASURED = [
     *sorted((ROOT / "docs" / "measured").rglob("*.json")),
     *sorted((ROOT / "study").rglob("*.json")),
 ]
+#: modules that write pages and have doctests
+WRITERS = sorted(
+    path
+    for path in (*(ROOT / "docs").glob("_*.py"), *(ROOT / "study").glob("_*.py"))
+    if ">>>" in path.read_text(encoding="utf-8")
+)
 #: what builds the site, and what `docs/_figures.py` draws with
 IN_SPHINX = pytest.mark.extra("sphinx", "matplotlib")
 
@@ -162,10 +168,9 @@ def test_the_code_on_the_pages_prints_what_they_say(page, tmp_path):
 
 @IN_SPHINX
 @pytest.mark.usefixtures("_on_path")
-def test_the_doctests_of_the_page_writers_pass():
-    for path in sorted({*(ROOT / "docs").glob("_*.py"), *(ROOT / "study").glob("_*.py")}):
-        if ">>>" in path.read_text(encoding="utf-8"):
-            assert doctest.testmod(import_module(path.stem)).failed == 0, path
+@pytest.mark.parametrize("path", WRITERS, ids=path_in_repository)
+def test_the_doctests_of_the_page_writers_pass(path):
+    assert doctest.testmod(import_module(path.stem)).failed == 0
 
 
 @pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)

@@ -207,28 +207,36 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama, tmp_path):
     assert torch.equal(again(input_ids=text).logits, model.eval()(input_ids=text).logits)
 
 
-def test_each_way_of_saving_keeps_what_the_model_computes(ran, tmp_path):
-    """The page's three: floats with what brings back codes, codes alone, codes for others."""
+def lines_that_save():
+    """Return the page's lines that save a model, by their folders."""
     code = recipe(PAGE, "## Save, and resume")
     lines = [ast.get_source_segment(code, statement) for statement in ast.parse(code).body]
-    ways = {re.findall('"(.*?)"', line)[0]: line for line in lines}
-    assert set(ways) == {"trained", "codes", "served"}
+    return {re.findall('"(.*?)"', line)[0]: line for line in lines}
+
+
+READERS = {
+    # floats, with what brings back their codes
+    "trained": transformers.AutoModelForCausalLM.from_pretrained,
+    # codes alone
+    "codes": fm.load,
+    # codes for others
+    "served": transformers.AutoModelForCausalLM.from_pretrained,
+}
+
+
+@pytest.mark.parametrize("folder", READERS)
+def test_each_way_of_saving_keeps_what_the_model_computes(folder, ran, tmp_path):
     tokens, trained = torch.arange(8).view(1, 8), copy.deepcopy(ran["model"]).eval()
     logits = trained(input_ids=tokens).logits
-    readers = dict.fromkeys(ways, transformers.AutoModelForCausalLM.from_pretrained)
-    readers["codes"] = fm.load
-    for folder, line in ways.items():
-        names = {"model": copy.deepcopy(trained), "fm": fm}
-        exec(
-            compile(
-                line.replace(f'"{folder}"', repr((tmp_path / folder).as_posix()), 1),
-                "finetune.md",
-                "exec",
-            ),
-            names,
-        )
-        reloaded = readers[folder](tmp_path / folder, dtype=torch.bfloat16)
-        assert torch.equal(reloaded.eval()(input_ids=tokens).logits, logits), folder
+    path = tmp_path / folder
+    line = lines_that_save()[folder].replace(f'"{folder}"', repr(path.as_posix()), 1)
+    exec(compile(line, "finetune.md", "exec"), {"model": trained, "fm": fm})
+    reloaded = READERS[folder](path, dtype=torch.bfloat16)
+    assert torch.equal(reloaded.eval()(input_ids=tokens).logits, logits)
+
+
+def test_the_page_has_three_ways_of_saving():
+    assert lines_that_save().keys() == READERS.keys()
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran, llama):

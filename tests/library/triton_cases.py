@@ -274,45 +274,83 @@ def test_a_refused_step_changes_nothing(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_arrays_against_native_code(name):
-    fmt, x = as_format(name), any_floats(3000, 3)
-    key, offset = draw_key("dither", 2**63, 7, 2**40), 2**32 - 9000
-    first, second, third = round_keys(key.words, 0)
-    keys = (signed_word(first + offset), second, third, key.phase)
-    scale = torch.exp2(normal(30, seed=5).mul(3).round())
-    x_on_card = x.to(CARD)
-    scale_on_card = scale.to(CARD)
-    for words, key_or_not in ((keys, key), (None, None)):
-        start = offset if key_or_not else 0
-        expected = _arrays.encode_by_kernel(x, fmt, key_or_not, start)
-        codes = array_on_gpu("encode", x_on_card, fmt, torch.uint8, None, words)
-        assert not different(codes, expected)
-        for s in (None, scale, scale[:1] * 0.3):
-            for rescale in (True, False):
-                s_on_card = None if s is None else s.to(CARD)
-                rounded = array_on_gpu(
-                    "round", x_on_card, fmt, torch.float32, s_on_card, words, rescale=rescale
-                )
-                expected = _arrays.round_by_kernel(x, fmt, key_or_not, start, s, rescale=rescale)
-                assert not different(rounded, expected), rescale
-    codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
-    for floats in (x, x.bfloat16()):
-        units = floats.float().view(30, 100) / scale.view(-1, 1)
-        encoded = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, scale_on_card)
-        expected = _arrays.encode_by_kernel(units, fmt)
-        assert not different(encoded, expected.view(-1))
-    for s in (scale, scale[:1], scale * 1.3):
-        for dtype in (torch.float32, torch.bfloat16):
-            values = array_on_gpu("decode", codes.to(CARD), fmt, dtype, s.to(CARD))
-            assert not different(
-                values,
-                dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1),
-            ), dtype
-        spacings = array_on_gpu(
-            "decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True
-        )
-        assert not different(spacings, _arrays.spacings_by_kernel(codes, fmt, s))
+#: Floats of arrays, in 30 runs of 100, and scales of the runs.
+ARRAY = any_floats(3000, 3)
+ARRAY_SCALE = torch.exp2(normal(30, seed=5).mul(3).round())
+ARRAY_SCALES = {"runs": ARRAY_SCALE, "one": ARRAY_SCALE[:1], "of any kind": ARRAY_SCALE * 1.3}
+#: The first element of an array in the stream of its draws: their count passes 2^32 in it.
+ARRAY_START = 2**32 - 9000
+ARRAY_KEY = draw_key("dither", 2**63, 7, 2**40)
+
+every_format = pytest.mark.parametrize("name", FORMATS)
+with_and_without_draws = pytest.mark.parametrize("draws", [True, False], ids=["draws", "nearest"])
+
+
+def keys_on_gpu():
+    first, second, third = round_keys(ARRAY_KEY.words, 0)
+    return signed_word(first + ARRAY_START), second, third, ARRAY_KEY.phase
+
+
+def array_codes(fmt):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8, generator=generator)
+
+
+@with_and_without_draws
+@every_format
+def test_encoded_arrays_are_those_of_native_code(name, draws):
+    fmt = as_format(name)
+    keys, key, start = (keys_on_gpu(), ARRAY_KEY, ARRAY_START) if draws else (None, None, 0)
+    codes = array_on_gpu("encode", ARRAY.to(CARD), fmt, torch.uint8, None, keys)
+    assert not different(codes, _arrays.encode_by_kernel(ARRAY, fmt, key, start))
+
+
+@pytest.mark.parametrize("rescale", [True, False], ids=["values", "units"])
+@pytest.mark.parametrize(
+    "scale", [None, ARRAY_SCALE, ARRAY_SCALE[:1] * 0.3], ids=["no scale", "runs", "one"]
+)
+@with_and_without_draws
+@every_format
+def test_rounded_arrays_are_those_of_native_code(name, draws, scale, rescale):
+    fmt = as_format(name)
+    keys, key, start = (keys_on_gpu(), ARRAY_KEY, ARRAY_START) if draws else (None, None, 0)
+    on_card = None if scale is None else scale.to(CARD)
+    rounded = array_on_gpu(
+        "round", ARRAY.to(CARD), fmt, torch.float32, on_card, keys, rescale=rescale
+    )
+    expected = _arrays.round_by_kernel(ARRAY, fmt, key, start, scale, rescale=rescale)
+    assert not different(rounded, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_format
+def test_arrays_are_encoded_at_their_scales(name, dtype):
+    fmt, floats = as_format(name), ARRAY.to(dtype)
+    encoded = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, ARRAY_SCALE.to(CARD))
+    units = floats.float().view(30, 100) / ARRAY_SCALE.view(-1, 1)
+    assert not different(encoded, _arrays.encode_by_kernel(units, fmt).view(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", ARRAY_SCALES.values(), ids=ARRAY_SCALES)
+@every_format
+def test_decoded_arrays_are_those_of_native_code(name, scale, dtype):
+    fmt = as_format(name)
+    codes = array_codes(fmt)
+    values = array_on_gpu("decode", codes.to(CARD), fmt, dtype, scale.to(CARD))
+    expected = dequantize_codes(codes.view(30, 100), scale.view(-1, 1), fmt, dtype, None)
+    assert not different(values, expected.view(-1))
+
+
+@pytest.mark.parametrize("scale", ARRAY_SCALES.values(), ids=ARRAY_SCALES)
+@every_format
+def test_spacings_of_arrays_are_those_of_native_code(name, scale):
+    fmt = as_format(name)
+    codes = array_codes(fmt)
+    spacings = array_on_gpu(
+        "decode", codes.to(CARD), fmt, torch.float32, scale.to(CARD), spacing=True
+    )
+    assert not different(spacings, _arrays.spacings_by_kernel(codes, fmt, scale))
 
 
 @pytest.mark.parametrize("name", FORMATS)

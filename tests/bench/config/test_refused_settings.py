@@ -203,14 +203,13 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
 @pytest.mark.parametrize(
     "name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")]
 )
-def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name):
-    for rule in available_rules():
-        arguments = [
-            f"--rule={rule}",
-            *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format=E4M3"]),
-        ]
-        config = agreed(arguments, find_config(name))
-        assert rule_name(config) == config.rule == rule, rule
+@pytest.mark.parametrize("rule", available_rules())
+def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name, rule):
+    arguments = [f"--rule={rule}"]
+    if RULES[rule].storage not in WITHOUT_FORMATS:
+        arguments.append("--model.format=E4M3")
+    config = agreed(arguments, find_config(name))
+    assert rule_name(config) == config.rule == rule
 
 
 def test_one_edit_is_nearer_than_likeness():

@@ -7,6 +7,7 @@ checks fake tensors on one.
 
 import copy
 import json
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
@@ -571,23 +572,23 @@ def test_all_functions_that_quantize_take_products():
     assert specs["a"].products == "auto"
 
 
-class Automatic(NamedTuple):
+@dataclass(frozen=True)
+class Automatic:
     """A layer of products="auto", why it is decoded on a CPU, and its units on cards."""
 
     spec: dict
     reason: str
     out_features: int = 32
-    units_of_9_0: str | None = None
-    units_of_8_0: str | None = None
+    #: by the card's capability, where it has any
+    units: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 AUTOMATIC = {
-    "E4M3": Automatic({}, "cpu has no fast FP8 units", units_of_9_0="fp8"),
+    "E4M3": Automatic({}, "cpu has no fast FP8 units", units={(9, 0): "fp8"}),
     "E1M6": Automatic(
         {"weight": "E1M6"},
         "cpu has no fast INT8 units",
-        units_of_9_0="int8",
-        units_of_8_0="int8",
+        units={(9, 0): "int8", (8, 0): "int8"},
     ),
     "E3M4": Automatic({"weight": "E3M4"}, "no units multiply codes of weight=E3M4"),
     "blocks": Automatic({"granularity": "block"}, "granularity='block'"),
@@ -597,21 +598,27 @@ AUTOMATIC = {
 }
 
 
-@pytest.mark.parametrize("case", AUTOMATIC.values(), ids=AUTOMATIC)
-def test_auto_takes_codes_where_they_fit_and_says_why_not(case, monkeypatch):
+def automatic_net(case):
     spec = fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **case.spec})
-    net = fm.quantize_model(nn.Sequential(nn.Linear(32, case.out_features)), spec, "codes")
+    return fm.quantize_model(nn.Sequential(nn.Linear(32, case.out_features)), spec, "codes")
+
+
+@pytest.mark.parametrize("case", AUTOMATIC.values(), ids=AUTOMATIC)
+def test_auto_says_why_it_decodes_on_a_cpu(case):
+    net = automatic_net(case)
     (layer,) = fm.quantization_report(net).layers
     assert "products=auto: decoded, as " in layer.detail
     assert case.reason in layer.detail
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (7, 5)], ids=str)
+@pytest.mark.parametrize("case", AUTOMATIC.values(), ids=AUTOMATIC)
+def test_auto_takes_codes_where_a_card_has_units_for_them(case, capability, monkeypatch):
+    net = automatic_net(case)
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
-    units = {(9, 0): case.units_of_9_0, (8, 0): case.units_of_8_0, (7, 5): None}
-    for capability, expected in units.items():
-        monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda _, version=capability: version
-        )
-        card = torch.device("cuda", 0)
-        assert _products.units_on(net[0]._units, net[0].spec, device=card) == expected, capability
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    units = _products.units_on(net[0]._units, net[0].spec, device=torch.device("cuda", 0))
+    assert units == case.units.get(capability)
 
 
 def test_auto_is_decoded_on_a_cpu():

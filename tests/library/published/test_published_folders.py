@@ -110,21 +110,26 @@ def test_no_step_and_the_same_files(published, name, tmp_path):
     check_same_files(tmp_path, published(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_model_is_the_one_that_others_decode(published, name, tmp_path):
-    for dtype in sorted({torch.bfloat16, widest(name)}, key=str):
-        model = fm.load(published(name), dtype=dtype)
-        served_model = as_served(name, published(name), dtype, tmp_path / str(dtype))
-        values = dict(model.named_parameters())
-        turned = quantizer.published_of(model).get("turned", ())
-        assert any(isinstance(value, fm.FP8Tensor) for value in values.values()), dtype
-        for key, expected in served_model.named_parameters():
-            mine = (
-                values[key].dequantize() if isinstance(values[key], fm.FP8Tensor) else values[key]
-            )
-            mine = mine.mT if key in turned else mine
-            assert torch.equal(mine.to(expected.dtype), expected), key
-        assert torch.equal(logits(model), logits(served_model)), dtype
+#: bfloat16 for every layout, and float32 for those that are decoded exactly there
+DTYPES = [(name, torch.bfloat16) for name in NAMES]
+DTYPES += [(name, torch.float32) for name in NAMES if widest(name) is torch.float32]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
+def test_the_model_is_the_one_that_others_decode(published, name, dtype, tmp_path):
+    model = fm.load(published(name), dtype=dtype)
+    served_model = as_served(name, published(name), dtype, tmp_path / "served")
+    values = dict(model.named_parameters())
+    turned = quantizer.published_of(model).get("turned", ())
+    assert any(isinstance(value, fm.FP8Tensor) for value in values.values())
+    for key, expected in served_model.named_parameters():
+        value = values[key]
+        if isinstance(value, fm.FP8Tensor):
+            value = value.dequantize()
+        if key in turned:
+            value = value.mT
+        assert torch.equal(value.to(expected.dtype), expected), key
+    assert torch.equal(logits(model), logits(served_model))
 
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {

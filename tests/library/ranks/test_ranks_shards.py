@@ -6,8 +6,10 @@ import copy
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -283,52 +285,87 @@ def test_averages_of_other_rows_are_refused_in_every_process(pair):
         assert "\n" not in line
 
 
-def refusals():
-    size = dist.get_world_size()
-    net, columns_model = sharded(model()), model()
-    weight, mesh = net[0].weight, init_device_mesh("cpu", (size,))
-    fully_shard(columns_model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    hybrid = fully_shard(
-        model(), mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
-    )
-    columns = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)])
-    blocks = nn.Module()
-    blocks.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
-    only_ours = "only the optimizers of fp8manifold.optim"
-    one_process = "sharded, and this model is not: save the state with"
-    calls = [
-        (lambda: nn.init.zeros_(weight), only_ours),
-        (torch.no_grad()(lambda: weight.add_(1.0)), only_ours),
-        (lambda: weight._local_tensor.rescale_(1.0), only_ours),
-        (net.half, "float32 or bfloat16"),
-        (net[0].weight_codes, "unshard"),
-        (net[0].weight_scale, "unshard"),
-        (lambda: model().load_state_dict(net.state_dict()), f"{one_process} full_state_dict=True"),
-        (lambda: fm.distributed.sync(net), "call sync.model. before fully_shard"),
-        (
-            lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)),
-            "StiffnessWrapper.*sharded",
-        ),
-        (
-            lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]),
-            "FisherNaturalGradient.*sharded",
-        ),
-        (lambda: columns_model(batch(0)), "storage='codes' is no longer in codes"),
-        (lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1), "HSDP"),
-        (lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1), "tensor parallelism"),
-        (lambda: fully_shard(blocks, mesh=mesh), "granularity='tensor'"),
-        (
-            lambda: fm.distributed.rows_of(batch(0)[:3], weight),
-            r"^whole has shape \(3, 64\): 22 rows are needed$",
-        ),
-    ]
-    for call, pattern in calls:
-        message = refusal(call)
-        assert re.search(pattern, message), (pattern, message)
-        assert (
-            "\n" not in message or one_process in message
-        )  # of torch's, which says it a parameter a line
+def mesh_of_all():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def test_what_is_not_supported_says_so(pair):
-    pair.run(refusals)
+def model_sharded_by_columns():
+    return fully_shard(model(), mesh=mesh_of_all(), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+
+
+def hybrid_parameters():
+    mesh_shape = (1, dist.get_world_size())
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model(), mesh=mesh).parameters()
+
+
+def parameter_of_columns():
+    return nn.Parameter(DTensor.from_local(torch.zeros(4, 2), mesh_of_all(), [Shard(1)]))
+
+
+def module_of_blocks():
+    module = nn.Module()
+    module.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
+    return module
+
+
+ONLY_OURS = "only the optimizers of fp8manifold.optim"
+ONE_PROCESS = "sharded, and this model is not: save the state with"
+
+
+class Unsupported(NamedTuple):
+    """A call with a sharded model, and what it is answered."""
+
+    call: Callable
+    pattern: str
+
+
+UNSUPPORTED = {
+    "init": Unsupported(lambda net: nn.init.zeros_(net[0].weight), ONLY_OURS),
+    "add_": Unsupported(torch.no_grad()(lambda net: net[0].weight.add_(1.0)), ONLY_OURS),
+    "rescale_": Unsupported(lambda net: net[0].weight._local_tensor.rescale_(1.0), ONLY_OURS),
+    "half": Unsupported(lambda net: net.half(), "float32 or bfloat16"),
+    "codes": Unsupported(lambda net: net[0].weight_codes(), "unshard"),
+    "scale": Unsupported(lambda net: net[0].weight_scale(), "unshard"),
+    "state of shards": Unsupported(
+        lambda net: model().load_state_dict(net.state_dict()),
+        f"{ONE_PROCESS} full_state_dict=True",
+    ),
+    "sync": Unsupported(fm.distributed.sync, "call sync.model. before fully_shard"),
+    "wrapper": Unsupported(
+        lambda net: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)),
+        "StiffnessWrapper.*sharded",
+    ),
+    "fisher": Unsupported(
+        lambda net: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]),
+        "FisherNaturalGradient.*sharded",
+    ),
+    "columns": Unsupported(
+        lambda _: model_sharded_by_columns()(batch(0)), "storage='codes' is no longer in codes"
+    ),
+    "hybrid": Unsupported(lambda _: fm.optim.StiffnessAdamW(hybrid_parameters(), lr=0.1), "HSDP"),
+    "tensor parallelism": Unsupported(
+        lambda _: fm.optim.StiffnessAdamW([parameter_of_columns()], lr=0.1), "tensor parallelism"
+    ),
+    "blocks": Unsupported(
+        lambda _: fully_shard(module_of_blocks(), mesh=mesh_of_all()), "granularity='tensor'"
+    ),
+    "rows": Unsupported(
+        lambda net: fm.distributed.rows_of(batch(0)[:3], net[0].weight),
+        r"^whole has shape \(3, 64\): 22 rows are needed$",
+    ),
+}
+
+
+def refused_of_shards(name):
+    call, pattern = UNSUPPORTED[name]
+    net = sharded(model())
+    message = refusal(lambda: call(net))
+    assert re.search(pattern, message), message
+    # torch says what a state has too many or too few of in lines of its own
+    assert "\n" not in message or ONE_PROCESS in message
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_says_so(pair, name):
+    pair.run(refused_of_shards, name)

@@ -1,6 +1,7 @@
 """Senders of values under the names of codes refuse a model whose codes are served."""
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,40 +22,67 @@ def model() -> nn.Module:
     return fm.quantize_model(nn.Sequential(nn.Linear(32, 8)), "E4M3")
 
 
-@pytest.mark.extra("trl")
-def test_a_client_of_trl_refuses_a_served_model_and_sends_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class SentByTrl:
+    """What a client of TRL without a server would send, and its metadata."""
+
+    def __init__(self) -> None:
+        self.metadata: list[Any] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, SentByTrl]:
+    """A client of TRL, and what it has sent."""
     from trl.generation.vllm_client import VLLMClient
 
-    sent: list[Any] = []
-    announced: list[Any] = []
+    sent = SentByTrl()
 
-    def update_named_params(self: Any, metadata: Any, named_params: Any) -> None:
-        announced.extend(metadata)
-        sent.extend(named_params)
+    def update_named_params(_client: Any, metadata: Any, named_params: Any) -> None:
+        sent.metadata += metadata
+        sent.tensors += named_params
 
     monkeypatch.setattr(VLLMClient, "update_named_params", update_named_params)
-    client: Any = object.__new__(VLLMClient)
+    return object.__new__(VLLMClient), sent
+
+
+@pytest.mark.extra("trl")
+@pytest.mark.parametrize("wrapped", [nn.Identity, nn.DataParallel])
+def test_a_client_of_trl_refuses_a_served_model(
+    wrapped: Callable[[nn.Module], nn.Module], trl: tuple[Any, SentByTrl]
+) -> None:
+    client, sent = trl
     net = model()
-    weights = fm.served_weights(net)
-    for wrapped in (net, nn.DataParallel(net)):
-        with pytest.raises(ValueError, match="names of codes") as caught:
-            client.update_model_params(wrapped)
-        assert "\n" not in str(caught.value)
-    assert sent == []
+    fm.served_weights(net)
+    with pytest.raises(ValueError, match="names of codes") as caught:
+        client.update_model_params(wrapped(net))
+    assert "\n" not in str(caught.value)
+    assert sent.tensors == []
+
+
+@pytest.mark.extra("trl")
+def test_a_client_of_trl_sends_a_model_that_is_not_served(trl: tuple[Any, SentByTrl]) -> None:
+    client, sent = trl
     client.update_model_params(model())
-    assert [name for name, _ in sent] == ["0.weight", "0.bias"]
-    # what docs/serve.md says to send
+    assert [name for name, _ in sent.tensors] == ["0.weight", "0.bias"]
+
+
+@pytest.mark.extra("trl")
+def test_a_client_of_trl_sends_served_weights_as_the_page_says(
+    trl: tuple[Any, SentByTrl],
+) -> None:
+    """By the lines of docs/serve.md."""
+    client, sent = trl
+    weights = fm.served_weights(model())
     metadata = [
         (name, str(dtype).removeprefix("torch."), list(shape))
         for name, dtype, shape in weights.metadata()
     ]
-    announced.clear()
     client.update_named_params(metadata, iter(weights))
-    for (name, dtype, shape), (sent_name, tensor) in zip(announced, sent[2:], strict=True):
-        assert (name, getattr(torch, dtype), shape) == (sent_name, tensor.dtype, [*tensor.shape])
-    assert announced[0] == ("0.weight", "float8_e4m3fn", [8, 32])
+    assert metadata[0] == ("0.weight", "float8_e4m3fn", [8, 32])
+    assert sent.metadata == [
+        (name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape])
+        for name, tensor in sent.tensors
+    ]
 
 
 @pytest.mark.slow
