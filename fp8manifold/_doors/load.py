@@ -11,7 +11,12 @@ import torch
 
 from fp8manifold._base.checks import import_optional
 from fp8manifold._doors.folder_kind import Folder, FolderKind, check_has_settings, found_folder
-from fp8manifold._doors.published import class_of, completed, made_by_transformers, read_published
+from fp8manifold._doors.published import (
+    class_of,
+    complete_model,
+    made_by_transformers,
+    read_published,
+)
 from fp8manifold._doors.quantizer import quantizing, reading_parts
 from fp8manifold._doors.saved_folder import SavedReader, SavedWeights, saved_files
 from fp8manifold._doors.side_file import Content, SideFile, read_side_file
@@ -284,7 +289,7 @@ def _saved(folder: Folder, name: str, chosen: ReadOptions, options: dict[str, An
     # The settings above say how its parameters lie, and not how it was published.
     for module in model.modules():
         vars(module).pop(PUBLISHED, None)
-    return completed(model, folder.path, name, chosen)
+    return complete_model(model, folder.path, name, chosen)
 
 
 def _resume_counts(model: Any, side: SideFile, folder: Folder) -> None:
@@ -312,7 +317,7 @@ def _attached(folder: Folder, name: str, chosen: ReadOptions, options: dict[str,
     model = class_of(transformers, settings).from_pretrained(
         folder.path, dtype=chosen.dtype, **chosen.passed, **chosen.settings
     )
-    return completed(model, folder.path, name, chosen)
+    return complete_model(model, folder.path, name, chosen)
 
 
 _READERS: Final = {

@@ -37,7 +37,7 @@ from fp8manifold._published import StoredWeight, written_parts
 from fp8manifold._published.layout import (
     GENERATION,
     FolderLayout,
-    described,
+    describe_folder,
     entries_of,
     is_ignored,
 )
@@ -116,7 +116,7 @@ def read_published(
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
     with closing(FileTensors(files_of(source))) as tensors:
-        layout = FolderLayout(described(source, tensors))
+        layout = FolderLayout(describe_folder(source, tensors))
         if not layout.stored:
             raise ValueError(
                 f"{str(source)!r} has no weight in FP8 codes: read it with from_pretrained"
@@ -130,7 +130,7 @@ def read_published(
         reader = _CodeReader(tensors, layout, weight_options, seed, activations)
         model = made_by_transformers(source, reading(layout.published, reader), reader, chosen)
         _check_floats_are_exact(model, tensors, layout)
-    return completed(model, source, name, chosen)
+    return complete_model(model, source, name, chosen)
 
 
 def made_by_transformers(source: Path, quantization: Any, reader: Any, chosen: ReadOptions) -> Any:
@@ -147,7 +147,7 @@ def made_by_transformers(source: Path, quantization: Any, reader: Any, chosen: R
         ValueError: a parameter that the folder lacks.
     """
     transformers = import_optional("transformers", "hf", chosen.caller)
-    config = _changed_config(transformers, source, chosen)
+    config = _config_of(transformers, source, chosen)
     quantization_option = {}
     if isinstance(quantization, dict):
         config.quantization_config = quantization
@@ -168,8 +168,8 @@ def made_by_transformers(source: Path, quantization: Any, reader: Any, chosen: R
     return model
 
 
-def completed(model: Any, source: Path, name: str, chosen: ReadOptions) -> Any:
-    """Return a model with its name and the folder's settings of generation, on its device."""
+def complete_model(model: Any, source: Path, name: str, chosen: ReadOptions) -> Any:
+    """Give a model its name and the folder's settings of generation, and move it."""
     _set_name(model, name)
     has_generation_config = chosen.passed.get("generation_config") is not None
     if not has_generation_config and model.can_generate() and (source / GENERATION).is_file():
@@ -178,7 +178,7 @@ def completed(model: Any, source: Path, name: str, chosen: ReadOptions) -> Any:
     return model.to(chosen.device)
 
 
-def _changed_config(transformers: Any, source: Path, chosen: ReadOptions) -> Any:
+def _config_of(transformers: Any, source: Path, chosen: ReadOptions) -> Any:
     """Return the settings of a folder with some of them changed.
 
     Raises:
@@ -271,7 +271,7 @@ def save_published(
         )
     layout = FolderLayout(published)
     refuse_adapters(base)
-    layout.find(base)
+    layout.find_places(base)
     entries = entries_of(base)
     check_complete(model, base, layout, entries)
     source_name = published.get("source")
@@ -412,7 +412,7 @@ def stored_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight
         raise TypeError(f"stored_weights has no option {others[0]!r}: it reads headers only")
     source = local_source(folder, chosen.hub, chosen.subfolder)
     with closing(FileTensors(files_of(source))) as tensors:
-        return FolderLayout(described(source, tensors)).stored
+        return FolderLayout(describe_folder(source, tensors)).stored
 
 
 def local_source(folder: str | Path, options: Mapping[str, Any], subfolder: str = "") -> Path:
@@ -477,7 +477,7 @@ class _CodeReader:
         # In this order: tensors are looked for in turned experts, `left` is what was
         # not found, and `copied` what is left and not kept in the settings.
         self._turn_experts(model)
-        layout.find(model)
+        layout.find_places(model)
         self._keep_small_tensors()
         self._check_copied(model)
         layout.record_left()
@@ -583,9 +583,10 @@ class _CodeReader:
             self._input_scales[target] = self._tensors.read(names[0]).float().reshape(())
 
     def _hide(self, model: Any, target: str, parameter: nn.Parameter) -> None:
-        """Take a parameter out of a model; its module has it as a plain attribute.
+        """Take a parameter out of a model, so that transformers does not miss its values.
 
-        The initialisation of a module around this one may read its weight.
+        Its module has it as a plain attribute: the initialisation of a module around this
+        one may read its weight.
         """
         owner, _, entry = target.rpartition(".")
         module = model.get_submodule(owner)
@@ -663,12 +664,12 @@ def _tensors_of_file(
     tensors: dict[str, Tensor] = {}
     for name in names:
         if name not in tensors:
-            tensors |= _tensors_with(name, layout, entries, copied)
+            tensors |= _tensors_written_with(name, layout, entries, copied)
     return {name: tensors[name].detach() for name in names}
 
 
 @torch.no_grad()
-def _tensors_with(
+def _tensors_written_with(
     name: str, layout: FolderLayout, entries: Mapping[str, Tensor], copied: CopiedTensors
 ) -> dict[str, Tensor]:
     """Return a tensor of the files, with those that are written together with it."""
@@ -676,7 +677,7 @@ def _tensors_with(
     header = layout.headers[name]
     if name in in_settings:
         return {name: torch.tensor(in_settings[name], dtype=DTYPES_IN_FILES[header.dtype])}
-    stored = layout.weight_of.get(name)
+    stored = layout.weight_of_tensor.get(name)
     place = layout.places.get(name if stored is None else stored.name)
     if place is None:
         return {name: copied.read(name)}
@@ -690,14 +691,12 @@ def _tensors_with(
             )
         share_scale_(entry, place, stored)
         return written_parts(stored, part_of(entry, place, stored))
-    value = entry[place.index]
     if isinstance(entry, FP8Parameter):
         raise ValueError(
             f"{place.target!r} is in codes, but {name!r} is {header.dtype}: it can't be written "
             "back"
         )
-    in_dtype_of_file = (
-        value.to(DTYPES_IN_FILES[header.dtype]) if header.dtype in DTYPES_IN_FILES else value
-    )
+    value = entry[place.index]
+    in_dtype_of_file = value.to(DTYPES_IN_FILES.get(header.dtype, value.dtype))
     is_exact = torch.equal(in_dtype_of_file.to(value.dtype), value)
     return {name: in_dtype_of_file if is_exact else value}

@@ -12,9 +12,17 @@ with ``_Config`` as the settings that ``config.json`` has::
 
 The method is registered as soon as transformers has the module for it, whoever imports
 that. Both classes inherit from transformers' own, which may be missing: they are made at the
-first call (``_classes``). Two other libraries need help, without being imported here:
-TRL reads a trainer's reference model by its name (``_guard_references``), and trainers
-make optimizers from options (``trainer_optimizer``).
+first call (``_classes``). TRL needs help, without being imported here: it reads a
+trainer's reference model by its name (``_guard_references``).
+
+Weights come from a reader, which is made before the model and called by ``_Quantizer``
+while transformers reads:
+
+    nn._loading.Reader         ``wants`` weights that transformers reads as floats, and
+                               encodes each; ``finish`` puts the layers around them
+    published._CodeReader      ``begin`` reads all codes itself, ``finish`` puts them in
+    saved_folder.SavedReader   ``begin`` reads the parts of weights, which transformers
+                               puts in by ``_Gather`` (``reads_parts``)
 """
 
 import copy
@@ -73,7 +81,7 @@ _TRL_LOADS_MODEL: Final = "create_model_from_path"
 _TRL_IS_GUARDED: Final = "_fp8_is_guarded"
 """An attribute of functions of TRL that are replaced."""
 _QUANTIZED: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Models whose names must not be read in float for a reference."""
+"""Models that may be quantised. TRL must not read their references in float."""
 
 
 def register() -> None:
@@ -117,9 +125,9 @@ def quantizing(formats: Formats = "E4M3", storage: str = "codes", **options: Any
 
 
 def reading(published: dict[str, Any], reader: Any) -> Any:
-    """Return a configuration under which ``reader`` puts codes into a model.
+    """Return a ``quantization_config`` with which ``from_pretrained`` reads a published model.
 
-    They are those of a published model, which ``from_pretrained`` reads.
+    ``reader`` puts its codes in.
     """
     register()
     return _classes()[0](layers=[], published=published, reader=reader)
@@ -208,7 +216,7 @@ def attach(model: Any) -> Any:
     model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
     model.is_quantized = True
     model.quantization_method = _METHOD
-    _describe(model)
+    _update_config(model)
     if _add_wrapper_names not in model._load_state_dict_pre_hooks.values():
         model.register_load_state_dict_pre_hook(_add_wrapper_names)
     return wrapped
@@ -303,9 +311,10 @@ def _has_quantized_layer(model: nn.Module) -> bool:
 
 
 def _files_are_of_codes(name: Any) -> bool:
-    """Return whether a model's files are in codes, or have the numbers of codes.
+    """Return whether a model that is read by its name is quantised again.
 
-    False if they can't be read, too.
+    Its files are codes, or floats with a file that brings codes back. False if they can't
+    be read, too.
     """
     if (Path(name) / SIDE_FILE).is_file():
         return True
@@ -333,8 +342,8 @@ def _add_wrapper_names(model: nn.Module, state: dict[str, Any], prefix: str, *_:
                 state[wrapped_prefix + key.removeprefix(plain_prefix)] = state.pop(key)
 
 
-def _prepare(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Attach a model with adapters that transformers is about to save in codes.
+def _prepare_to_save(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Attach a model that transformers is about to save in codes.
 
     Note the state that ``save_pretrained`` was given, too.
     """
@@ -344,10 +353,6 @@ def _prepare(model: Any, arguments: Mapping[str, Any]) -> None:
         attach(model)
     if isinstance(model.hf_quantizer, _Quantizer):
         model.hf_quantizer.state_to_save = arguments.get("state_dict")
-
-
-prepare_with("PreTrainedModel", _prepare)
-when_guarded(_guard_references)
 
 
 @functools.cache
@@ -397,7 +402,7 @@ class _Config:
         reader: Any = None,
     ) -> None:
         self.quant_method = quant_method
-        # A file can't have one.
+        # An entry of this name in config.json is no reader.
         if hasattr(reader, "begin"):
             self.reader = reader
         if published is not None:
@@ -429,22 +434,22 @@ def _formats_as_json(formats: Any) -> Any:
 
 
 class _Quantizer:
-    """The answers to transformers as it loads and saves; put before its own class.
+    """The answers to transformers as it loads and saves, before its own class (``_classes``).
 
     Attributes:
         reader: what makes codes of tensors from transformers, or puts in those that it
             read itself.
         state_to_save: the state that ``save_pretrained`` is to write in place of the
             model's own.
-        named_parameters: names of parameters in codes that are called otherwise than
-            ``weight``.
+        bare_parameters: names of parameters in codes that are no module's ``weight``,
+            such as experts.
     """
 
     quantization_config: Any
     pre_quantized: bool
     reader: Any = None
     state_to_save: Mapping[str, Tensor] | None = None
-    named_parameters: tuple[str, ...] = ()
+    bare_parameters: tuple[str, ...] = ()
     requires_calibration = False
     is_qat_trainable = True
 
@@ -513,8 +518,9 @@ class _Quantizer:
         operation = type("Gather", (_Gather, loading.ConversionOps), {})()
         operation.keeps_dtypes = getattr(self.reader, "keeps_dtypes", False)
         renamings = []
+        # the codes of a layer have the weight's own name, the other parts a suffix to it
         suffixes_of = {"weight": PARTS}
-        for name in self.named_parameters:
+        for name in self.bare_parameters:
             # A conversion that transformers has for this very name, as those before
             # 5.4 have for gpt-oss, would take the codes for floats. Renamings come
             # before all conversions.
@@ -537,11 +543,13 @@ class _Quantizer:
         config = self.quantization_config
         reader = vars(config).pop("reader", None)
         if reader is not None:
+            # of `reading` or `reading_parts`
             self.reader = reader
             reader.begin(model)
             if self._reads_parts:
                 self._put_layers(model)
         elif not self.pre_quantized:
+            # of `quantizing`
             # transformers casts tensors in memory before it asks a quantiser.
             if checkpoint_files is None:
                 raise ValueError(
@@ -553,15 +561,15 @@ class _Quantizer:
                 model, config.formats, config.storage, config.options, checkpoint_files
             )
         else:
+            # a model that was saved in codes
             self._put_layers(model)
 
     def _put_layers(self, model: nn.Module) -> None:
         """Make the quantised layers and parameters of a saved model, without values."""
         config = self.quantization_config
-        # _group_for_model maps the names that a group has seeds for; these have none: 0
-        turned = dict.fromkeys(getattr(config, "published", {}).get("turned", ()), 0)
+        turned = getattr(config, "published", {}).get("turned", ())
         parameters = dict(model.named_parameters())
-        turn(model, list(_group_for_model(model, {"seeds": turned}, parameters)["seeds"]))
+        turn(model, list(_names_in_model(model, turned, parameters).values()))
         modules = dict(model.named_modules())
         parameters = dict(model.named_parameters())
         # The default is that of the weights, and not of measured scales.
@@ -582,7 +590,7 @@ class _Quantizer:
             for name in group["seeds"]:
                 if not name.endswith(".weight"):
                     names.append(name.removeprefix(prefix))
-        self.named_parameters = tuple(names)
+        self.bare_parameters = tuple(names)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         if self.reader is not None:
@@ -590,6 +598,7 @@ class _Quantizer:
             self.reader = None
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [x for x in conversions if not _is_ours(x)]
+        # It can be saved from now on. The quantiser, which is not needed for that, goes.
         attach(model)
         detach(model)
 
@@ -605,7 +614,7 @@ class _Quantizer:
         The settings, which it brings up to date, are written after that.
         """
         check_ties(model)
-        _describe(model)
+        _update_config(model)
         _keep_whole(model)
         given_state, self.state_to_save = self.state_to_save, None
         state = {plain_name(name): value for name, value in model.state_dict().items()}
@@ -663,28 +672,37 @@ def checked_state(
 def _group_for_model(
     model: Any, group: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, Any]:
-    """Return a group of the settings by the names in this model.
+    """Return a group of the settings with its seeds by the names in this model."""
+    saved_seeds = group.get("seeds", {})
+    new_names = _names_in_model(model, saved_seeds, names)
+    seeds = {name: saved_seeds[saved_name] for saved_name, name in new_names.items()}
+    return {**group, "seeds": seeds}
+
+
+def _names_in_model(
+    model: Any, saved_names: Collection[str], names: Collection[str]
+) -> dict[str, str]:
+    """Return the name in this model by each name in the settings.
 
     The model may be the base of the one that was saved, or have it as its base. What
     the model does not have, such as another output layer, is left out, as transformers
     leaves out its weights.
     """
     prefix = f"{model.base_model_prefix}."
-    saved_seeds = group.get("seeds", {})
-    saved_base = [name for name in saved_seeds if name.startswith(prefix)]
+    saved_base = [name for name in saved_names if name.startswith(prefix)]
     model_is_saved_base = any(name.removeprefix(prefix) in names for name in saved_base)
-    seeds = {}
-    for saved_name, seed in saved_seeds.items():
+    new_names = {}
+    for saved_name in saved_names:
         candidates = (saved_name, saved_name.removeprefix(prefix), prefix + saved_name)
         name = next((candidate for candidate in candidates if candidate in names), None)
         # An output layer is beside the base of the model that was saved.
         is_beside_base = bool(saved_base) and saved_name not in saved_base
         if name is not None:
-            seeds[name] = seed
+            new_names[saved_name] = name
         elif not model_is_saved_base and not is_beside_base:
             # It should be here: passed on, it is refused.
-            seeds[saved_name] = seed
-    return {**group, "seeds": seeds}
+            new_names[saved_name] = saved_name
+    return new_names
 
 
 def _keep_whole(model: Any) -> None:
@@ -720,7 +738,7 @@ def _is_ours(conversion: Any) -> bool:
     return any(isinstance(operation, _Gather) for operation in operations)
 
 
-def _describe(model: Any) -> None:
+def _update_config(model: Any) -> None:
     """Write to a model's settings how its layers are quantised.
 
     They also say whether its output layer still is the embedding.
@@ -776,9 +794,11 @@ class _Gather:
             value = value.with_parts(lambda part: part, dtype)
             value = value.requires_grad_(parameter.requires_grad)
         else:
-            is_cast = value.dtype in FLOATS and not self.keeps_dtypes
-            value = value.to(parameter.dtype) if is_cast else value
-            value = value.t().contiguous() if isinstance(layer, QuantizedConv1D) else value
+            if value.dtype in FLOATS and not self.keeps_dtypes:
+                value = value.to(parameter.dtype)
+            # files have the float weight of a Conv1D as that has it, (in, out)
+            if isinstance(layer, QuantizedConv1D):
+                value = value.t().contiguous()
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
             value = GridParameter(value, manifold=layer.manifold)
         return {full_layer_name: value}
@@ -795,3 +815,6 @@ def _check_is_same_kind(name: str, value: FP8Tensor, parameter: Tensor) -> None:
 
 
 when_imported(_REGISTRY, _register_with)
+# what the guard of `save_pretrained` calls for every model of transformers
+prepare_with("PreTrainedModel", _prepare_to_save)
+when_guarded(_guard_references)

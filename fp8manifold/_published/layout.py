@@ -2,9 +2,9 @@
 
 ::
 
-    folder       --described-->          description: files, tensors, documents, other files
-    description  --FolderLayout-->       weights in codes, floats, extras
-    model        --FolderLayout.find-->  the place of each tensor: a parameter, or a part
+    folder       --describe_folder-->           description: files, tensors, documents, other files
+    description  --FolderLayout-->              weights in codes, floats, extras
+    model        --FolderLayout.find_places-->  the place of each tensor: a parameter, or a part
 
 The description is kept in the model's settings, so that the folder can be written again
 from the model alone: it is a dict in JSON's types, whose keys are a file format.
@@ -38,7 +38,7 @@ WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of files that may be a second copy of all weights."""
 
 
-def described(folder: Path, tensors: Any) -> dict[str, Any]:
+def describe_folder(folder: Path, tensors: Any) -> dict[str, Any]:
     """Return the description of a folder.
 
     ``tensors`` has ``names()``, ``header`` and ``metadata`` of its files.
@@ -83,10 +83,10 @@ class FolderLayout:
         published: the description.
         headers: of all tensors, by name.
         stored: weights in codes, by their names in a model.
-        weight_of: the same weights, by the names of their codes and of their scales.
+        weight_of_tensor: the same weights, by the names of their codes and of their scales.
         extras: names of scales of activations.
         floats: names of all other tensors.
-        places: where each weight and float is in a model; filled by :meth:`find`.
+        places: where each weight and float is in a model; filled by :meth:`find_places`.
 
     Tensors that are ``left`` have no place in the model. The description keeps the
     values of some; the others are ``copied`` from the folder. Those that are ``lost``
@@ -104,18 +104,20 @@ class FolderLayout:
         config = json.loads(documents.get(CONFIG, "null"))
         server_config = json.loads(documents.get(SERVER_CONFIG, "null"))
         self.stored = stored_weights(self.headers, quantization_of(config, server_config))
-        self.weight_of = {}
+        self.weight_of_tensor = {}
         self.extras: set[str] = set()
         for weight in self.stored.values():
-            self.weight_of[weight.codes] = weight
-            self.weight_of[weight.scale] = weight
+            self.weight_of_tensor[weight.codes] = weight
+            self.weight_of_tensor[weight.scale] = weight
             self.extras.update(weight.extras)
         self.floats = [
-            name for name in self.headers if name not in self.weight_of and name not in self.extras
+            name
+            for name in self.headers
+            if name not in self.weight_of_tensor and name not in self.extras
         ]
         self.places: dict[str, Place] = {}
 
-    def find(self, model: Any) -> None:
+    def find_places(self, model: Any) -> None:
         """Look for every tensor in a model."""
         shapes = {name: self.headers[name].shape for name in self.floats}
         shapes |= {name: weight.shape for name, weight in self.stored.items()}
@@ -124,7 +126,7 @@ class FolderLayout:
     @property
     def left(self) -> list[str]:
         """Floats, codes and scales that the model has no place for."""
-        names_in_model = {name: weight.name for name, weight in self.weight_of.items()}
+        names_in_model = {name: weight.name for name, weight in self.weight_of_tensor.items()}
         names_in_model |= {name: name for name in self.floats}
         return [
             name for name, model_name in names_in_model.items() if model_name not in self.places

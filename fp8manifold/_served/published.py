@@ -29,7 +29,7 @@ def published_units(model: Any, base: nn.Module, published: Mapping[str, Any]) -
     """
     layout = FolderLayout(dict(published))
     refuse_adapters(base)
-    layout.find(base)
+    layout.find_places(base)
     entries = entries_of(base)
     check_complete(model, base, layout, entries)
     units: list[Unit] = [
@@ -75,7 +75,7 @@ def _served_dtype(header: Header, dtype: torch.dtype) -> torch.dtype:
 
 def _constant(name: str, layout: FolderLayout, device: torch.device) -> ConstantUnit | None:
     """Return the unit of a tensor that the model has no place for; None if it has one."""
-    stored = layout.weight_of.get(name)
+    stored = layout.weight_of_tensor.get(name)
     if (name if stored is None else stored.name) in layout.places:
         return None
     header = layout.headers[name]

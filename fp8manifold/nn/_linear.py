@@ -177,7 +177,7 @@ class QuantizedLinear(nn.Linear):
         self._headroom = headroom
         self._keep_remainder = keep_remainder
         self._seed = seed
-        self._defers = defer_weight_gradient
+        self._defers_weight_gradient = defer_weight_gradient
         name_parts(self, "weight")
         self._operands = spec.operands
         _spec.check_blocks(self._operands, linear.in_features, linear.out_features)
@@ -213,7 +213,7 @@ class QuantizedLinear(nn.Linear):
         if input.is_nested:
             return over_nested(self.forward, input)
         if self._units is not None:
-            # Other releases hold products in a graph, which a question adds a guard to.
+            # Newer releases hold products in a graph, to which a question would add a guard.
             if _IS_OLD_TORCH:
                 self._break_graph()
             units = units_on(self._units, self.spec, input.device)
@@ -240,23 +240,23 @@ class QuantizedLinear(nn.Linear):
         self._break_graph()
         if self.weight_scaler is not None or self.activation_scaler is not None:
             refuse_trace()
-        draw, is_repeated = self._begin_pass()
+        pass_number, is_repeated = self._begin_pass()
         weight: Tensor = self.weight
         is_stored = self.storage != "master" and self.spec.weight is not None
         if is_stored and not torch.compiler.is_compiling():
             _grid_weight.check_kept(self)
         if self.weight_scaler is not None:
             scale = self._scale_of(self.weight_scaler, weight, is_repeated)
-            weight = self._fake_quantized("weight", weight, scale, draw)
+            weight = self._fake_quantized("weight", weight, scale, pass_number)
         quantized = x
         if self.activation_scaler is not None:
             rows = self._rows(x)
             scale = self._scale_of(self.activation_scaler, rows, is_repeated)
-            quantized = self._fake_quantized("activation", rows, scale, draw).view(x.shape)
+            quantized = self._fake_quantized("activation", rows, scale, pass_number).view(x.shape)
         round_weight_gradient = None
-        if not self._defers:
-            round_weight_gradient = self._gradient_rounding("weight_gradient", draw)
-        round_output_gradient = self._gradient_rounding("activation_gradient", draw)
+        if not self._defers_weight_gradient:
+            round_weight_gradient = self._gradient_rounding("weight_gradient", pass_number)
+        round_output_gradient = self._gradient_rounding("activation_gradient", pass_number)
         rounds_nothing = round_output_gradient is None and round_weight_gradient is None
         if rounds_nothing or not torch.is_grad_enabled():
             return linear(quantized, weight, self.bias)
@@ -274,7 +274,7 @@ class QuantizedLinear(nn.Linear):
         if self.activation_scaler is None:
             return x
         scale = self.activation_scaler.value
-        rows = self._fake_quantized("activation", self._rows(x), scale, self._last_draw())
+        rows = self._fake_quantized("activation", self._rows(x), scale, self._last_pass())
         return rows.view(x.shape)
 
     def quantized_weight(self) -> Tensor:
@@ -282,14 +282,14 @@ class QuantizedLinear(nn.Linear):
         if self.weight_scaler is None:
             return self.weight
         scale = self.weight_scaler.preview(self.weight)
-        return self._fake_quantized("weight", self.weight, scale, self._draw())
+        return self._fake_quantized("weight", self.weight, scale, self._next_pass())
 
     @torch.no_grad()
     def quantize_weight_gradient(self) -> None:
         """Quantise the weight's gradient of one backward pass, if that was deferred."""
-        rounding = self._gradient_rounding("weight_gradient", self._last_draw())
+        rounding = self._gradient_rounding("weight_gradient", self._last_pass())
         gradient = self.weight.grad
-        if self._defers and rounding is not None and gradient is not None:
+        if self._defers_weight_gradient and rounding is not None and gradient is not None:
             self.weight.grad = rounding(gradient.float()).to(gradient.dtype)
 
     def weight_scale(self) -> Tensor:
@@ -414,7 +414,7 @@ class QuantizedLinear(nn.Linear):
         return scale
 
     def _fake_quantized(
-        self, name: _spec.OperandName, x: Tensor, scale: Tensor, draw: int
+        self, name: _spec.OperandName, x: Tensor, scale: Tensor, pass_number: int
     ) -> Tensor:
         operand = self._operands[name]
         return quantize_at(
@@ -423,21 +423,24 @@ class QuantizedLinear(nn.Linear):
             operand.format,
             operand.ste or "identity",
             operand.rounding or "nearest",
-            self._key(name, draw),
+            self._key(name, pass_number),
             blocks=operand.granularity == "block",
         )
 
-    def _gradient_rounding(self, name: _spec.OperandName, draw: int) -> GradientRounding:
+    def _gradient_rounding(self, name: _spec.OperandName, pass_number: int) -> GradientRounding:
         """Return the function that rounds a gradient, or None if it has no format."""
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
         return partial(
-            round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw)
+            round_gradient,
+            scaler=scaler,
+            operand=self._operands[name],
+            key=self._key(name, pass_number),
         )
 
-    def _key(self, name: _spec.OperandName, draw: int) -> DrawKey:
-        return DrawKey((self._seed, draw, _STREAMS[name]))
+    def _key(self, name: _spec.OperandName, pass_number: int) -> DrawKey:
+        return DrawKey((self._seed, pass_number, _STREAMS[name]))
 
     def _break_graph(self) -> None:
         """End a graph of torch.compile before a layer that it can't hold.
@@ -470,15 +473,15 @@ class QuantizedLinear(nn.Linear):
     def _has_only_stored_weights(self) -> bool:
         return self.storage != "master" and self._units is None and self.activation_scaler is None
 
-    def _draw(self) -> int:
+    def _next_pass(self) -> int:
         """Return the number of the next forward pass; 0 if no bits are drawn in it."""
         draws = getattr(self, "draws", None)
         return 0 if draws is None else int(read_cached(draws, Tensor.item))
 
-    def _last_draw(self) -> int:
+    def _last_pass(self) -> int:
         """Return the number of the last forward pass; evaluation does not count."""
-        draw = self._draw()
-        return max(draw - 1, 0) if self.training else draw
+        pass_number = self._next_pass()
+        return max(pass_number - 1, 0) if self.training else pass_number
 
     def _begin_pass(self) -> tuple[int, bool]:
         """Count a forward pass.
@@ -495,10 +498,10 @@ class QuantizedLinear(nn.Linear):
             self._refuse_repetition()
         else:
             is_repeated = not torch.compiler.is_compiling() and is_backward()
-        draw = self._draw()
+        pass_number = self._next_pass()
         if self.training and draws_bits:
-            advance(self.draws, draw)
-        return draw, is_repeated
+            advance(self.draws, pass_number)
+        return pass_number, is_repeated
 
     # a graph would have one answer, whether or not it is run again
     @eager_only
@@ -630,7 +633,7 @@ class QuantizedLinear(nn.Linear):
                     gather_parts(state_dict, prefix + name, parameter)
         except ValueError as error:
             return str(error)
-        # on a continuous manifold every value is a point
+        # nanogpt_bench may have put the weight on a StiffnessManifold, which has every value
         if isinstance(self.manifold, FP8Manifold):
             return _grid_weight.prepare_grid_state(self, state_dict, prefix)
         key = f"{prefix}weight"

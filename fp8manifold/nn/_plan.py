@@ -1,7 +1,7 @@
 """The plan of a surgery: a decision on every weight of a model before anything changes.
 
-The model may have no values.  Patterns are matched here only: surgery, loading and the
-report read the decisions.  A plan is made in five steps.
+The model may have no values. Patterns are matched here only: surgery, loading and the
+report read the decisions. A plan is made in five steps.
 
 1. `_layer_facts` gathers the linear layers, each with what decides on it: all names of
    its weight, an obstacle, and the adapter or the router that it belongs to.
@@ -151,8 +151,8 @@ def plan(
     pattern_specs = {}
     if formats is not None:
         pattern_specs = _spec.read_formats(formats, granularity, products)
-    names = {identity: tuple(all_names) for identity, all_names in parameter_names(model).items()}
-    facts = _layer_facts(model, names)
+    names_by_id = {key: tuple(names) for key, names in parameter_names(model).items()}
+    facts = _layer_facts(model, names_by_id)
     specs = _chosen_specs(facts, pattern_specs)
     _check_in_one_place(model, specs, facts)
 
@@ -164,7 +164,7 @@ def plan(
                 f"storage={storage!r}"
             )
         weights_of_layers = {facts[name].names for name in specs if not facts[name].is_shared}
-        candidates = _in_place_candidates(model, names, weights_of_layers)
+        candidates = _in_place_candidates(model, names_by_id, weights_of_layers)
         candidate_names = {first: candidate.names for first, candidate in candidates.items()}
         chosen_formats = {
             **_chosen_parameters(candidate_names, parameters, pattern_specs),
@@ -179,7 +179,7 @@ def plan(
     ]
     unseeded += in_place
     entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(unseeded)]
-    entries += _kept_entries(model, names, entries)
+    entries += _kept_entries(model, names_by_id, entries)
     options = {
         "headroom": headroom,
         "rounding": rounding,
@@ -274,7 +274,10 @@ class _LayerFacts:
         return len(self.names) > 1
 
 
-def _layer_facts(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str, _LayerFacts]:
+def _layer_facts(
+    model: nn.Module, names_by_id: Mapping[int, tuple[str, ...]]
+) -> dict[str, _LayerFacts]:
+    """Return the facts of every linear layer, by its name, with all names of parameters."""
     adapters = adapters_of(model)
     routers = routers_of(name for name, _ in model.named_modules())
     facts = {}
@@ -283,7 +286,7 @@ def _layer_facts(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict
             continue
         is_quantized = isinstance(module, QuantizedLinear)
         facts[name] = _LayerFacts(
-            names=names.get(id(module._parameters.get("weight")), ()),
+            names=names_by_id.get(id(module._parameters.get("weight")), ()),
             obstacle=None if is_quantized else obstacle(module),
             adapter=adapters.get(name),
             router=routers.get(name),
@@ -296,6 +299,7 @@ def _layer_entry(
     name: str, module: nn.Module, spec: _spec.LayerSpec, facts: _LayerFacts, storage: _spec.Storage
 ) -> PlanEntry:
     """Return the entry of a layer to replace; its weight becomes codes with ``codes``."""
+    # of shared weights only those that get a copy come here
     entry = PlanEntry(name, module, facts.names, spec, is_copied=facts.is_shared)
     weight = spec.operands.get("weight")
     if storage != "codes" or weight is None:
@@ -317,14 +321,16 @@ def _chosen_specs(
     def check(pattern: str, matched: list[str]) -> None:
         _check_match(pattern, matched, facts, specs[pattern])
 
-    patterns = by_pattern(specs, {name: [name] for name in facts}, check)
-    patterns = {
-        name: pattern for name, pattern in patterns.items() if not specs[pattern].quantizes_nothing
+    pattern_of = by_pattern(specs, {name: [name] for name in facts}, check)
+    pattern_of = {
+        name: pattern
+        for name, pattern in pattern_of.items()
+        if not specs[pattern].quantizes_nothing
     }
-    patterns = _without_adapters(patterns, facts)
-    routers = {name: facts[name].router for name in patterns}
-    patterns = _without_routers("formats", patterns, routers)
-    for name, pattern in patterns.items():
+    pattern_of = _without_adapters(pattern_of, facts)
+    routers = {name: facts[name].router for name in pattern_of}
+    pattern_of = _without_routers("formats", pattern_of, routers)
+    for name, pattern in pattern_of.items():
         if facts[name].is_quantized:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
         prevention = facts[name].obstacle
@@ -335,8 +341,9 @@ def _chosen_specs(
             )
     chosen = {}
     for name in facts:
-        if name in patterns and facts[name].obstacle is None:
-            chosen[name] = specs[patterns[name]]
+        # a pattern of many layers passes over those that can't be quantised
+        if name in pattern_of and facts[name].obstacle is None:
+            chosen[name] = specs[pattern_of[name]]
     return chosen
 
 
@@ -367,14 +374,14 @@ def _check_match(
 
 
 def _without_adapters(
-    patterns: Mapping[str, str], facts: Mapping[str, _LayerFacts]
+    pattern_of: Mapping[str, str], facts: Mapping[str, _LayerFacts]
 ) -> dict[str, str]:
-    """Return the patterns of layers without PEFT's adapters that no pattern names.
+    """Leave PEFT's adapters out of layers and their patterns, but those that one names.
 
     Warns of the adapters that are left out.
     """
     adapters: dict[str, str] = {}
-    for name, pattern in patterns.items():
+    for name, pattern in pattern_of.items():
         part = facts[name].adapter
         if part is not None and not names_part(pattern, part):
             adapters[name] = part
@@ -387,21 +394,27 @@ def _without_adapters(
             f"PEFT's adapters, small and trained, were not quantised: {shown}; a pattern that "
             f"names them, such as {adapters[names[0]]!r}, quantises them",
             UserWarning,
+            # the line that calls quantize_model
             stacklevel=5,
         )
-    return {name: pattern for name, pattern in patterns.items() if name not in adapters}
+    return {name: pattern for name, pattern in pattern_of.items() if name not in adapters}
 
 
 def _without_routers(
-    option: str, patterns: Mapping[str, str], routers: Mapping[str, str | None]
+    option: str, pattern_of: Mapping[str, str], routers: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Return the patterns of an option, without routers that no pattern names.
+    """Leave routers out of weights and their patterns, but those that one names.
 
     Training and serving keep routers in float: the choice among experts jumps.
+
+    Args:
+        option: the name of the option that has the patterns.
+        pattern_of: the pattern of each layer or parameter, by its name.
+        routers: the part that makes each of them a router, or None, by its name.
     """
     without: dict[str, str] = {}
     router_of_pattern: dict[str, str] = {}
-    for name, pattern in patterns.items():
+    for name, pattern in pattern_of.items():
         router = routers[name]
         if router is None or names_part(pattern, router):
             without[name] = pattern
@@ -459,6 +472,7 @@ def _resolve_shared(
                 f"tied='untie' for a copy of the weight, or leave the layer as it is with "
                 f"tied='leave' or {{{name!r}: 'none'}}"
             )
+    # The others keep the weight that they share, in codes or in float.
     resolved = {}
     for name, spec in specs.items():
         if tied == "untie" or name not in shared:
@@ -489,7 +503,7 @@ class _Candidate:
 
 def _in_place_candidates(
     model: nn.Module,
-    names: Mapping[int, tuple[str, ...]],
+    names_by_id: Mapping[int, tuple[str, ...]],
     weights_of_layers: Collection[tuple[str, ...]],
 ) -> dict[str, _Candidate]:
     """Return the parameters of two or more dimensions that no layer has for itself.
@@ -498,7 +512,7 @@ def _in_place_candidates(
     """
     candidates = {}
     for parameter in model.parameters():
-        all_names = names[id(parameter)]
+        all_names = names_by_id[id(parameter)]
         if parameter.dim() <= 1 or all_names in weights_of_layers:
             continue
         owner = all_names[0].rpartition(".")[0]
@@ -606,13 +620,13 @@ def _chosen_formats(
                 f"or more dimensions that no pattern of formats has taken{nearest(pattern, names)}"
             )
 
-    patterns = by_pattern(formats, names, check)
+    pattern_of = by_pattern(formats, names, check)
     format_of_pattern: dict[str, FloatFormat | None] = {}
     for pattern, fmt in formats.items():
         format_of_pattern[pattern] = None if fmt is None or _spec.is_none(fmt) else as_format(fmt)
     chosen: dict[str, FloatFormat | None] = {}
     quantizing: dict[str, str] = {}
-    for name, pattern in patterns.items():
+    for name, pattern in pattern_of.items():
         if format_of_pattern[pattern] is None:
             chosen[name] = None
         else:
@@ -644,7 +658,9 @@ def _in_place_granularity(
 
 
 def _kept_entries(
-    model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[PlanEntry]
+    model: nn.Module,
+    names_by_id: Mapping[int, tuple[str, ...]],
+    entries: Sequence[PlanEntry],
 ) -> list[PlanEntry]:
     """Return entries of the modules with a weight that no other entry changes."""
     replaced = {entry.name for entry in entries if entry.spec is not None}
@@ -661,19 +677,22 @@ def _kept_entries(
         own_names: list[str] = []
         for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1:
-                own_names += names[id(parameter)]
+                own_names += names_by_id[id(parameter)]
         if own_names:
             stays = not encoded.issuperset(own_names)
         else:
             stays = is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
         if stays:
-            reason = _reason_kept(name, module, names, routers.get(name))
+            reason = _reason_kept(name, module, names_by_id, routers.get(name))
             kept_entries.append(PlanEntry(name, module, tuple(own_names), reason_kept=reason))
     return kept_entries
 
 
 def _reason_kept(
-    name: str, module: nn.Module, names: Mapping[int, tuple[str, ...]], router: str | None
+    name: str,
+    module: nn.Module,
+    names_by_id: Mapping[int, tuple[str, ...]],
+    router: str | None,
 ) -> str:
     if isinstance(module, QuantizedLinear):
         return "it is quantised already"
@@ -683,7 +702,7 @@ def _reason_kept(
     if prevention is not None:
         return prevention.reason
     weight_name = f"{name}.weight".lstrip(".")
-    aliases = [alias for alias in names[id(module.weight)] if alias != weight_name]
+    aliases = [alias for alias in names_by_id[id(module.weight)] if alias != weight_name]
     if aliases:
         return f"its weight is also {aliases[0]}; tied='untie' gives it one of its own"
     if router is not None:

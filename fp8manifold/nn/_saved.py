@@ -159,7 +159,7 @@ def _layer_options(layer: QuantizedLinear) -> dict[str, Any]:
     optional = {
         "headroom": layer._headroom,
         "keep_remainder": layer._keep_remainder,
-        "defer_weight_gradient": layer._defers,
+        "defer_weight_gradient": layer._defers_weight_gradient,
     }
     return options | {key: value for key, value in optional.items() if value}
 

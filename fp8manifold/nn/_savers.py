@@ -29,7 +29,7 @@ _SAVERS: Final[dict[str, Saver]] = {}
 #: By the name of a class: what makes its models ready to be saved, given the arguments
 #: of ``save_pretrained`` by their names.
 _PREPARE: Final[dict[str, Preparation]] = {}
-# huggingface.py fills it and `_PREPARE` when it is imported.
+# `_doors/quantizer.py` fills it and `_PREPARE` when it is imported.
 _WHEN_GUARDED: Final[list[Callable[[nn.Module], None]]] = []
 
 

@@ -200,7 +200,7 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny,
     assert type(trainer._clipping) is ClippingFirst
     for layer in itself.model.modules():
         if isinstance(layer, fm.QuantizedLinear):
-            layer._defers = False
+            layer._defers_weight_gradient = False
     for micro_step in (0, 1):
         (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
     recorder = GradientRecorder()

@@ -124,7 +124,7 @@ def test_a_specification_survives_json(spec):
 
 
 def settings_of(layer: QuantizedLinear) -> dict[str, Any]:
-    names = ("_headroom", "_keep_remainder", "_defers", "_seed")
+    names = ("_headroom", "_keep_remainder", "_defers_weight_gradient", "_seed")
     return {name: getattr(layer, name) for name in names}
 
 
