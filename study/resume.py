@@ -60,7 +60,7 @@ def _write_summary(folder: Path, run: PlannedRun, loss: float, seconds: float) -
 def _trials(search: Search, entry: Mapping[str, Any]) -> Iterator[tuple[PlannedRun, float]]:
     """Yield the trials of a search that have a loss, each as the sweep plans it."""
     for number in range(len(entry["trial.loss"])):
-        values = {key: entry[f"trial.{key}"][number] for key in search.first}
+        values = {key: entry[f"trial.{key}"][number] for key in search.first_values}
         place = tuple(_half_steps(search, key, value) for key, value in values.items())
         if search.values(place) != values:
             sys.exit(
@@ -76,7 +76,7 @@ def _trials(search: Search, entry: Mapping[str, Any]) -> Iterator[tuple[PlannedR
 
 def _half_steps(search: Search, key: str, value: float) -> int:
     """Return the number of half steps from the start of the search to a value."""
-    first = search.first[key]
+    first = search.first_values[key]
     choices = search.options.choices
     if key in choices:
         return FULL * (choices[key].index(value) - choices[key].index(first))

@@ -173,11 +173,11 @@ def layout_state_dict(
     DeepSeek-V3 (arXiv 2412.19437).
     """
     tensors, config = _tensors_in_layout(model, layout, activations)
-    return _made_whole(tensors), config
+    return _decode_all(tensors), config
 
 
-def _made_whole(tensors: Mapping[str, Tensor | Decoded]) -> dict[str, Tensor]:
-    """Return tensors with all floats of codes made."""
+def _decode_all(tensors: Mapping[str, Tensor | Decoded]) -> dict[str, Tensor]:
+    """Return tensors as they are, and the floats of weights in codes."""
     return {
         name: value if isinstance(value, Tensor) else value.to_write.whole()
         for name, value in tensors.items()
@@ -187,7 +187,7 @@ def _made_whole(tensors: Mapping[str, Tensor | Decoded]) -> dict[str, Tensor]:
 def _tensors_in_layout(
     model: nn.Module, layout: str, activations: str
 ) -> tuple[dict[str, Tensor | Decoded], dict[str, Any]]:
-    """Return what :func:`layout_state_dict` does, with floats of codes yet to be made."""
+    """Return what :func:`layout_state_dict` does, with weights that are decoded later."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("layout", layout, [known.value for known in ExportLayout])
@@ -205,14 +205,14 @@ def _tensors_in_layout(
     if kind is ExportLayout.FP8:
         _warn_of_partial_squares(weights.values())
     tensors: dict[str, Tensor | Decoded] = {}
-    missing = dict(weights)
+    remaining = dict(weights)
     for name, value in _computed_state(model):
-        weight = missing.pop(name, None)
+        weight = remaining.pop(name, None)
         tensors |= {name: value} if weight is None else _TENSORS[kind](weight)
-    if missing:
+    if remaining:
         raise ValueError(
-            f"the model's state_dict has no tensor {next(iter(missing))!r}, a quantised weight: a "
-            "hook of the model has renamed it or left it out; remove the hook to export the model"
+            f"the model's state_dict has no tensor {next(iter(remaining))!r}, a quantised weight: "
+            "a hook of the model has renamed it or left it out; remove the hook to export the model"
         )
     return tensors, settings_of(model, kind, list(weights.values()), activations)
 
@@ -257,9 +257,10 @@ def save_in_layout(
     if ExportLayout(layout) is ExportLayout.TORCHAO:
         tensors, metadata = _flattened(tensors)
     to_write = files_of_tensors(model, tensors, {})
+    # What transformers itself writes: all tensors, where it does not say into which files.
     by_transformers: dict[str, Tensor] = {}
     if to_write is None:
-        by_transformers = _made_whole(tensors)
+        by_transformers = _decode_all(tensors)
     # What save_pretrained asks a quantiser for: here, the tensors that it writes. The
     # base class is known only once transformers is imported.
     methods = {
@@ -306,6 +307,7 @@ def _flattened(
         copies, metadata_of_one = support.flatten_tensor_state_dict({name: given})
         metadata |= metadata_of_one
         for key in copies:
+            # layer.weight_qdata is the attribute qdata of a Float8Tensor
             part = key.rpartition("weight_")[2]
             flat[key] = value if key == name else getattr(value, part)
     metadata["tensor_names"] = json.dumps(list(tensors))
@@ -542,7 +544,8 @@ def _is_for_training(name: str, layers: Mapping[str, QuantizedLinear]) -> bool:
     return False
 
 
-# Layouts: the tensors of a weight, and the settings of all.
+# What `_TENSORS` and `_CONFIGS` have for each layout: the tensors of a weight, and the
+# settings of all weights.
 
 
 def _compressed_tensors(weight: ExportedWeight) -> dict[str, Tensor]:

@@ -180,8 +180,8 @@ def read_evidence(run: Run | Path) -> RunEvidence:
 def worst(evidence: RunEvidence, metric: str) -> Series:
     """The largest value of a metric over the layers, at every measurement.
 
-    With turns a measurement takes only some layers, and each layer's latest value
-    counts.
+    Where `monitor.turns` has each measurement take only some of the layers, the latest
+    value of each layer counts.
     """
     names = [metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric))]
     layers = [dict(evidence.series(name).readings()) for name in names]
@@ -462,8 +462,9 @@ def judge_criterion(
     beyond = [row.beyond(value, first) for value in values]
     needed = row.patience if row.filled or running else min(row.patience, len(values))
     # Only a run that died can break off in the middle of a failure.
-    start = _first_run(beyond, needed, broken_off=died and row.broken_off, lasting=row.lasting)
+    start = _first_streak(beyond, needed, broken_off=died and row.broken_off, lasting=row.lasting)
     if start is not None and row.filled:
+        # from the value on that fills the patience
         start += row.patience - 1
     select = max if row.side == ABOVE else min
     furthest = select(range(len(values)), key=lambda index: values[index])
@@ -488,13 +489,13 @@ def holds_now(row: Limit, values: Sequence[float]) -> bool:
     return len(values) >= row.patience and all(map(row.beyond, values[-row.patience :]))
 
 
-def _first_run(
+def _first_streak(
     beyond: Sequence[bool], needed: int, *, broken_off: bool, lasting: bool
 ) -> int | None:
-    """Return the index at which the first long enough run of true values begins.
+    """Return the index at which the first long enough streak of true values begins.
 
-    With `broken_off` one value is enough at the end. With `lasting` only a run at the
-    end counts. The result is None without such a run.
+    With `broken_off` one value is enough at the end. With `lasting` only a streak at the
+    end counts. The result is None without such a streak.
     """
     start = 0
     for index, is_beyond in enumerate(beyond):

@@ -51,25 +51,21 @@ def report(
     folders = [path for path in sources if not is_export(path)]
     run_folders = find_runs(folders, say)
     folder_runs = [load_run(folder) for folder in run_folders]
-    file_rows: list[Row] = []
-    for file in files:
-        file_rows += file.rows
-    if not folder_runs and not any(row.runs for row in file_rows):
-        raise BenchError("no run folders given; give at least one")
     # A file that is alone keeps its rows, with their labels, order and reference.
     # Several sources are grouped anew, since a row may be in two of them.
-    one_file = files[0] if len(files) == 1 and not folder_runs else None
+    if len(files) == 1 and not folder_runs:
+        rows = [counted_once(row) for row in files[0].rows]
+        if baseline is None:
+            baseline = files[0].baseline
+    else:
+        rows = merged_rows(folder_runs, files)
+    if not any(row.runs for row in rows):
+        raise BenchError("no run folders given; give at least one")
     # A sweep's own files are in the folder of its runs.
     studies = read_studies([*folders, *(folder.parent for folder in run_folders), out])
-    if one_file is None:
-        rows = merged_rows(folder_runs, files)
-    else:
-        rows = [counted_once(row) for row in one_file.rows]
     rows = with_given_up(rows, studies.tunings)
     if say is not None:
         _say_uncounted(rows, say)
-    if baseline is None and one_file is not None:
-        baseline = one_file.baseline
     labels = [row.label for row in rows]
     if baseline is not None and baseline not in labels:
         raise unknown("--reference", baseline, labels)
@@ -157,19 +153,19 @@ def report_facts(runs: Sequence[Run]) -> dict[str, str]:
     """
     records = [run.environment for run in runs]
     facts = {
-        "Command": _listed(record.get("command") for record in records),
-        "Machine": _listed(_machine_text(record) for record in records),
+        "Command": _list_text(record.get("command") for record in records),
+        "Machine": _list_text(_machine_text(record) for record in records),
         "Date": _dates_text(records),
-        "Corpus": _listed(_corpus_text(record) for record in records),
+        "Corpus": _list_text(_corpus_text(record) for record in records),
         "Model": _model_text(runs),
-        "Steps": _listed(run.summary.get("steps") for run in runs),
-        "Versions": _listed(_versions_text(record) for record in records),
+        "Steps": _list_text(run.summary.get("steps") for run in runs),
+        "Versions": _list_text(_versions_text(record) for record in records),
         "Runs": str(len(runs)),
     }
     return {name: text for name, text in facts.items() if text}
 
 
-def _listed(values: Iterable[Any]) -> str:
+def _list_text(values: Iterable[Any]) -> str:
     different = list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
     text = "; ".join(different[:MOST_VALUES])
     hidden_count = len(different) - MOST_VALUES
@@ -222,11 +218,11 @@ def _source_text(source: Any) -> str:
 
 def _model_text(runs: Sequence[Run]) -> str:
     parameters = [run.number("parameters") for run in runs]
-    all_text = _listed(f"{number:,.0f}" for number in parameters if number is not None)
+    all_text = _list_text(f"{number:,.0f}" for number in parameters if number is not None)
     if not all_text:
         return ""
     quantised = [run.number("quantized_parameters") for run in runs]
-    part_text = _listed(f"{number:,.0f}" for number in quantised if number)
+    part_text = _list_text(f"{number:,.0f}" for number in quantised if number)
     if not part_text:
         return f"{all_text} parameters"
     return f"{all_text} parameters, {part_text} of them quantised in the rows with a format"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanogpt_bench.config.schema import NO_FORMAT
-from nanogpt_bench.report.results_file import Exported, given_up
+from nanogpt_bench.report.results_file import Exported, why_given_up
 from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.load import Run
 
@@ -84,7 +84,7 @@ def _given_up_rows(search: Mapping[str, Any]) -> list[Row]:
     labels = search.get("rows")
     if not isinstance(labels, list):
         return []
-    reason = given_up(search)
+    reason = why_given_up(search)
     if not reason:
         return []
     rule = str(search.get("rule") or "none")

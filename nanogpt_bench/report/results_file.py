@@ -88,7 +88,7 @@ CONFIG_PREFIX = "config."
 ENVIRONMENT_PREFIX = "environment."
 #: prefix of an entry's keys: series over the validations
 CURVE_PREFIX = "curve."
-#: prefix of an entry's keys: measurements of the monitors
+#: prefix of an entry's keys: measurements of the monitors, each called a look
 LOOK_PREFIX = "look."
 #: prefix of an entry's keys: series over the trials of a search
 TRIAL_PREFIX = "trial."
@@ -184,6 +184,7 @@ def _planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> lis
     for label in manifest.get("order") or ():
         row_of(label, {})
     for run in manifest.get("runs") or ():
+        # sweep.json keeps runs of earlier plans, and has trials beside the rows' runs
         if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
             row = row_of(run["label"], run)
             row.seeds.append(_PlannedSeed(run.get("seed"), str(run["name"])))
@@ -191,7 +192,7 @@ def _planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> lis
         for label in search.get("rows") or ():
             row = row_of(label, search)
             if not row.seeds:
-                row.reason = given_up(search)
+                row.reason = why_given_up(search)
                 if not row.reason:
                     seeds = (tuning.get("confirm") or {}).get("seeds") or ()
                     row.seeds = [_PlannedSeed(seed) for seed in seeds]
@@ -212,7 +213,7 @@ def _row_entries(folder: Path, row: _PlannedRow) -> Iterator[dict[str, Any]]:
         yield {**row.entry(EntryKind.GIVEN_UP), "why": row.reason}
 
 
-def given_up(search: Mapping[str, Any]) -> str:
+def why_given_up(search: Mapping[str, Any]) -> str:
     """Return the message of a search whose trials all failed; "" if one succeeded.
 
     `search` is a row of tuning.json.
@@ -377,6 +378,7 @@ def _with_entry(row: Row, entry: Mapping[str, Any], path: Path) -> Row:
         return replace(row, rule=rule, format=fmt, runs=(*row.runs, _read_run(entry, path)))
     if entry["kind"] == EntryKind.GIVEN_UP:
         return replace(row, reason=one_line(str(entry.get("why", ""))))
+    # of kind `missing`
     seed = entry.get("seed")
     return replace(row, missing=(*row.missing, seed if isinstance(seed, int) else None))
 

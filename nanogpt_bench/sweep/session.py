@@ -504,12 +504,12 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor:
     tuning = Tuning(sweep, record)
     record.order = tuning.labels
     record.baseline = tuning.baseline
-    _check_runs(sweep, record, tuning.checked(), workers, executor)
+    _check_runs(sweep, record, tuning.runs_to_check(), workers, executor)
     session = Session(record, workers, executor, tuning.to_come)
     tuning.say = session.say
-    whole = session.train(tuning.first(), tuning.runs_after)
+    whole = session.train(tuning.first_trials(), tuning.runs_after)
     tuning.write()
-    return close(record, whole=whole, table=tuning_table(tuning.rows()), rows=True)
+    return close(record, whole=whole, table=tuning_table(tuning.entries()), rows=True)
 
 
 def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:

@@ -54,25 +54,26 @@ HALF = 1
 
 @dataclass
 class Search:
-    """The search for the best values of keys, and the points confirmed at the best."""
+    """The search for the best values of keys, and the rows that are trained at these."""
 
     base: Mapping[str, Any]
     #: a run at the first values
     start: PlannedRun
     options: Tune
-    confirmed: list[PlannedRun] = field(default_factory=list)
+    #: rows of the table, each a run without a seed: they are trained at the best values
+    rows: list[PlannedRun] = field(default_factory=list)
     trials: dict[Place, list[PlannedRun]] = field(default_factory=dict)
     #: mean losses, inf where a run diverged
     losses: dict[Place, float] = field(default_factory=dict)
     #: names of the current round's runs that have not ended
     pending: set[str] = field(default_factory=set)
     #: first value of each key that the rule has
-    first: dict[str, Any] = field(init=False)
+    first_values: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first = self._first_values()
+        self.first_values = self._read_first_values()
         choices = self.options.choices
-        for key, value in self.first.items():
+        for key, value in self.first_values.items():
             if key in choices and value not in choices[key]:
                 raise BenchError(
                     f"tune.choices: {key} is {value:g} for {self.start.label}, which is not among "
@@ -84,7 +85,7 @@ class Search:
                     "above 0; give tune.start"
                 )
 
-    def _first_values(self) -> dict[str, Any]:
+    def _read_first_values(self) -> dict[str, Any]:
         keys = dict.fromkeys((*self.options.keys, *self.options.choices))
         values = {}
         for key in keys:
@@ -101,7 +102,7 @@ class Search:
 
         It is None beyond the span or the list.
         """
-        first = self.first[key]
+        first = self.first_values[key]
         if key in self.options.choices:
             return self._choice(self.options.choices[key], first, index)
         factor = self.options.factor
@@ -121,22 +122,24 @@ class Search:
 
     def values(self, place: Place) -> dict[str, float | None]:
         """Return the value of every key at a place, None where it has none."""
-        return {key: self.value(key, index) for key, index in zip(self.first, place, strict=True)}
+        return {
+            key: self.value(key, index) for key, index in zip(self.first_values, place, strict=True)
+        }
 
     def has(self, place: Place) -> bool:
         """Return whether every key has a value at a place."""
         return None not in self.values(place).values()
 
-    def round(self) -> list[PlannedRun]:
+    def next_round(self) -> list[PlannedRun]:
         """Return the next trials that follow from the ended ones; [] at the end."""
-        places = next_places(self.losses, len(self.first), self.has)
+        places = next_places(self.losses, len(self.first_values), self.has)
         # A place whose values are refused has its loss at once: others follow from it.
         while places:
             for place in places:
                 self._try(place)
             if any(place not in self.losses for place in places):
                 break
-            places = next_places(self.losses, len(self.first), self.has)
+            places = next_places(self.losses, len(self.first_values), self.has)
         runs: list[PlannedRun] = []
         for place, trials in self.trials.items():
             if place not in self.losses:
@@ -163,7 +166,7 @@ class Search:
         else:
             self.trials[place] = trials
 
-    def ends(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
+    def record_end(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
         """Record the end of a run; return whether it was the last of its round."""
         self.pending.discard(run.name)
         if self.pending:
@@ -202,49 +205,49 @@ class Tuning:
             self._add(base, reference_point)
         for point in points:
             self._add(sweep.base, point)
-        confirmed: list[PlannedRun] = []
+        rows: list[PlannedRun] = []
         for search in self.searches:
-            confirmed += search.confirmed
-        self.baseline = baseline_of(sweep.reference, confirmed)
-        self.labels = [run.label for run in confirmed]
+            rows += search.rows
+        self.baseline = baseline_of(sweep.reference, rows)
+        self.labels = [row.label for row in rows]
 
     def _add(self, base: Mapping[str, Any], point: Point) -> None:
         """Add a combination of the axes.
 
         Combinations that differ only in keys of `tune.settings` share a search.
         """
-        confirmed = self._confirmed_run(base, point)
-        if self._has_row(confirmed):
+        row = self._row_at(base, point)
+        if self._has_row(row):
             return
         trial_settings = dict(self.tune.settings)
         if self.tune.steps is not None:
             trial_settings[STEPS_KEY] = self.tune.steps
         rest = {key: value for key, value in point.items() if key not in trial_settings}
         start = plan_point(base, rest | trial_settings)
-        self._search_from(base, start).confirmed.append(confirmed)
+        self._search_from(base, start).rows.append(row)
 
-    def _confirmed_run(self, base: Mapping[str, Any], point: Point) -> PlannedRun:
-        """Return the run that counts at a point, under the point's own label."""
-        confirmed_point = dict(point)
+    def _row_at(self, base: Mapping[str, Any], point: Point) -> PlannedRun:
+        """Return the row of a point, as long as `confirm` says, under the point's own label."""
+        settings = dict(point)
         if self.confirm.steps is not None:
-            confirmed_point[STEPS_KEY] = self.confirm.steps
-        confirmed = plan_point(base, confirmed_point)
-        return replace(confirmed, label=plan_point(base, point).label)
+            settings[STEPS_KEY] = self.confirm.steps
+        return replace(plan_point(base, settings), label=plan_point(base, point).label)
 
-    def _has_row(self, confirmed: PlannedRun) -> bool:
-        """Return whether a run is there already; refuse another one of its name.
+    def _has_row(self, row: PlannedRun) -> bool:
+        """Return whether a row is there already; refuse another one of its name.
 
         It is there if a rule with float weights is repeated for another format.
         """
         for search in self.searches:
-            for point in search.confirmed:
-                if point.name == confirmed.name:
-                    if point.settings == confirmed.settings:
-                        return True
-                    raise BenchError(
-                        f"two rows would both be called {point.label!r}; name that row: reference: "
-                        f"{point.label}"
-                    )
+            for known in search.rows:
+                if known.name != row.name:
+                    continue
+                if known.settings == row.settings:
+                    return True
+                raise BenchError(
+                    f"two rows would both be called {known.label!r}; name that row: reference: "
+                    f"{known.label}"
+                )
         return False
 
     def _search_from(self, base: Mapping[str, Any], start: PlannedRun) -> Search:
@@ -256,28 +259,28 @@ class Tuning:
         self.searches.append(search)
         return search
 
-    def first(self) -> list[PlannedRun]:
+    def first_trials(self) -> list[PlannedRun]:
         """Return the first trials."""
         trials: list[PlannedRun] = []
         for search in self.searches:
-            trials += search.round()
+            trials += search.next_round()
         return trials
 
     def confirmations(self, search: Search, values: Mapping[str, Any]) -> Iterator[PlannedRun]:
-        """Yield the runs that count, for every point of a search, at these values."""
-        for point in search.confirmed:
+        """Yield the runs that count, for every row of a search, at these values."""
+        for row in search.rows:
             for seed in self.confirm.seeds:
-                run = plan_point(search.base, {**point.axes, **values, "seed": seed})
-                yield replace(run, label=point.label)
+                run = plan_point(search.base, {**row.axes, **values, "seed": seed})
+                yield replace(run, label=row.label)
 
-    def checked(self) -> list[PlannedRun]:
+    def runs_to_check(self) -> list[PlannedRun]:
         """Return runs to be checked before any training.
 
         They are the first trials, and confirmations at the first values.
         """
-        runs = self.first()
+        runs = self.first_trials()
         for search in self.searches:
-            runs += self.confirmations(search, search.first)
+            runs += self.confirmations(search, search.first_values)
         return runs
 
     def runs_after(self, run: PlannedRun) -> Iterable[PlannedRun]:
@@ -286,9 +289,9 @@ class Tuning:
         They are the next trials of its search or, at the end of that, the confirmation.
         """
         search = next((search for search in self.searches if run.name in search.pending), None)
-        if search is None or not search.ends(run, self._record.final_loss):
+        if search is None or not search.record_end(run, self._record.final_loss):
             return ()
-        following = search.round()
+        following = search.next_round()
         if not following:
             best = search.best
             if best is not None:
@@ -305,9 +308,10 @@ class Tuning:
         sizes: list[float] = []
         for search in self.searches:
             if search.pending:
-                sizes += [search.start.cost] * 2 * len(search.first) * len(self.tune.seeds)
-                for point in search.confirmed:
-                    sizes += [point.cost] * len(self.confirm.seeds)
+                half_steps = 2 * len(search.first_values) * len(self.tune.seeds)
+                sizes += [search.start.cost] * half_steps
+                for row in search.rows:
+                    sizes += [row.cost] * len(self.confirm.seeds)
         return sizes
 
     def write(self) -> Path:
@@ -318,29 +322,29 @@ class Tuning:
             "seeds": self.tune.seeds,
             "steps": self.tune.steps,
             "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},
-            "rows": self.rows(),
+            "rows": self.entries(),
         }
         return write_text(self._record.folder / TUNING_FILE, json.dumps(content, indent=1) + "\n")
 
-    def rows(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[dict[str, Any]]:
         """Return an entry per search: best values, all trials with losses, the cost."""
-        return [self._row(search) for search in self.searches]
+        return [self._entry(search) for search in self.searches]
 
-    def _row(self, search: Search) -> dict[str, Any]:
+    def _entry(self, search: Search) -> dict[str, Any]:
         is_best_inside = {}
-        for index, key in enumerate(search.first):
+        for index, key in enumerate(search.first_values):
             # A list of choices is tried whole.
             is_listed = key in self.tune.choices
             is_best_inside[key] = is_listed or is_inside(search.losses, index)
         trials = sorted(search.trials.items())
         return {
             "label": search.start.label,
-            "rows": [point.label for point in search.confirmed],
+            "rows": [row.label for row in search.rows],
             "rule": search.start.rule,
             "format": search.start.format,
             "axes": dict(search.start.axes),
             "over": bool(search.losses) and not search.pending,
-            "start": search.first,
+            "start": search.first_values,
             "best": search.best,
             "inside": is_best_inside,
             "trials": [self._trial(search, place, runs) for place, runs in trials],

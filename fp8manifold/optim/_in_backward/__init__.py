@@ -148,7 +148,7 @@ class InBackward:
                 parameter.requires_grad_(requires_grad)
         self.listen([group])
         if self._clipping is not None:
-            self._clipping.watch(self.optimizer.param_groups)
+            self._clipping.share_previous_norm(self.optimizer.param_groups)
 
     def check_free(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameters whose gradients the hooks of another optimizer would use.
@@ -217,7 +217,7 @@ class InBackward:
         self.listen(groups)
         if self._clipping is not None:
             self._clipping.forget()
-            self._clipping.watch(groups)
+            self._clipping.share_previous_norm(groups)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -251,7 +251,7 @@ class InBackward:
                 "measure() measures a norm to clip by: give step_in_backward clip='exact' or "
                 "'previous'"
             )
-        clipping.forget_broken()
+        clipping.forget_failed_pass()
         if clipping.norms:
             raise RuntimeError(
                 "measure() comes between steps: call optimizer.step(), which ends the one under way"
@@ -286,7 +286,7 @@ class InBackward:
         """
         if self._clipping is None:
             return
-        self._clipping.forget_broken()
+        self._clipping.forget_failed_pass()
         if self._clipping.norms:
             raise RuntimeError(
                 "a step is under way, and has used gradients already: call optimizer.step(), which "
@@ -371,7 +371,7 @@ class InBackward:
             backward_pass = BackwardPass()
             self._pass = backward_pass
         backward_pass.join()
-        if clipping is None or clipping.allows_step(gradient, place, groups, backward_pass):
+        if clipping is None or clipping.measure_and_clip(gradient, place, groups, backward_pass):
             self.optimizer.step_alone(group, parameter, backward_pass)
         if clipping is None:
             parameter.grad = SpentGradient(parameter)

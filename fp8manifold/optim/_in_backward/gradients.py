@@ -76,25 +76,25 @@ class StandIn(Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
-    def held(self) -> Tensor | None:
-        """The memory that there is in place of the gradient's."""
+    def memory(self) -> Tensor | None:
+        """What there is in place of the gradient's memory."""
         return None
 
     def element_size(self) -> int:
-        """Return the bytes that are held of a number."""
-        return 0 if self.held is None else self.held.element_size()
+        """Return the bytes of a number in that memory."""
+        return 0 if self.memory is None else self.memory.element_size()
 
     @property
     def itemsize(self) -> int:  # type: ignore[override]  # a field of torch's stubs
-        """The bytes that are held of a number."""
+        """The bytes of a number in that memory."""
         return self.element_size()
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # the same
-        """The bytes that are held."""
-        return 0 if self.held is None else self.held.nbytes
+        """The bytes of that memory."""
+        return 0 if self.memory is None else self.memory.nbytes
 
-    # subclasses define these, which are called when
+    # What subclasses define, and when it is called.
 
     #: A gradient is added to it in place.
     on_add: Callable[[Tensor], None]
@@ -102,7 +102,7 @@ class StandIn(Tensor):
     on_scale: Callable[[Any], None]
     #: It is set to zero in place.
     on_zero: Callable[[], None]
-    #: Any other operator (function, arguments, keyword arguments).
+    #: Any other operator is applied to it: function, arguments, keyword arguments.
     on_other: Callable[[Any, Any, Any], Any]
 
     @classmethod
@@ -117,7 +117,8 @@ class StandIn(Tensor):
         if func is torch.ops.aten.detach.default:
             # torch detaches a gradient before it sets it to None
             return args[0]
-        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        is_on_lists = bool(args) and isinstance(args[0], list | tuple)
+        tensors = args[0] if is_on_lists else args[:1]
         if func is _ADD and isinstance(args[0], StandIn):
             args[0].on_add(args[1])
         elif func in _SCALES and not isinstance(args[1], list | tuple):
@@ -208,7 +209,7 @@ class GradientSum(StandIn):
         self.on_add(parameter.grad)
 
     @property
-    def held(self) -> Tensor:
+    def memory(self) -> Tensor:
         """The sum in bfloat16."""
         return self.stored
 
@@ -327,11 +328,17 @@ def clip_factor(total: Tensor, max_norm: float) -> Tensor:
 class Clipping:
     """The norms of the gradients of the step under way, and the factor that clips them.
 
-    A step under way is one or more backward passes, until ``optimizer.step()`` ends it.
-    With ``exact`` a pass that only measures came before it, and its norm is the one to
-    clip by. With ``previous`` it is the norm of the step before, which every group has
-    as ``previous_norm`` (None before the first), or that of the pass so far if it is
-    larger.
+    A step under way is one or more backward passes, until ``optimizer.step()`` ends it::
+
+                              exact                    previous
+        handle.measure()      norm -> _exact_norm      norm -> previous_norm of all groups
+        first gradient        no norm: refused         no norm: refused, or the step only
+                                                       measures (``first="measure"``)
+        each gradient         clipped by _exact_norm   clipped by previous_norm, and by the
+                                                       norm so far where that is larger
+        optimizer.step()                               norm -> previous_norm of all groups
+
+    A norm that is not finite is not stored, and a step by it is left out.
 
     Args:
         kind: ``exact`` or ``previous``, ``clip`` of :func:`step_in_backward`.
@@ -371,7 +378,7 @@ class Clipping:
         self._norm_so_far: Tensor | None = None
         self._passes: list[BackwardPass] = []
 
-    def watch(self, groups: list[dict[str, Any]]) -> None:
+    def share_previous_norm(self, groups: list[dict[str, Any]]) -> None:
         """Add ``previous_norm`` to groups without one, from the other groups, or None."""
         if self.kind == "previous":
             norms = [group["previous_norm"] for group in groups if "previous_norm" in group]
@@ -387,7 +394,7 @@ class Clipping:
         self._norm_so_far = None
         self._passes = []
 
-    def forget_broken(self) -> None:
+    def forget_failed_pass(self) -> None:
         """Forget the step under way if an exception ended a backward pass of it.
 
         Its norm is that of a part of the gradient.
@@ -395,7 +402,7 @@ class Clipping:
         if any(backward_pass.has_failed for backward_pass in self._passes):
             self.forget()
 
-    def allows_step(
+    def measure_and_clip(
         self,
         gradient: Tensor,
         place: tuple[int, int],
@@ -413,7 +420,7 @@ class Clipping:
         Returns:
             True if the parameter may step.
         """
-        self.forget_broken()
+        self.forget_failed_pass()
         if place in self.norms:
             if self.takes_no_step:
                 advice = "measure() takes the norm of one backward pass"
@@ -480,7 +487,7 @@ class Clipping:
         Returns:
             True if the step was skipped, because the norm is not finite.
         """
-        self.forget_broken()
+        self.forget_failed_pass()
         is_skipped = self.is_left_out and self.kind == "exact"
         if self.norms and self.kind == "previous":
             is_finite = _store_norm(self._total_norm(), groups)

@@ -169,7 +169,7 @@ def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
     sweep = read_sweep(path)
     if sweep.tune is not None:
         tuning = Tuning(sweep, SweepRecord(tmp_path, "tune"))
-        assert len(tuning.checked()) >= (2 if sweep.axes else 1) * (
+        assert len(tuning.runs_to_check()) >= (2 if sweep.axes else 1) * (
             len(sweep.tune.seeds) + len(sweep.confirm.seeds)
         )
     elif path.name == "sensitivity.yaml":

@@ -199,5 +199,5 @@ def test_sizes_share_a_search_where_the_trials_have_one_text(
     )
     tuning = Tuning(read_sweep(path), SweepRecord(tmp_path / "out", "tune"))
     assert len(tuning.searches) == searches
-    confirmed = chain.from_iterable(search.confirmed for search in tuning.searches)
-    assert sorted(run.settings["data.train_tokens"] for run in confirmed) == [200, 200, 800, 800]
+    rows = chain.from_iterable(search.rows for search in tuning.searches)
+    assert sorted(run.settings["data.train_tokens"] for run in rows) == [200, 200, 800, 800]

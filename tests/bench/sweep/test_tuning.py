@@ -254,9 +254,9 @@ def test_lengths_share_a_search_or_have_each_their_own(steps, searches, write):
     assert len(tuning.searches) == searches
     runs = []
     for search in tuning.searches:
-        runs += tuning.confirmations(search, search.first)
+        runs += tuning.confirmations(search, search.first_values)
     assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
-    assert {run.settings["train.max_steps"] for run in tuning.first()} == (
+    assert {run.settings["train.max_steps"] for run in tuning.first_trials()} == (
         {4} if steps else {4, 8, 16}
     )
 
@@ -373,10 +373,10 @@ def test_a_search_goes_no_further_than_its_setting(write, tmp_path):
     sweep = read_sweep(write(axes={"rule": ["sgd"]}, tune=tune, confirm={"seeds": [2]}))
     (search,) = Tuning(sweep, SweepRecord(tmp_path / "out", "tune", [])).searches
     tried = []
-    while runs := search.round():
+    while runs := search.next_round():
         for run in runs:
             tried.append(run.settings["optimizer.min_lr_ratio"])
-            search.ends(
+            search.record_end(
                 run, lambda run: 2.0 - run.settings["optimizer.min_lr_ratio"]
             )  # the more the better
     assert tried == [0.1, 0.05, 0.2, 0.4, 0.8, 0.5657]
