@@ -13,17 +13,17 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "for-frameworks.md").read_text(encoding="utf-8")
 
 
-def tests_for_their_ci():
+def arguments_of_their_ci():
     block = re.search(r"```sh\n(pytest .*?)```", PAGE, flags=re.DOTALL)[1]
     arguments = shlex.split(block.replace("\\\n", " "))
     return [argument for argument in arguments if argument.startswith("tests/")]
 
 
-def test_there_are_four_tests_for_their_ci():
-    assert len(tests_for_their_ci()) == 4
+def test_four_tests_are_listed_for_their_ci():
+    assert len(arguments_of_their_ci()) == 4
 
 
-@pytest.mark.parametrize("path", tests_for_their_ci())
+@pytest.mark.parametrize("path", arguments_of_their_ci())
 def test_a_test_for_their_ci_is_there(path):
     file, _, test = path.partition("::")
     source = (ROOT / file).read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """Senders of values under the names of codes refuse a model whose codes are served."""
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -46,15 +45,17 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, SentByTrl]:
 
 
 @pytest.mark.extra("trl")
-@pytest.mark.parametrize("wrapped", [nn.Identity, nn.DataParallel])
+@pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_client_of_trl_refuses_a_served_model(
-    wrapped: Callable[[nn.Module], nn.Module], trl: tuple[Any, SentByTrl]
+    is_wrapped: bool, trl: tuple[Any, SentByTrl]
 ) -> None:
     client, sent = trl
     net = model()
     fm.served_weights(net)
+    if is_wrapped:
+        net = nn.DataParallel(net)
     with pytest.raises(ValueError, match="names of codes") as caught:
-        client.update_model_params(wrapped(net))
+        client.update_model_params(net)
     assert "\n" not in str(caught.value)
     assert sent.tensors == []
 
