@@ -180,14 +180,14 @@ def _prepare_values(
         return None
     if not isinstance(saved, FP8Tensor):
         if hasattr(module, AT_OWN_SCALE) and saved.shape == parameter.shape:
-            state[key] = _encoded_like(saved, parameter)
+            state[key] = _encode_like(saved, parameter)
         return None
     if saved.format == parameter.format:
         return None
     return f"{key} is in {saved.format.name}, but this parameter is in {parameter.format.name}"
 
 
-def _encoded_like(values: Tensor, parameter: FP8Parameter) -> FP8Parameter:
+def _encode_like(values: Tensor, parameter: FP8Parameter) -> FP8Parameter:
     granularity: Any = parameter.granularity
     return FP8Parameter(
         values.detach().to(parameter.dtype),
@@ -286,7 +286,7 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
         return
     # a tensor of codes itself
     if is_in_codes(saved):
-        state[name] = _resuming(local_of(saved).with_parts(lambda part: part), saved)
+        state[name] = _mark_resumed(local_of(saved).with_parts(lambda part: part), saved)
         return
     # torchao's Float8Tensor has both
     if hasattr(saved, "qdata"):
@@ -302,7 +302,10 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
             f"cast: average decoded weights (fm.averaged_model), or leave out {name}_scale, "
             f"{name}_counter and {name}_traits"
         )
-    has_scale = name + "_scale" in state or name + "_scale_inv" in state
+    has_scale = name + "_scale" in state
+    if not has_traits:
+        # files of other libraries may call it so
+        has_scale = has_scale or name + "_scale_inv" in state
     if not has_codes or not has_scale:
         refuse_codes(name, saved.dtype, state)
         return
@@ -311,16 +314,19 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
             f"{name} has {name}_traits but no {name}_counter, the count of its random draws; "
             "without it, training would not continue as it was: take the whole state"
         )
-    options = {} if has_traits else _take_published(state, name, saved, local_of(weight))
-    scale = state.pop(name + "_scale", None)
-    counter = state.pop(name + "_counter", None)
-    traits = state.pop(name + "_traits", None)
-    remainder = state.pop(name + "_remainder", None)
-    if traits is not None:
-        options = read_traits(name, traits, scale)
-    parts = _Parts(saved, scale, counter, traits, remainder)
+    if has_traits:
+        options = read_traits(name, state[name + "_traits"], state[name + "_scale"])
+    else:
+        options = _take_published(state, name, saved, local_of(weight))
+    parts = _Parts(
+        codes=saved,
+        scale=state.pop(name + "_scale", None),
+        counter=state.pop(name + "_counter", None),
+        traits=state.pop(name + "_traits", None),
+        remainder=state.pop(name + "_remainder", None),
+    )
     try:
-        state[name] = _resuming(_assembled(parts, options, weight), weight)
+        state[name] = _mark_resumed(_assemble(parts, options, weight), weight)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} can't be put together from its parts: {error}") from None
 
@@ -333,7 +339,7 @@ class _Parts(NamedTuple):
     remainder: Tensor | None
 
 
-def _assembled(parts: _Parts, options: Mapping[str, Any], weight: Tensor) -> FP8Tensor:
+def _assemble(parts: _Parts, options: Mapping[str, Any], weight: Tensor) -> FP8Tensor:
     """Return the rows that this process holds of a weight, from its parts."""
     codes = _local_rows(parts.codes, weight)
     if parts.traits is not None and parts.traits.numel() > _EARLIER_TRAITS:
@@ -373,7 +379,7 @@ def _local_rows(part: Tensor, weight: Tensor) -> Tensor:
     return part if share is None else share.local_rows(part)
 
 
-def _resuming(codes: FP8Tensor, weight: Tensor) -> FP8Tensor:
+def _mark_resumed(codes: FP8Tensor, weight: Tensor) -> FP8Tensor:
     """Return a weight, marked so that a copy takes over its count and seed.
 
     It is spread over processes like ``weight``.
@@ -483,27 +489,28 @@ def read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
     try:
         values = traits.tolist()
         added_dimensions = values.pop() if len(values) > _EARLIER_TRAITS else 0
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, pair = values
+        numbers = _Numbers._make(values)
         if added_dimensions not in (0, _ADDED_DIMENSIONS):
             raise ValueError(
                 f"{added_dimensions} added dimensions: 0 or {_ADDED_DIMENSIONS} are known"
             )
-        had_exponents = block > 0
-        if block and had_exponents is not (scale.dtype is torch.uint8):
+        had_exponents = numbers.block_size > 0
+        if numbers.block_size and had_exponents is not (scale.dtype is torch.uint8):
             saved_as = "exponents" if had_exponents else "torch.float32"
             raise ValueError(
                 f"{name}_scale is {scale.dtype}, but was {saved_as} when it was saved, so reading "
                 "has cast it: read it into a tensor of that dtype, or load the file into a new "
                 "model first"
             )
-        draws, retraction = _one_of(_DRAWS_AND_RETRACTIONS, pair)
+        layout = _one_of(LAYOUTS, numbers.layout)
+        draws, retraction = _one_of(_DRAWS_AND_RETRACTIONS, numbers.draws_and_retraction)
         return {
-            "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
-            "rounding": _one_of(WRITE_ROUNDINGS, rounding),
-            "seed": seed,
-            "dtype": _one_of(DTYPES, dtype),
-            "block_size": block_size_of(abs(block)),
-            "by_operator": bool(by_operator),
+            "fmt": FloatFormat(numbers.exponent, numbers.mantissa, numbers.bias, layout),
+            "rounding": _one_of(WRITE_ROUNDINGS, numbers.rounding),
+            "seed": numbers.seed,
+            "dtype": _one_of(DTYPES, numbers.dtype),
+            "block_size": block_size_of(abs(numbers.block_size)),
+            "by_operator": bool(numbers.by_operator),
             "draws": draws,
             "retraction": retraction,
         }

@@ -253,6 +253,9 @@ PARAMETERS = {
 #: changes of a state
 STATES = {
     "_scale=None": "0.weight holds codes & and 0.weight_scale is missing",
+    "_scale=None, _scale_inv=ones(4, 1)": "0.weight holds codes & with the scales "
+    "'0.weight_scale_inv'",
+    "_traits=zeros(9).long()": "0.weight_traits can't be read: Expected 10 arguments, got 9",
     "_scale=full((4, 1), -0.3)": "0.weight can't be put together from its parts: scale holds -0.3",
     "_scale=ones(3, 1)": "scale has shape (3, 1)",
     "_traits=zeros(11).long()": "0.weight_traits can't be read: & exponent_bits=0",
