@@ -17,7 +17,7 @@ When spacings change, S_ref is computed again. `ManifoldOptimizer._take` and
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -140,11 +140,14 @@ def _moving(slot: Slot) -> Tensor:
     first = slot.spec.first_moment
     shape = _encoded(slot).codes.shape
     if "gradient" in slot.tensors:
-        tensors = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
+        tensors: Mapping[str, Any] = slot.tensors
     else:
         # a plan of steady steps holds no tensors
-        tensors = [slot.parameter.grad, *([slot.state[first]] if first else [])]  # type: ignore[list-item]
-    return torch.stack([_is_not_zero(tensor).view(shape) for tensor in tensors]).any(0)
+        tensors = {**slot.state, "gradient": slot.parameter.grad}
+    moving = [tensors["gradient"]]
+    if first:
+        moving.append(tensors[first])
+    return torch.stack([_is_not_zero(tensor).view(shape) for tensor in moving]).any(0)
 
 
 def _is_not_zero(x: Tensor) -> Tensor:
