@@ -97,7 +97,9 @@ def forked_run(command, env, **_):
         return subprocess.CompletedProcess(command, code, printed, printed)
 
 
-SCRIPTS = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
+SCRIPTS = {}
+for folder in FOLDERS:
+    SCRIPTS |= {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def names_at_the_top(path):
