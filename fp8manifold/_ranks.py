@@ -250,6 +250,18 @@ def share_of(parameter: Tensor) -> Share | None:
     )
 
 
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules whose parameters ``fully_shard`` has cut into rows.
+
+    A forward pass may leave their parameters whole until ``module.reshard()``.
+    """
+    # not imported: no module is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, nn.Module):
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
 def check_share(parameter: Tensor) -> None:
     """Raise ValueError for a DTensor that is not spread as by ``fully_shard``.
 

@@ -7,7 +7,6 @@ So ``AveragedModel`` of a quantised model is refused (``_refuse_codes``), and
 """
 
 import copy
-import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
 
-from fp8manifold._ranks import share_of
+from fp8manifold._ranks import sharded_modules, share_of
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._surgery import dequantize_model
 from fp8manifold.tensor import FP8Tensor
@@ -77,7 +76,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
             "use_buffers=True is not supported: quantised layers have buffers that the average "
             "lacks"
         )
-    if _sharded_modules(model):
+    if sharded_modules(model):
         raise ValueError(
             f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}"
         )
@@ -96,7 +95,7 @@ class _Average(AveragedModel):
         Buffers are copied, except for those of quantised layers.
         """
         floats = _AsFloats(model)
-        sharded = (*_sharded_modules(model), *_sharded_modules(self.module))
+        sharded = (*sharded_modules(model), *sharded_modules(self.module))
         for module in sharded:
             # What is written into rows that a forward pass has left whole would be lost
             module.reshard()
@@ -113,15 +112,6 @@ class _Average(AveragedModel):
                 raise ValueError(
                     f"{name!r} has other rows in the average than in the model: {_SHARD_BOTH}"
                 )
-
-
-def _sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules whose parameters ``fully_shard`` has cut into rows."""
-    # not imported: no module is sharded
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(model, nn.Module):
-        return []
-    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _rows_key(parameter: Tensor) -> tuple[Any, ...] | None:

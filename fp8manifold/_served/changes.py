@@ -22,7 +22,9 @@ class ServedChanges:
 
     Args:
         weights: the result of :func:`served_weights`. For a sharded model each process
-            has the patches of its rows, with positions in the whole tensor.
+            has the patches of its rows, with positions in the whole tensor. For one that
+            each process has whole, as under DDP, each has all patches, and one sends
+            them.
         shadow: device of the copy, which takes one byte per weight in codes.
 
     Attributes:
@@ -31,7 +33,7 @@ class ServedChanges:
     NaN equals itself here, and -0 is not 0: bits are compared.
 
     Raises:
-        TypeError, ValueError: as iterating the weights.
+        TypeError, ValueError: no weights of :func:`served_weights`; as iterating them.
 
     Example:
         >>> from torch import nn
@@ -51,11 +53,15 @@ class ServedChanges:
     """
 
     def __init__(self, weights: ServedWeights, shadow: torch.device | str = "cpu") -> None:
+        if not isinstance(weights, ServedWeights):
+            raise TypeError(
+                f"weights must be those of fm.served_weights(model), not {type(weights).__name__}"
+            )
         self.weights = weights
         device = torch.device(shadow)
         self.shadow: dict[str, Tensor] = {
             name: tensor.detach().to(device, copy=True).contiguous()
-            for name, tensor, _ in weights.shards()
+            for name, tensor, _ in weights._own_shards()
         }
 
     def since_last(self) -> list[Patch]:
@@ -68,7 +74,7 @@ class ServedChanges:
         patches = []
         local_patches = []
         seen = set()
-        for shard in self.weights.shards():
+        for shard in self.weights._own_shards():
             seen.add(shard.name)
             old = self._old(shard)
             new = shard.tensor.detach().to(old.device).contiguous()

@@ -17,12 +17,12 @@ from fp8manifold._doors.quantizer import published_of
 from fp8manifold._published import quantization_of
 from fp8manifold._published.layout import CONFIG, SERVER_CONFIG
 from fp8manifold._published.places import share_scale_
-from fp8manifold._ranks import bytes_of, local_of
+from fp8manifold._ranks import bytes_of, check_share, local_of, sharded_modules, share_of
 from fp8manifold._served.exported import exported_settings, exported_units
 from fp8manifold._served.layers import in_layers
 from fp8manifold._served.parameters_trap import mark_served
 from fp8manifold._served.published import published_units
-from fp8manifold._served.unit import CodesUnit, Shard, TensorMetadata, Unit
+from fp8manifold._served.unit import CodesUnit, Shard, ShardPlace, TensorMetadata, Unit
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.tensor import FP8Tensor
 
@@ -71,15 +71,33 @@ class ServedWeights:
         """Yield (name, tensor, place) of the rows that this process has.
 
         ``place`` has the ``offset`` of the first element in the flat tensor, and the
-        ``shape`` of the whole. Tensors that all processes have are yielded by the first
-        one only. Without ``fully_shard`` tensors are whole.
+        ``shape`` of the whole. Each process yields every tensor, in the order of
+        :meth:`metadata`, so that a collective for each tensor finds all processes. A
+        tensor is empty in a process that has no rows of it. Tensors that all processes
+        have are yielded whole by the first one only. Without ``fully_shard`` tensors are
+        whole.
 
         Raises:
             TypeError: a sharded weight with scales that can't be served by rows.
+            ValueError: a weight that is spread in another way, as by HSDP.
         """
-        is_first = _is_first_process()
+        return self._shards(is_first=_is_first_process(self._model))
+
+    def _own_shards(self) -> Iterator[Shard]:
+        """Yield what this process keeps up to date: its rows, or all where it has all."""
+        is_first = not _is_sharded(self._model) or _is_first_process(self._model)
+        return self._shards(is_first=is_first)
+
+    def _shards(self, *, is_first: bool) -> Iterator[Shard]:
+        device = next(self._model.parameters()).device
         for unit in self._units():
-            yield from unit.shards(is_first)
+            present = {shard.name: shard for shard in unit.shards(is_first)}
+            for name, dtype, shape in unit.metadata():
+                if name in present:
+                    yield present.pop(name)
+                else:
+                    nothing = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+                    yield Shard(name, nothing, ShardPlace(0, shape))
 
     def groups(self) -> list[list[str]]:
         """Return the names of each group that is sent at once, in the order of iteration.
@@ -105,7 +123,8 @@ class ServedWeights:
     def digest(self) -> dict[str, str]:
         """Return the SHA-256 of each tensor's bytes, in hexadecimal, by name.
 
-        vLLM computes the same of its parameters (``weight_checksum.py``).
+        It is that of what is sent. vLLM hashes its own parameters, which it has fused,
+        padded or transposed (``compute_weight_checksums``): two servers are compared so.
         """
         digests = {}
         for name, tensor in self:
@@ -141,6 +160,11 @@ class ServedWeights:
     def _units(self) -> list[Unit]:
         """Return what the model has now, layer by layer."""
         published = self._published()
+        for module in sharded_modules(self._model):
+            # as state_dict() does: a forward pass without a backward leaves it whole
+            module.reshard()
+        for parameter in self._model.parameters():
+            check_share(parameter)
         if published is None:
             inner = unwrapped(self._model)
             units = exported_units(inner, _export_layout(inner, self._layout))
@@ -170,7 +194,8 @@ def served_weights(model: nn.Module, layout: ServedLayout | None = None) -> Serv
         A source of tensors, which may be iterated again after each step. Names are
         those of published files; experts that the model has in one stack are one matrix
         each. Floats have the dtype of the file, or the model's if that is wider. Codes
-        and float32 scales are views; other scales are computed, one at a time.
+        and float32 scales are views; tensors that are decoded, packed or converted are
+        computed, one at a time, and so are codes of layers with a float master copy.
 
     Tied tensors come once. NaN and -0 are preserved. From then on functions of TRL and
     vLLM that send ``named_parameters()`` refuse the model: they would send values under
@@ -212,8 +237,20 @@ def _export_layout(model: nn.Module, layout: ServedLayout | None) -> ExportLayou
     return ExportLayout.COMPRESSED_TENSORS
 
 
-def _is_first_process() -> bool:
-    """Return whether this process yields what all of them have."""
+def _is_sharded(model: nn.Module) -> bool:
+    return any(share_of(parameter) is not None for parameter in model.parameters())
+
+
+def _is_first_process(model: nn.Module) -> bool:
+    """Return whether this process yields what all of them have.
+
+    Of a sharded model it is the first of those that share it, which may be a part of
+    all processes.
+    """
+    for parameter in model.parameters():
+        share = share_of(parameter)
+        if share is not None:
+            return share.ranks.rank == 0
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return True

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from fp8_folders import make
 from rank_cases import batch, model, train_on
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fp8manifold as fm
 from fp8manifold._published.places import Place
@@ -69,7 +70,10 @@ def of_net(options):
         list(weights)
     with pytest.raises(TypeError, match=r"is sharded: .* share_scales_\(\) before fully_shard"):
         weights.share_scales_()
-    return shards_of(weights.shards()), weights.metadata(), weights.config
+    shards = shards_of(weights.shards())
+    # each process has each name, for those who gather one by one
+    assert [name for name, *_ in shards] == [metadata.name for metadata in weights.metadata()]
+    return shards, weights.metadata(), weights.config
 
 
 def train(net):
@@ -93,6 +97,7 @@ def of_net_alone(options):
 CASES = {
     "rows": {"granularity": "channel"},
     "rows, few": {"granularity": "channel", "rows": 7},
+    "rows, none in some": {"granularity": "channel", "rows": 2},
     "tensor": {"granularity": "tensor"},
     "blocks": {"granularity": "block"},
 }
@@ -109,7 +114,18 @@ def test_shards_of_all_processes_are_the_bytes_of_one(pools, options, size):
     assert declared == {name: (dtype, shape) for name, (dtype, shape, _) in single.items()}
 
 
-@pytest.mark.parametrize("name", ["rows", "rows, experts", "mxfp8", "tensor", "tensor, shared"])
+PUBLISHED = [
+    "rows",
+    "rows, experts",
+    "mxfp8",
+    "tensor",
+    "tensor, shared",
+    "gpt-oss",
+    "modelopt, kv",
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_shards_of_a_published_model_are_its_folder(pools, name: str, tmp_path: Path):
     folder = make(name, tmp_path / "published")
     expected = served(fm.served_weights(fm.load(folder)))
@@ -176,3 +192,63 @@ def test_patches_of_all_processes_bring_a_whole_copy_up_to_date(pools):
     assert {name: as_bytes(x) for name, x in tensors.items()} == {
         name: data for name, (_, _, data) in after.items()
     }
+
+
+def changes_after_a_forward_pass():
+    """Return what has changed after a pass that leaves the outermost layer whole."""
+    net = sharded(model("channel"))
+    weights = fm.served_weights(net)
+    before, changes = shards_of(weights.shards()), fm.ServedChanges(weights)
+    with torch.no_grad():
+        net(batch(0))
+    assert not isinstance(net[0].weight, DTensor)
+    return changes.since_last() == [] and shards_of(weights.shards()) == before
+
+
+def test_a_forward_pass_without_a_backward_changes_no_shards(pools):
+    assert pools[2].run(changes_after_a_forward_pass) == [True, True]
+
+
+def changes_of_a_replica():
+    net = model("channel")
+    weights = fm.served_weights(net)
+    changes = fm.ServedChanges(weights)
+    train(net)
+    names = [metadata.name for metadata in weights.metadata()]
+    sizes = [tensor.numel() for _, tensor, _ in weights.shards()]
+    return {patch.name for patch in changes.since_last()}, names, sizes
+
+
+def test_a_process_that_has_the_whole_model_has_all_changes(pools):
+    (first, names, sizes), (second, _, others) = pools[2].run(changes_of_a_replica)
+    assert first == second
+    assert first & {"0.weight", "4.weight"}
+    # but of what all have only one process is the source
+    assert len(sizes) == len(names)
+    assert all(sizes)
+    assert others == [0] * len(names)
+
+
+def of_some_processes():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    net = model("channel")
+    fully_shard(net[2], mesh=DeviceMesh.from_group(group, "cpu"))
+    return shards_of(fm.served_weights(net).shards())
+
+
+def test_a_model_that_some_processes_share_comes_from_these(pools):
+    expected = served(fm.served_weights(model("channel")))
+    assert union(pools[3].run(of_some_processes)) == expected
+
+
+def of_two_dimensions():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"over a mesh of 2 dimensions.* HSDP .*not supported"):
+        fm.served_weights(fully_shard(model("channel"), mesh=mesh))
+    return True
+
+
+def test_rows_that_are_spread_in_another_way_are_refused(pools):
+    assert pools[2].run(of_two_dimensions) == [True, True]
