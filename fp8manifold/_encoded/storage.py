@@ -295,6 +295,8 @@ def largest_magnitude(
     # NaN is rare, and not worth a pass of its own
     if bool((top > fmt.max_code).any()):
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
+    # as large as all codes
+    del magnitudes, groups
     return decode_checked(top.view(scale.shape), fmt) * scale
 
 

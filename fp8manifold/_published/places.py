@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8manifold._base.blocks import Index
+from fp8manifold._base.blocks import Index, pieces
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._published.stored_weight import StoredWeight, read_parts
 from fp8manifold.formats import FloatFormat
@@ -245,13 +245,18 @@ def _codes_at(
     """Return the codes of rows at one scale for all of them, if it holds their values."""
     if bool((row_scales == scale).all()):
         return codes
-    values = decode(codes, fmt) * row_scales
-    is_nan = values.isnan()
-    codes_at_scale = torch.where(is_nan, codes, encode(values / scale, fmt))
-    if not torch.equal((decode(codes_at_scale, fmt) * scale)[~is_nan], values[~is_nan]):
-        raise ValueError(
-            f"{stored.codes!r} has one scale in {stored.file!r}, but the rows of {place.target!r} "
-            f"have {row_scales.unique().numel()}, and none of them holds all values: call "
-            "share_scales_() of fm.served_weights(model), which rounds the values to one scale"
-        )
+    codes_at_scale = torch.empty_like(codes)
+    # by rows, so that no float copy of all of them is made
+    for rows in pieces(codes):
+        values = decode(codes[rows], fmt) * row_scales[rows]
+        is_nan = values.isnan()
+        part = torch.where(is_nan, codes[rows], encode(values / scale, fmt))
+        if not torch.equal((decode(part, fmt) * scale)[~is_nan], values[~is_nan]):
+            raise ValueError(
+                f"{stored.codes!r} has one scale in {stored.file!r}, but the rows of "
+                f"{place.target!r} have {row_scales.unique().numel()}, and none of them holds all "
+                "values: call share_scales_() of fm.served_weights(model), which rounds the "
+                "values to one scale"
+            )
+        codes_at_scale[rows] = part
     return codes_at_scale

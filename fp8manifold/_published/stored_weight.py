@@ -73,6 +73,8 @@ on it. Others write 1 or a small number there, but not this one, which is refuse
 file. It is near our own scale of zeros, and a number of bfloat16 and float16, also
 after a step has multiplied it by powers of two.
 """
+_STAND_IN_BYTE: Final = 127 + 1
+"""The byte of the exponent among them."""
 
 
 @dataclass(frozen=True)
@@ -236,27 +238,40 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
             the file's dtype can't hold.
     """
     _check_is_stored_alike(stored, weight)
-    codes, scale = weight.codes, weight.scale
+    codes, scale = weight.codes, _written_scale(stored, weight)
+    if stored.code_dtype not in FORMATS:
+        pairs = codes.unflatten(-1, (-1, 2))
+        codes = pairs[..., 1] << 4
+        codes |= pairs[..., 0]
+        codes = codes.view(stored.code_shape)
+    return {
+        stored.codes: codes.view(_DTYPES_OF_CODES_AND_SCALES[stored.code_dtype]),
+        stored.scale: scale.reshape(stored.scale_shape),
+    }
+
+
+def _written_scale(stored: StoredWeight, weight: FP8Tensor) -> Tensor:
+    """Return a weight's scale in the file's dtype; 0 where a stand-in is still one."""
     dtype = _DTYPES_OF_CODES_AND_SCALES[stored.scale_dtype]
     are_exponents = stored.scale_dtype in EXPONENTS
-    is_stand_in = scale == _STAND_IN_FOR_0[are_exponents]
+    # exponents are compared and written as the bytes that they are
+    kept = weight.scale if weight.exponents is None or not are_exponents else weight.exponents
+    is_stand_in = kept == (
+        _STAND_IN_BYTE if kept.dtype is torch.uint8 else _STAND_IN_FOR_0[are_exponents]
+    )
     if bool(is_stand_in.any()):
-        scale = scale.masked_fill(is_stand_in & _mask_of_zeros(stored, codes), 0.0)
-    stored_scale = exponents_of(scale) if are_exponents else scale.to(dtype)
-    read_back = decoded_scale(stored_scale).float()
-    if not torch.equal(read_back, scale):
-        entry = scale[read_back != scale][0].item()
+        kept = kept.masked_fill(is_stand_in & _mask_of_zeros(stored, weight.codes), 0)
+    if kept.dtype is torch.uint8:
+        return kept.view(dtype)
+    written = exponents_of(kept) if are_exponents else kept.to(dtype)
+    read_back = decoded_scale(written).float()
+    if not torch.equal(read_back, kept):
+        entry = kept[read_back != kept][0].item()
         raise ValueError(
             f"{stored.name} has the scale {entry!r}: {stored.scale_dtype} of {stored.scale} can't "
             "hold it"
         )
-    if stored.code_dtype not in FORMATS:
-        pairs = codes.unflatten(-1, (-1, 2))
-        codes = (pairs[..., 0] | pairs[..., 1] << 4).view(stored.code_shape)
-    return {
-        stored.codes: codes.view(_DTYPES_OF_CODES_AND_SCALES[stored.code_dtype]),
-        stored.scale: stored_scale.view(dtype).reshape(stored.scale_shape),
-    }
+    return written.view(dtype)
 
 
 def _check_is_stored_alike(stored: StoredWeight, weight: FP8Tensor) -> None:
@@ -264,7 +279,7 @@ def _check_is_stored_alike(stored: StoredWeight, weight: FP8Tensor) -> None:
         weight.format == stored.format
         and tuple(weight.shape) == stored.shape
         and weight.block_size == stored.block_size
-        and tuple(weight.scale.shape) == stored.own_scale_shape
+        and tuple(weight.kept_scale.shape) == stored.own_scale_shape
     )
     if is_same:
         return
@@ -278,5 +293,5 @@ def _check_is_stored_alike(stored: StoredWeight, weight: FP8Tensor) -> None:
 
 def _mask_of_zeros(stored: StoredWeight, codes: Tensor) -> Tensor:
     """Return a mask of the scales whose codes are all zeros or NaN."""
-    ones = torch.ones(stored.own_scale_shape, device=codes.device)
+    ones = torch.ones((), device=codes.device).expand(stored.own_scale_shape)
     return largest_magnitude(codes, ones, stored.format, stored.block_size) == 0

@@ -35,6 +35,7 @@ from fp8manifold._served.unit import CodesUnit, FloatUnit, TensorMetadata, Unit
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._carried import turned_names
 from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._scalers import Scale
 from fp8manifold.scaling import BLOCK_SIZE, StoredGranularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -169,7 +170,10 @@ def _has_exponents(layer: QuantizedLinear) -> bool:
     """Return whether all scales of blocks are powers of two."""
     weight = local_of(layer.weight)
     if not isinstance(weight, FP8Tensor):
-        return are_powers_of_two(layer.weight_scale())
+        scaler = layer.weight_scaler
+        # a measured scale of blocks is; one that was given is looked at
+        is_measured = isinstance(scaler, Scale) and scaler.policy != "static"
+        return is_measured or are_powers_of_two(layer.weight_scale())
     if weight.exponents is not None:
         return True
     # the rows of other processes are not seen
