@@ -23,6 +23,12 @@ _IS_GUARDED: Final = "_fp8_refuses_served"
 _SENDERS: Final = {
     "trl.generation.vllm_client": ("VLLMClient", "update_model_params"),
     "trl.generation.vllm_generation": ("VLLMGeneration", "sync_weights"),
+    "trl.experimental.async_grpo.async_grpo_trainer": ("AsyncGRPOTrainer", "_streaming_iter"),
+    "trl.experimental.async_distillation.async_distillation_trainer": (
+        "AsyncDistillationTrainer",
+        "_streaming_iter",
+    ),
+    "trl.experimental.online_dpo.online_dpo_trainer": ("OnlineDPOTrainer", "_move_model_to_vllm"),
     "vllm.distributed.weight_transfer.base": ("ModuleSource", "__init__"),
     "vllm.distributed.weight_transfer.m2n_source": ("DTensorModuleSource", "__init__"),
 }
