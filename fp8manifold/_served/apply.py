@@ -27,15 +27,17 @@ def apply_changes(target: Mapping[str, Tensor] | str | Path, patches: Iterable[P
         patches: the result of :meth:`ServedChanges.since_last` or :func:`read_changes`,
             or those of several processes together.
 
-    Bits are copied: NaN and -0 are those of the patch. If a folder has several files,
-    each is replaced as a whole, one after the other. Patches do not have the counts of
-    stochastic rounding, which :func:`save` writes beside the weights.
+    Bits are copied: NaN and -0 are those of the patch. All files of a folder are written
+    before the first is replaced; then each is replaced as a whole, one after the other.
+    If that was interrupted, apply the same patches again. Patches do not have the counts
+    of stochastic rounding, which :func:`save` writes beside the weights.
 
     Raises:
         ImportError: safetensors is missing, for a folder.
         FileNotFoundError: a folder without safetensors files.
-        TypeError, ValueError: a patch that fits no tensor: another name, shape or dtype,
-            indices out of range or not ascending, or fewer values than indices.
+        TypeError, ValueError: a target or a patch of another type; a patch that fits no
+            tensor: another name, shape or dtype, indices out of range or not ascending,
+            or fewer values than indices.
 
     Example:
         >>> import torch
@@ -52,6 +54,8 @@ def apply_changes(target: Mapping[str, Tensor] | str | Path, patches: Iterable[P
     if isinstance(target, str | Path):
         _apply_to_folder(Path(target), patches)
         return
+    if not isinstance(target, Mapping):
+        raise TypeError(f"target must be tensors by name, or a folder, not {type(target).__name__}")
     for patch in patches:
         check_fits(patch, target.get(patch.name))
     for patch in patches:

@@ -38,6 +38,8 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 def check_patch(patch: Patch) -> None:
     """Refuse a patch that could fit no tensor."""
+    if not isinstance(patch, Patch):
+        raise TypeError(f"a patch must be an fm.Patch, not {type(patch).__name__}")
     indices, values = patch.indices, patch.values
     if indices.dtype not in _INDICES or indices.dim() != 1 or values.dim() != 1:
         raise TypeError(

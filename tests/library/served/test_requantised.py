@@ -23,6 +23,13 @@ SCALES = [
         (-12, -9, -8, -3, -1, 0, 1, 3, 9), (0, 1, 32, 85, 128, 171, 192, 255)
     )
 ]
+#: sizes that times some code's significand are a power of two, or nearly: float32 rounds
+#: these products to it, so that some values do come back
+SCALES += [
+    pytest.param(float(torch.tensor(2.0**exponent * 4 / odd)), id=f"2^{exponent} x 4/{odd}")
+    for exponent in (-6, 0, 2)
+    for odd in (3, 5, 7, 9, 11, 13, 15)
+]
 
 
 def requantised(weights: torch.Tensor, scale: float) -> torch.Tensor:

@@ -94,6 +94,59 @@ def test_changes_of_another_shape_ask_for_all_weights() -> None:
         changes.since_last()
 
 
+def test_each_of_two_has_what_changed_since_its_own_last_time() -> None:
+    layers = model("channel")
+    optimizer = fm.optim.StiffnessAdamW(layers.parameters(), lr=3e-2)
+    weights = fm.served_weights(layers)
+    servers = []
+    for _ in range(2):
+        servers.append((fm.ServedChanges(weights), {n: x.clone() for n, x in weights}))
+        step(layers, optimizer)
+    for changes, server in servers:
+        fm.apply_changes(server, changes.since_last())
+        assert {name: bits(x) for name, x in server.items()} == {
+            name: bits(x) for name, x in weights
+        }
+
+
+def test_a_parameter_may_be_replaced_between_two_syncs() -> None:
+    layers = model("channel")
+    weights = fm.served_weights(layers)
+    changes, server = fm.ServedChanges(weights), {n: x.clone() for n, x in weights}
+    layers[0].weight = fm.FP8Parameter(torch.randn(128, 128), "E4M3", granularity="channel")
+    patches = changes.since_last()
+    assert {patch.name for patch in patches} == {"0.weight", "0.weight_scale"}
+    fm.apply_changes(server, patches)
+    assert {name: bits(x) for name, x in server.items()} == {name: bits(x) for name, x in weights}
+
+
+def test_a_round_that_raised_is_told_again() -> None:
+    layers = model("channel")
+    weights = fm.served_weights(layers)
+    changes, server = fm.ServedChanges(weights), {n: x.clone() for n, x in weights}
+    layers[0].weight.codes[3, 5] ^= 1
+    layers[1].bfloat16()
+    with pytest.raises(ValueError, match=r"'1\.weight' is .*bfloat16.* send all weights"):
+        changes.since_last()
+    layers[1].float()
+    fm.apply_changes(server, changes.since_last())
+    assert {name: bits(x) for name, x in server.items()} == {name: bits(x) for name, x in weights}
+
+
+def test_a_tensor_that_is_gone_asks_for_all_weights() -> None:
+    layers = model("channel")
+    changes = fm.ServedChanges(fm.served_weights(layers))
+    layers[2].bias = None
+    with pytest.raises(ValueError, match=r"'2\.bias' is no longer there: send all weights"):
+        changes.since_last()
+
+
+def test_changes_of_no_served_weights_are_refused() -> None:
+    weights: Any = model("channel")
+    with pytest.raises(TypeError, match=r"those of fm\.served_weights\(model\), not Sequential"):
+        fm.ServedChanges(weights)
+
+
 def patch_of(**parts: Any) -> fm.Patch:
     whole = {
         "name": "w",
@@ -131,6 +184,19 @@ def test_a_patch_that_does_not_fit_is_refused_and_nothing_half_applied(
         fm.apply_changes(tensors, [patch_of(), patch_of(**parts)])
     assert "\n" not in str(caught.value)
     assert not tensors["w"].any()
+
+
+@pytest.mark.parametrize(
+    ("target", "patches", "error"),
+    [
+        pytest.param({}, [("w", 1)], r"must be an fm\.Patch, not tuple", id="no patch"),
+        pytest.param(nn.Linear(2, 2), [patch_of()], "target must be .*, not Linear", id="a model"),
+    ],
+)
+def test_what_can_not_be_patched_is_refused(target: Any, patches: Any, error: str) -> None:
+    with pytest.raises(TypeError, match=error) as caught:
+        fm.apply_changes(target, patches)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
@@ -249,6 +315,48 @@ def test_a_patched_folder_has_the_bytes_of_the_model(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
     names = ["changes.safetensors", "model-0.safetensors", "model-1.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_folder_whose_patching_was_cut_short_is_whole_after_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, patches = saved_and_trained(tmp_path)
+    replace, before = Path.replace, content(tmp_path)
+    replaced: list[Path] = []
+
+    def replace_one(self: Path, target: Path) -> Path:
+        if replaced:
+            raise OSError("no space left")
+        replaced.append(target)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_one)
+    with pytest.raises(OSError, match="no space left"):
+        fm.apply_changes(tmp_path, patches)
+    monkeypatch.undo()
+    after = {name: bits(x) for name, x in fm.served_weights(layers)}
+    assert content(tmp_path) not in (before, after)
+    fm.apply_changes(tmp_path, patches)
+    assert content(tmp_path) == after
+    names = ["model-0.safetensors", "model-1.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("where", ["safetensors.torch.save_file", "os.replace"])
+def test_a_write_that_was_cut_short_leaves_the_earlier_changes(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fm.write_changes(tmp_path, [patch_of()])
+
+    def cut_short(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(where, cut_short)
+    with pytest.raises(OSError, match="no space left"):
+        fm.write_changes(tmp_path, [patch_of(name="v")])
+    monkeypatch.undo()
+    assert [patch.name for patch in fm.read_changes(tmp_path)] == ["w"]
+    assert [path.name for path in tmp_path.iterdir()] == ["changes.safetensors"]
 
 
 def test_a_folder_that_a_patch_does_not_fit_is_left_as_it_was(tmp_path: Path) -> None:
