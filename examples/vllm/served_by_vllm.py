@@ -6,11 +6,11 @@ package on the path. The result is JSON, in the file that the third argument nam
     python examples/vllm/served_by_vllm.py FOLDER block|channel RESULT
 """
 
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,21 @@ os.environ |= {
     # so that functions reach the worker
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
 }
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
+from vllm.distributed.weight_transfer.base import (
+    ModuleSource,
+    ParamMeta,
+    WeightSource,
+    layerwise_groups,
+)
+from vllm.distributed.weight_transfer.m2n_source import DTensorModuleSource
 from vllm.model_executor.kernels.linear import register_linear_kernel
 from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
 from vllm.platforms import PlatformEnum
@@ -34,6 +42,7 @@ from vllm.platforms import PlatformEnum
 import fp8manifold as fm
 
 TOKENS = torch.arange(3, 51).view(1, -1)
+CHECKSUMS = "compute_weight_checksums"
 
 
 class ServedSource(WeightSource):
@@ -102,27 +111,27 @@ def served(folder: Path) -> LLM:
     )
 
 
-def digest(worker: Any) -> str:
-    """Return a hash of all bytes of a server's parameters."""
-    digests = hashlib.sha256()
-    for name, parameter in sorted(worker.model_runner.model.named_parameters()):
-        flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
-        digests.update(name.encode())
-        digests.update(flat.numpy())
-    return digests.hexdigest()
+def reload(server: LLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Give a server in this process the tensors of whole layers."""
+    server.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
 
 
-def reload(server: LLM, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-    def in_worker(worker: Any) -> None:
-        worker.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
-
-    server.collective_rpc(in_worker)
+def refusals(model: Any) -> list[str]:
+    """Return the senders of `named_parameters()` that refuse a model."""
+    refusing = []
+    for sender in (ModuleSource, DTensorModuleSource):
+        with suppress(ValueError):
+            sender(model)
+            continue
+        refusing.append(sender.__name__)
+    return refusing
 
 
 def main(folder: Path, granularity: str) -> dict[str, Any]:
     register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     model = policy(granularity)
     results: dict[str, Any] = {}
+    fresh_servers: list[LLM] = []
 
     def save(name: str) -> Path:
         fm.save(model, folder / name, "compressed-tensors", activations="E4M3")
@@ -131,11 +140,14 @@ def main(folder: Path, granularity: str) -> dict[str, Any]:
     def compare(name: str, server: LLM, fresh: Path) -> None:
         """Compare an updated server with the trainer, and with one of the folder."""
         new = served(fresh)
+        # one that is let go ends the process groups of all others
+        fresh_servers.append(new)
         updated, at_start = of_server(server), of_server(new)
         results[name] = {
             "to the trainer": (updated - of_trainer(model)).abs().max().item(),
             "to a fresh server": (updated - at_start).abs().max().item(),
-            "same bytes": server.collective_rpc(digest) == new.collective_rpc(digest),
+            # of the server's own parameters, where q, k and v are one
+            "same bytes": server.collective_rpc(CHECKSUMS) == new.collective_rpc(CHECKSUMS),
         }
 
     train(model, 2)
@@ -144,7 +156,9 @@ def main(folder: Path, granularity: str) -> dict[str, Any]:
     source, changes = ServedSource(model), fm.ServedChanges(fm.served_weights(model))
     copy = {name: tensor.clone() for name, tensor in source}
     names = [metadata.name for metadata in source.metadata()]
-    results["groups are vLLM's"] = source.weights.groups() == layerwise_groups(names)
+    groups = source.weights.groups()
+    results["groups are vLLM's"] = groups == layerwise_groups(names)
+    results["refusals"] = refusals(model)
 
     train(model, 5)
     results["not updated"] = (of_server(server) - of_trainer(model)).abs().max().item()
@@ -153,14 +167,34 @@ def main(folder: Path, granularity: str) -> dict[str, Any]:
     compare("folder and RPC", server, path)
 
     train(model, 5)
-    reload(server, lambda: iter(source))
+    reload(server, source)
     compare("WeightSource", server, save("third"))
 
-    train(model, 5)
     fm.apply_changes(copy, changes.since_last())
-    reload(server, lambda: iter(copy.items()))
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    train(model, 5)
+    patches = changes.since_last()
+    fm.apply_changes(copy, patches)
+    changed = {patch.name for patch in patches}
+    sent = [name for group in groups if changed & set(group) for name in group]
+    results["tensors"] = {"changed": len(changed), "sent": len(sent), "in all": len(names)}
+    reload(server, [(name, copy[name]) for name in sent])
     compare("changes", server, save("fourth"))
+
+    results["changed tensors alone"] = without_their_layers(server, model, copy, changes)
     return results
+
+
+def without_their_layers(
+    server: LLM, model: Any, copy: dict[str, Tensor], changes: fm.ServedChanges
+) -> float:
+    """Return how far a server is off that gets no unchanged tensor of a changed layer."""
+    train(model, 5)
+    patches = changes.since_last()
+    fm.apply_changes(copy, patches)
+    reload(server, [(patch.name, copy[patch.name]) for patch in patches])
+    return (of_server(server) - of_trainer(model)).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ default tests have a stub of its `WeightSource`.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -100,7 +101,13 @@ def test_a_server_of_vllm_is_the_trainer(granularity: str, tmp_path: Path) -> No
     assert results["at the start"] <= bar
     assert results["not updated"] > 10 * bar
     assert results["groups are vLLM's"]
+    assert results["refusals"] == ["ModuleSource", "DTensorModuleSource"]
     for way in ("folder and RPC", "WeightSource", "changes"):
         assert results[way]["to the trainer"] <= bar, results
         assert results[way]["to a fresh server"] == 0, results
         assert results[way]["same bytes"], results
+    # patches were sent as the layers that they change, and are wrong without the rest of these
+    tensors = results["tensors"]
+    assert tensors["changed"] < tensors["sent"] < tensors["in all"]
+    off = results["changed tensors alone"]
+    assert math.isnan(off) or off > 10 * bar
