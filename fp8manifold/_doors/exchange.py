@@ -97,7 +97,7 @@ _INPUT_STRATEGIES: Final = _STRATEGIES | {
 There is a scale per token, or one per 32 of its values (MXFP8).
 """
 _SQUARES: Final = "a scale for each square of 128 x 128"
-_NO_SQUARES: Final = "one for a tensor, a row or a block of 32"
+_NO_SQUARES: Final = "a scale for a tensor, a row or a block of 32"
 _TAKE_FP8: Final = "take layout='fp8'"
 _TAKE_SQUARES: Final = "quantise with granularity='square', or take another layout"
 _WEIGHT_PARTS: Final = {f"weight{suffix}" for suffix in PARTS if suffix}

@@ -304,7 +304,7 @@ def test_formats_with_a_dtype_are_exported_and_others_refused_by_name(layout, na
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "codes")
     if name not in FORMATS_OF[layout]:
         allowed = ", ".join(FORMATS_OF[layout])
-        line = f"layer '0' is in {name}, and layout='{layout}' takes one of {allowed}$"
+        line = f"layer '0' is in {name}, but layout='{layout}' takes one of {allowed}$"
         with pytest.raises(ValueError, match=line):
             layout_state_dict(model, layout)
         return

@@ -297,7 +297,7 @@ def test_wrappers_have_no_names(tmp_path: Path) -> None:
 def test_two_kinds_of_layers_in_one_model_need_one_layout() -> None:
     layers = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     fm.quantize_model(layers, {"0": fm.LayerSpec("E4M3", granularity="square"), "1": "E4M3"})
-    with pytest.raises(ValueError, match=r"layer '1' has .* and layout='fp8' takes"):
+    with pytest.raises(ValueError, match=r"layer '1' has a scale for .*, but layout='fp8' takes"):
         fm.served_weights(layers)
 
 
