@@ -37,6 +37,7 @@ FOLDERS: dict[str, str] = {
     "fp8manifold/nn/": "tests/library/nn",
     "fp8manifold/optim/": "tests/library/optim",
     "fp8manifold/optim/_native_step.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/optim/_records.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_triton_factors.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_triton_step.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/reference.py": "tests/library/formats/test_chart.py "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import _backends, _plan
+from fp8manifold.optim import _backends, _plan, _steady
 
 __all__ = ["PRODUCTS", "Session", "bits", "on_card", "one_byte", "seeded"]
 
@@ -117,7 +117,7 @@ def on_card(session: Session) -> Iterator[None]:
         return
     replacements: list[tuple[Any, str, Any]] = [
         (_plan, "on_gpu", lambda device: True),
-        (_plan, "is_triton", lambda slot: True),
+        (_steady, "is_triton", lambda slot: True),
         (_backends, "is_native", lambda slot: False),
         (_backends, "is_triton", lambda slot: True),
     ]

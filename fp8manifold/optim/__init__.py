@@ -10,7 +10,8 @@ arithmetic   _eager_step.py, with _directions.py and _writeback.py, in PyTorch. 
              the bits that _native_step.py (C) and _triton_step.py (GPU) equal, with
              which it shares the tables of fp8manifold/_interface.py; both read
              _records.py. _backends.py chooses
-steady       _plan.py takes a step again as it was planned, _graphed.py records it
+steady       _steady.py says which steps are planned, _plan.py takes them again as they
+             were planned, _graphed.py records them
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
 state        _state.py, _streams.py (random bits), _scales.py, _adopted.py
 in backward  _in_backward/: each parameter steps once its gradient is computed.

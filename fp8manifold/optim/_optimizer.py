@@ -51,7 +51,7 @@ from fp8manifold.optim._eager_step import StepView, observed_step
 from fp8manifold.optim._factors import STATISTIC_NAMES, Preconditioner
 from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
 from fp8manifold.optim._passes import BackwardPass
-from fp8manifold.optim._plan import CHANGING, Plan, Verdict, are_same, is_steady, make_plan
+from fp8manifold.optim._plan import CHANGING, Plan, Verdict, are_same
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
 from fp8manifold.optim._slot import (
     Slot,
@@ -62,6 +62,7 @@ from fp8manifold.optim._slot import (
     stiffness_field,
 )
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
+from fp8manifold.optim._steady import is_steady, make_plan
 from fp8manifold.optim._step_numbers import check_lr
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import PendingVerdict, count_verdict

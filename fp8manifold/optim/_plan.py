@@ -1,15 +1,17 @@
 """A plan: a step that is prepared once, and taken again while all that it was made from stays.
 
 To prepare a step (specs, views, addresses, checks) takes longer than a small model's
-arithmetic, and most steps differ from the one before in gradients and numbers alone. A step
-is *steady* if preparing it changes nothing: it is no first step, nothing is due, and native
-code or a GPU's kernels take all of it::
+arithmetic, and most steps differ from the one before in gradients and numbers alone. Which
+steps are planned `_steady.py` says. From then on::
 
-    step t     is_steady(slots)  -> make_plan(slots) -> plan.run()
-               run() ends with _seal(): it notes identities, addresses and versions
-    step t+1   plan.is_stale()   -> is anything not as it was noted?
+    step t     plan.run()        in a plan's first step slots come with all that it needs;
+                                 it ends with _seal: identities, addresses and versions
+    step t+1   plan.is_stale()   is anything not as it was noted?
                    yes: plan anew, or take the step without a plan
-                   no:  plan.run() writes new gradients, numbers and keys into its records
+                   no:  plan.run(): new gradients, numbers and keys, the same records
+                     _may_step_here   options, schedules and gradients may refuse it
+                     _renew_numbers   of parameters that share them once
+                     NativePlan.run   the arithmetic (`_native_step.py`)
 
 ``is_stale`` is the only place that asks whether all is as it was. It compares everything
 that a plan is made from: groups, options, states and attributes by identity, tensors by
@@ -19,32 +21,18 @@ A plan must not keep alive what a user lets go, and must not use what is gone. S
 steps it has no tensor, only ids. Weak references drop the plan (``alive`` becomes empty)
 when a tensor dies whose id could then be another's.
 
-On the CPU a plan runs a `NativePlan`. A GPU decides by itself whether it takes a steady
-step: kernels look at the gradients, and the host reads their report later
-(``optimizer._pending_verdicts``). It waits at once only where a group raises, or where a
-whole parameter has one scale: S_ref changes when that doubles. Muon's products lie between
-its launches (`TritonMuonStep`).
-
-A plan takes all parameters that have a gradient, or there is none. These have none:
-
-    sharded parameters     their rows are gathered and sent between the parts of a step
-    16 bits on the CPU     native code steps copies in float32, some at a time
-    float64, strided memory, another kind of gradient, an observer     PyTorch steps
-    methods of a user's that take part in planning, Fisher's steps     they may do anything
-
-These have one that is made anew in every step:
-
-    floats on a manifold   the manifold has the scale, of which no state has the address
-    a scale for each element or square     the step reads a copy of them
-    other methods of a user's              they may look at anything
+A GPU decides by itself whether it takes a steady step: kernels look at the gradients, and
+the host reads their report later (``optimizer._pending_verdicts``). It waits at once only
+where a group raises, or where a whole parameter has one scale: S_ref changes when that
+doubles. `_launch` runs a `TritonStep` there, or a `TritonMuonStep`, between whose launches
+Muon's products lie.
 """
 
 import weakref
-from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from inspect import isfunction
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -55,11 +43,9 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._base.reading import PendingValues
 from fp8manifold._interface import GpuReport, KernelDirection, NativeReport, WeightStorage
-from fp8manifold._triton.launch import KernelsUnavailableError
 from fp8manifold.optim._agreement import in_every_process, is_distributed
 from fp8manifold.optim._finite import all_finite, squares_are_finite
-from fp8manifold.optim._matrices import averages_as_torch
-from fp8manifold.optim._native_step import NativePlan, is_native, sum_of_squares
+from fp8manifold.optim._native_step import NativePlan, sum_of_squares
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, count_step
@@ -68,14 +54,11 @@ from fp8manifold.optim._triton_muon import TritonMuonStep
 from fp8manifold.optim._triton_step import (
     PendingVerdict,
     TritonStep,
-    give_up,
-    is_triton,
     kernel_doubles_scales,
 )
 from fp8manifold.tensor import FP8Tensor
 
-_GRADIENT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_PERIODS: Final = ("refresh_every", "stabilize_every", "reset_every")
+PERIODS: Final = ("refresh_every", "stabilize_every", "reset_every")
 """Options with a number of steps after which something is due."""
 CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
 """Entries of a group that change all the time, with None in their places.
@@ -96,35 +79,12 @@ class Verdict(Enum):
     PENDING = "pending"
 
 
-def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Return True if preparing a step of slots changes nothing.
-
-    The plan may then serve again, and a GPU may decide on the step.
-    """
-    if not slots or optimizer.observer is not None:
-        return False
-    if not optimizer.is_planned or _has_replaced_methods(optimizer):
-        return False
-    device = slots[0].parameter.device
-    if on_gpu(device) and not _may_decide(optimizer, slots):
-        return False
-    return all(map(_is_steady_slot, slots, repeat(device)))
-
-
-def _may_decide(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Return True if a GPU may decide on a step by itself.
-
-    Other processes have to take it too, and geoopt's arithmetic is the host's.
-    """
-    return optimizer.defers_verdict and not is_distributed() and not optimizer._by_geoopt(slots)
-
-
 def on_gpu(device: torch.device) -> bool:
     """Return True if steps on the device are taken by kernels."""
     return device.type == "cuda" and _triton.is_available()
 
 
-def _has_replaced_methods(optimizer: Any) -> bool:
+def has_replaced_methods(optimizer: Any) -> bool:
     """Return True if an attribute of the object replaces a method that plans a step."""
     return bool(vars(optimizer).keys() & _methods(optimizer.__class__))
 
@@ -134,81 +94,6 @@ def _methods(kind: Any) -> frozenset[str]:
     """Return the names of private methods of a class."""
     return frozenset(
         name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name))
-    )
-
-
-def _is_steady_slot(slot: Slot, device: torch.device) -> bool:
-    group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
-    if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
-        return False
-    if (
-        type(gradient) is not Tensor
-        or gradient.layout is not torch.strided
-        or gradient.dtype not in _GRADIENT_DTYPES
-    ):
-        return False
-    if not parameter.device == gradient.device == device:
-        return False
-    if not parameter.numel() or slot.share is not None or not slot.in_place:
-        return False
-    if isinstance(parameter, FP8Tensor) and (
-        parameter.remainder is not None or zero_scales(parameter) is not None
-    ):
-        return False
-    periods = [group[name] for name in _PERIODS if group[name]]
-    return bool(slot.steps_done) and all(
-        isinstance(period, int) and slot.steps_done % period for period in periods
-    )
-
-
-def make_plan(optimizer: Any, slots: list[Slot]) -> "Plan | None":
-    """Plan a steady step of slots.
-
-    None is returned unless native code or kernels can take all of it. Nothing has
-    changed then.
-    """
-    try:
-        optimizer._check_options()
-        optimizer._apply_schedules(slots)
-        optimizer._begin(slots)
-        by_geoopt = optimizer._by_geoopt(slots)
-        if not _is_plannable(optimizer, slots, by_geoopt):
-            return None
-        return Plan(optimizer, slots, by_geoopt)
-    except KernelsUnavailableError as error:
-        give_up(error)
-        return None
-    except Exception:
-        # the step without a plan raises it: in its order, and in every process
-        return None
-
-
-def _is_plannable(optimizer: Any, slots: list[Slot], by_geoopt: list[int]) -> bool:
-    """Return True if native code or kernels take all steps but those of geoopt's."""
-    others = {slots[i] for i in by_geoopt}
-    by_kernels = slots if not others else [slot for slot in slots if slot not in others]
-    if not by_kernels or not optimizer._are_plannable(by_kernels):
-        return False
-    if on_gpu(slots[0].device):
-        # kernels look at the squares of gradients themselves
-        is_decided = optimizer._largest_factor(slots) <= 1
-        return is_decided and all(map(_is_launched_whole, slots))
-    return all(map(_is_native_in_place, by_kernels)) and all(map(_is_summed_in_place, others))
-
-
-def _is_launched_whole(slot: Slot) -> bool:
-    """Return True if kernels take all of a step on a GPU, but for Muon's products."""
-    is_matrix = slot.spec.direction == KernelDirection.MUON
-    return is_triton(slot) and not (is_matrix and averages_as_torch(slot))
-
-
-def _is_native_in_place(slot: Slot) -> bool:
-    """Return True if native code takes the step without a copy in float32."""
-    stored = torch.uint8 if slot.storage == WeightStorage.CODES else torch.float32
-    return (
-        slot.weight.dtype is stored
-        and slot.tensors["gradient"].dtype is torch.float32
-        and is_native(slot)
     )
 
 
@@ -332,6 +217,93 @@ class Plan:
         #: what ``is_stale`` has seen, for the step that it allows
         self._next: _Snapshot | None = None
 
+    def is_stale(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None = None) -> bool:
+        """Return False if all is as the last step left it, and nothing is due.
+
+        What was found is kept for `run`, which takes the next step. A plan that is stale
+        is to be dropped.
+
+        Args:
+            optimizer: whose step it is.
+            member: the group and the parameter of a step of one parameter alone.
+        """
+        seal = self._seal_of_last_step
+        if not self.alive or seal is None:
+            return True
+        snapshot = self._look(optimizer, member)
+        if snapshot is None or not are_same(snapshot.facts, seal.facts):
+            return True
+        tensors = [snapshot.objects[i] for i in seal.positions]
+        if not self._has_same_memory(tensors, snapshot, seal):
+            return True
+        if self._steps_left - self._last_steps() <= 0:
+            return True
+        self._next = snapshot
+        return False
+
+    def _look(
+        self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None
+    ) -> _Snapshot | None:
+        """Return what a plan is made from, or None for a step that is not steady."""
+        if member is None:
+            groups = optimizer.param_groups
+            with_gradient = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        else:
+            groups, with_gradient = [member[0]], [[member[1]]]
+        parameters = [*chain.from_iterable(with_gradient)]
+        gradients = list(map(_GRADIENT, parameters))
+        if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor}:
+            return None
+        if optimizer.observer is not None or has_replaced_methods(optimizer):
+            return None
+        if self._is_on_gpu and is_distributed():
+            return None
+        states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
+        coded = [p for p in parameters if isinstance(p, FP8Tensor)]
+        objects = [
+            *groups,
+            *map(type, parameters),
+            *parameters,
+            *chain.from_iterable(map(dict.values, states)),
+            *chain.from_iterable(map(_PARTS, coded)),
+        ]
+        facts = (
+            type(optimizer),
+            on_gpu(self._device),
+            list(map(len, with_gradient)),
+            [group | CHANGING for group in groups],
+            list(map(id, objects)),
+            list(map(tuple, states)),
+            list(map(_KIND, gradients)),
+        )
+        return _Snapshot(parameters, states, gradients, objects, facts)
+
+    def _has_same_memory(self, tensors: list[Tensor], snapshot: _Snapshot, seal: _Seal) -> bool:
+        """Return True if memory and values are as the last step left them.
+
+        Gradients may have other addresses, if kernels are as fast there.
+        """
+        gradients = snapshot.gradients
+        if list(map(_VERSION, tensors)) != self._versions or _memory_of(tensors) != seal.memory:
+            return False
+        if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
+            return False
+        if self._is_on_gpu and _alignments(gradients) != seal.aligned:
+            return False
+        for i in self._coded:
+            parameter = snapshot.parameters[i]
+            # the step would fit such scales
+            if parameter.filled != parameter.codes._version and zero_scales(parameter) is not None:
+                return False
+        return True
+
+    def _last_steps(self) -> int:
+        """Return 1 if the last step was taken, else 0. A GPU is waited for."""
+        verdict, _, report = self._last
+        if report is None:
+            return int(verdict is Verdict.TAKEN)
+        return int(not report.values[0][0])
+
     def run(
         self,
         optimizer: Any,
@@ -374,12 +346,23 @@ class Plan:
             slot.parameter = slot.state = None  # type: ignore[assignment]
         return outcome.verdict
 
+    def _advance(self, snapshot: _Snapshot) -> None:
+        """Count the last step, and hold the parameters and tensors of the next one."""
+        seal = self._seal_of_last_step
+        assert seal is not None
+        steps = self._last_steps()
+        self._steps_left -= steps
+        for slot in self.slots:
+            slot.steps_done += steps
+        self._parameters = snapshot.parameters
+        self._tensors = [snapshot.objects[i] for i in seal.positions]
+        self._changed = [self._tensors[i] for i in seal.changed_positions]
+
     def _run_on_cpu(self, optimizer: Any, snapshot: _Snapshot | None) -> _Outcome:
         """Take the step on the CPU, unless a gradient is not finite in some process."""
         slots = self.slots
         prepared = self._prepared
         assert isinstance(prepared, NativePlan)
-
         may_step_here = partial(self._may_step_here, optimizer, prepared, snapshot)
         may_step = (
             in_every_process(optimizer, may_step_here) if is_distributed() else may_step_here()
@@ -404,6 +387,61 @@ class Plan:
                 # every scale has a weight that is not 0: `zero_scales` need not look
                 self._parameters[i].filled = self._parameters[i].codes._version
         return _Outcome(Verdict.TAKEN, ends)
+
+    def _may_step_here(
+        self, optimizer: Any, prepared: NativePlan, snapshot: _Snapshot | None
+    ) -> bool:
+        """Check in this process all that can refuse the step."""
+        if snapshot is not None:
+            self._point_to(optimizer, snapshot)
+        return self._are_gradients_finite(optimizer, prepared)
+
+    def _point_to(self, optimizer: Any, snapshot: _Snapshot) -> None:
+        """Let slots and records refer to the gradients and states of another step."""
+        for group in optimizer.param_groups:
+            check_lr(group)
+        slots = self.slots
+        for slot, parameter, state in zip(slots, snapshot.parameters, snapshot.states, strict=True):
+            slot.parameter, slot.state = parameter, state
+        optimizer._apply_schedules(slots)
+        addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
+        if self._by_geoopt:
+            addresses = addresses[self._by_kernels]
+        self._prepared.set_gradients(addresses)
+
+    def _are_gradients_finite(self, optimizer: Any, prepared: NativePlan) -> bool:
+        """Return True if all gradients and their squares are finite.
+
+        Only gradients of the slots have been set before, and numbers are computed
+        afterwards, as in a step without a plan.
+        """
+        addresses, sizes = prepared.gradients, prepared.sizes
+        for i in self._by_geoopt:
+            gradient = self.slots[i].parameter.grad
+            assert gradient is not None
+            addresses = np.append(addresses, np.uint64(gradient.data_ptr()))
+            sizes = np.append(sizes, gradient.numel())
+        total = sum_of_squares(addresses, sizes, prepared.kernels)
+        factor = self._largest_factor
+        if total * max(factor, 1.0) ** 2 <= _LARGEST_SUM:
+            return True
+        if not all_finite(optimizer, self.slots):
+            return False
+        slots = self._kernel_slots
+        # a list: a later one may have to raise
+        factors = map(optimizer._gradient_factor, slots)
+        verdicts = list(map(squares_are_finite, slots, factors)) if factor > 1 else []
+        return all(verdicts)
+
+    def _renew_numbers(self, optimizer: Any) -> None:
+        """Compute the numbers of a step that is not the first of its plan."""
+        slots = self._kernel_slots
+        for slot, first in zip(slots, self._number_twins, strict=True):
+            leader = slots[first]
+            if slot is leader:
+                slot.numbers = optimizer._numbers(slot)
+            else:
+                slot.numbers = leader.numbers
 
     def _launch(self, optimizer: Any, snapshot: _Snapshot | None) -> _Outcome:
         """Launch the step on a GPU, which decides on it."""
@@ -430,165 +468,19 @@ class Plan:
             ends.append(_End(i, bool(of_slot.is_saturated), True))
         return _Outcome(Verdict.PENDING, ends, report)
 
-    def _may_step_here(
-        self, optimizer: Any, prepared: NativePlan, snapshot: _Snapshot | None
-    ) -> bool:
-        """Check in this process all that can refuse the step."""
-        if snapshot is not None:
-            self._point_to(optimizer, snapshot)
-        return self._are_gradients_finite(optimizer, prepared)
-
-    def _are_gradients_finite(self, optimizer: Any, prepared: NativePlan) -> bool:
-        """Return True if all gradients and their squares are finite.
-
-        Only gradients of the slots have been set before, and numbers are computed
-        afterwards, as in a step without a plan.
-        """
-        addresses, sizes = prepared.gradients, prepared.sizes
-        for i in self._by_geoopt:
-            gradient = self.slots[i].parameter.grad
-            assert gradient is not None
-            addresses = np.append(addresses, np.uint64(gradient.data_ptr()))
-            sizes = np.append(sizes, gradient.numel())
-        total = sum_of_squares(addresses, sizes, prepared.kernels)
-        factor = self._largest_factor
-        if total * max(factor, 1.0) ** 2 <= _LARGEST_SUM:
-            return True
-        if not all_finite(optimizer, self.slots):
-            return False
-        slots = self._kernel_slots
-        # a list: a later one may have to raise
-        factors = map(optimizer._gradient_factor, slots)
-        verdicts = list(map(squares_are_finite, slots, factors)) if factor > 1 else []
-        return all(verdicts)
-
-    def is_stale(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None = None) -> bool:
-        """Return False if all is as the last step left it, and nothing is due.
-
-        What was found is kept for `run`, which takes the next step. A plan that is stale
-        is to be dropped.
-
-        Args:
-            optimizer: whose step it is.
-            member: the group and the parameter of a step of one parameter alone.
-        """
-        seal = self._seal_of_last_step
-        if not self.alive or seal is None:
-            return True
-        snapshot = self._look(optimizer, member)
-        if snapshot is None or not are_same(snapshot.facts, seal.facts):
-            return True
-        tensors = [snapshot.objects[i] for i in seal.positions]
-        if not self._has_same_memory(tensors, snapshot, seal):
-            return True
-        if self._steps_left - self._last_steps() <= 0:
-            return True
-        self._next = snapshot
-        return False
-
-    def _last_steps(self) -> int:
-        """Return 1 if the last step was taken, else 0. A GPU is waited for."""
-        verdict, _, report = self._last
-        if report is None:
-            return int(verdict is Verdict.TAKEN)
-        return int(not report.values[0][0])
-
-    def _advance(self, snapshot: _Snapshot) -> None:
-        """Count the last step, and hold the parameters and tensors of the next one."""
-        seal = self._seal_of_last_step
-        assert seal is not None
-        steps = self._last_steps()
-        self._steps_left -= steps
-        for slot in self.slots:
-            slot.steps_done += steps
-        self._parameters = snapshot.parameters
-        self._tensors = [snapshot.objects[i] for i in seal.positions]
-        self._changed = [self._tensors[i] for i in seal.changed_positions]
-
-    def _point_to(self, optimizer: Any, snapshot: _Snapshot) -> None:
-        """Let slots and records refer to the gradients and states of another step."""
-        for group in optimizer.param_groups:
-            check_lr(group)
-        slots = self.slots
-        for slot, parameter, state in zip(slots, snapshot.parameters, snapshot.states, strict=True):
-            slot.parameter, slot.state = parameter, state
-        optimizer._apply_schedules(slots)
-        addresses = np.array(list(map(Tensor.data_ptr, snapshot.gradients)), dtype=np.uint64)
-        if self._by_geoopt:
-            addresses = addresses[self._by_kernels]
-        self._prepared.set_gradients(addresses)
-
-    def _renew_numbers(self, optimizer: Any) -> None:
-        """Compute the numbers of a step that is not the first of its plan."""
-        slots = self._kernel_slots
-        for slot, first in zip(slots, self._number_twins, strict=True):
-            leader = slots[first]
-            if slot is leader:
-                slot.numbers = optimizer._numbers(slot)
-            else:
-                slot.numbers = leader.numbers
-
     def _widen(self, optimizer: Any, ends: list[_End]) -> bool:
         """Double scales that have become too small; return True if an S_ref has changed."""
         references = [slot.state.get("reference") for slot in self.slots]
         optimizer._widen([self._slot_to_widen(end) for end in ends])
         return references != [slot.state.get("reference") for slot in self.slots]
 
-    def _has_same_memory(self, tensors: list[Tensor], snapshot: _Snapshot, seal: _Seal) -> bool:
-        """Return True if memory and values are as the last step left them.
-
-        Gradients may have other addresses, if kernels are as fast there.
-        """
-        gradients = snapshot.gradients
-        if list(map(_VERSION, tensors)) != self._versions or _memory_of(tensors) != seal.memory:
-            return False
-        if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
-            return False
-        if self._is_on_gpu and _alignments(gradients) != seal.aligned:
-            return False
-        for i in self._coded:
-            parameter = snapshot.parameters[i]
-            # the step would fit such scales
-            if parameter.filled != parameter.codes._version and zero_scales(parameter) is not None:
-                return False
-        return True
-
-    def _look(
-        self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None
-    ) -> _Snapshot | None:
-        """Return what a plan is made from, or None for a step that is not steady."""
-        if member is None:
-            groups = optimizer.param_groups
-            with_gradient = [[p for p in group["params"] if p.grad is not None] for group in groups]
-        else:
-            groups, with_gradient = [member[0]], [[member[1]]]
-        parameters = [*chain.from_iterable(with_gradient)]
-        gradients = list(map(_GRADIENT, parameters))
-        if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor}:
-            return None
-        if optimizer.observer is not None or _has_replaced_methods(optimizer):
-            return None
-        if self._is_on_gpu and is_distributed():
-            return None
-        states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
-        coded = [p for p in parameters if isinstance(p, FP8Tensor)]
-        objects = [
-            *groups,
-            *map(type, parameters),
-            *parameters,
-            *chain.from_iterable(map(dict.values, states)),
-            *chain.from_iterable(map(_PARTS, coded)),
-        ]
-        facts = (
-            type(optimizer),
-            on_gpu(self._device),
-            list(map(len, with_gradient)),
-            [group | CHANGING for group in groups],
-            list(map(id, objects)),
-            list(map(tuple, states)),
-            list(map(_KIND, gradients)),
-        )
-        return _Snapshot(parameters, states, gradients, objects, facts)
+    def _slot_to_widen(self, end: _End) -> Slot:
+        """Return a slot with all that doubling its scales needs."""
+        slot, parameter = self.slots[end.i], self._parameters[end.i]
+        if not slot.tensors:
+            slot.tensors, slot.kept_scale = {"weight": parameter.codes}, parameter.kept_scale
+        slot.saturated, slot.has_zero_rows = [end.is_saturated], [end.has_zero_row]
+        return slot
 
     def _seal(self, optimizer: Any, member: tuple[dict[str, Any], Tensor] | None) -> None:
         """Note what the next step is compared with, if it may reuse this plan."""
@@ -633,14 +525,6 @@ class Plan:
         # 0 is the address of an absent tensor
         return {0, *map(Tensor.data_ptr, tensors)}.issuperset(addresses)
 
-    def _slot_to_widen(self, end: _End) -> Slot:
-        """Return a slot with all that doubling its scales needs."""
-        slot, parameter = self.slots[end.i], self._parameters[end.i]
-        if not slot.tensors:
-            slot.tensors, slot.kept_scale = {"weight": parameter.codes}, parameter.kept_scale
-        slot.saturated, slot.has_zero_rows = [end.is_saturated], [end.has_zero_row]
-        return slot
-
 
 def are_same(options: Any, others: Any) -> bool:
     """Return True if options, or collections of them, are equal.
@@ -678,13 +562,6 @@ def _number_twins(optimizer: Any, slots: list[Slot]) -> list[int]:
     return twins
 
 
-def _is_summed_in_place(slot: Slot) -> bool:
-    """Return True if C code sums the squares of a gradient where they are."""
-    gradient = slot.parameter.grad
-    assert gradient is not None
-    return gradient.dtype is torch.float32 and gradient.is_contiguous() and not gradient.is_neg()
-
-
 def _alignments(gradients: list[Tensor]) -> list[bool]:
     """Return for each gradient whether it begins at a multiple of 16 bytes."""
     return [gradient.data_ptr() % 16 == 0 for gradient in gradients]
@@ -706,7 +583,7 @@ def _versions_of_weights(parameters: list[Any]) -> dict[Tensor, int | None]:
 
 def _steps_until_due(slot: Slot) -> int:
     """Return the number of steps until a parameter is refreshed, stabilised or reset."""
-    periods: list[int] = [slot.group[name] for name in _PERIODS if slot.group[name]]
+    periods: list[int] = [slot.group[name] for name in PERIODS if slot.group[name]]
     return min(period - slot.steps_done % period for period in periods)
 
 

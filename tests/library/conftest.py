@@ -117,5 +117,5 @@ def pools(tmp_path_factory):
 def each_path(request, monkeypatch):
     """Steps by each of the paths of ``paths.PATHS``."""
     if request.param == "eager":
-        for module in ("_backends", "_plan"):
+        for module in ("_backends", "_steady"):
             monkeypatch.setattr(f"fp8manifold.optim.{module}.is_native", lambda slot: False)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from fp8manifold._base import reading
-from fp8manifold.optim import _backends, _matrices, _plan
+from fp8manifold.optim import _backends, _matrices, _plan, _steady
 
 PATHS = ("native", "eager")
 
@@ -13,7 +13,7 @@ PATHS = ("native", "eager")
 def as_on_a_card(monkeypatch):
     """Let steps go the way that they go on a GPU."""
     monkeypatch.setattr(_plan, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_plan, "is_triton", lambda slot: True)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
     monkeypatch.setattr(_matrices, "multiplies_together", lambda device: True)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from fp8manifold.optim import _backends, _optimizer, _plan, _triton_step
+from fp8manifold.optim import _backends, _optimizer, _plan, _steady, _triton_step
 from fp8manifold.optim._native_step import run_native
 from fp8manifold.optim._triton_step import run_triton
 
@@ -59,7 +59,7 @@ def step_both(slots):
 def pytest_configure(config):
     assert CARD.type == "cpu" or torch.cuda.is_available()
     vars(_backends)["run_native"] = step_both
-    is_steady = _plan.is_steady
+    is_steady = _steady.is_steady
     vars(_optimizer)["is_steady"] = lambda optimizer, slots: (
         _plan.on_gpu(CARD) and is_steady(optimizer, slots)
     )

@@ -25,7 +25,7 @@ from fp8manifold._base.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _finite, _graphed, _plan, _streams, _triton_step
+from fp8manifold.optim import _finite, _graphed, _plan, _steady, _streams, _triton_step
 from fp8manifold.optim._eager_step import blocks_of
 from fp8manifold.optim._state import restore_dtypes
 
@@ -388,7 +388,7 @@ def test_parameters_of_every_storage_step_steadily(on_a_card):
 @pytest.mark.parametrize("cause", ["first", "refresh", "remainder", "observer"])
 def test_steps_that_plan_more_have_their_verdict_first(cause, on_a_card):
     p, optimizer = one(**({"refresh_every": 1} if cause == "refresh" else {}))
-    assert not _plan.is_steady(optimizer, optimizer._slots())
+    assert not _steady.is_steady(optimizer, optimizer._slots())
     if cause == "first":
         return
     optimizer.step()
@@ -396,7 +396,7 @@ def test_steps_that_plan_more_have_their_verdict_first(cause, on_a_card):
         optimizer.observer = lambda view: None
     if cause == "remainder":
         p.remainder = torch.zeros(p.shape, dtype=torch.int8)
-    assert not _plan.is_steady(optimizer, optimizer._slots())
+    assert not _steady.is_steady(optimizer, optimizer._slots())
 
 
 class Preparing:
@@ -439,7 +439,7 @@ def test_optimizers_that_do_more_keep_no_plan(kind, keeps_plan):
 def test_optimizers_that_do_more_have_their_verdict_first(kind, is_steady):
     _, optimizer = one(kind)
     optimizer.step()
-    assert _plan.is_steady(optimizer, optimizer._slots()) == is_steady
+    assert _steady.is_steady(optimizer, optimizer._slots()) == is_steady
 
 
 @pytest.mark.parametrize(
@@ -636,7 +636,7 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch)
         for optimizer in optimizers:
             optimizer.step()
     monkeypatch.setattr(_plan, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_plan, "is_triton", lambda slot: not _triton_step._given_up)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: not _triton_step._given_up)
     with pytest.warns(optim.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
         optimizers[0].step()
     monkeypatch.setattr(_plan, "on_gpu", lambda device: False)

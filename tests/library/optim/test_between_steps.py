@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._triton import launch
-from fp8manifold.optim import _plan
+from fp8manifold.optim import _plan, _steady
 from fp8manifold.optim._plan import Plan
 from fp8manifold.optim._triton_step import TritonStep
 
@@ -272,7 +272,8 @@ def test_steps_of_several_processes_on_a_card_are_not_planned(served, monkeypatc
     with_idle_kernels(monkeypatch)
     optimizer = make()
     for t in range(4):
-        monkeypatch.setattr(_plan, "is_distributed", lambda t=t: t == 3)
+        for module in (_plan, _steady):
+            monkeypatch.setattr(module, "is_distributed", lambda t=t: t == 3)
         put_gradients(optimizer, t)
         optimizer.step()
     assert served == [True, False]
