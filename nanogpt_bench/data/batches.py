@@ -175,7 +175,8 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
     for key in ("tokenizer", "vocab_size", "characters", "pairs"):
         if also.meta.get(key) != corpus.meta.get(key):
             raise BenchError(
-                f"eval.also: {config.eval.also!r} is tokenized differently from {str(corpus.folder)!r}"
+                f"eval.also: {config.eval.also!r} is tokenized differently from "
+                f"{str(corpus.folder)!r}"
             )
     return also
 
@@ -231,16 +232,17 @@ def _no_meta(folder: Path) -> BenchError:
     names = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
     quoted = shlex.quote(str(folder))
     if names:
-        problem = (
-            f"{problem} but holds {names[0]!r}, which prepare did not write; prepare the text into "
-            "a folder of its own"
-        )
+        problem = f"{problem} but holds {names[0]!r}, which prepare did not write"
         if "train.bin" not in names:
             return BenchError(
-                f"{problem}; prepare its text with: nanogpt-bench prepare text --input FILE --out "
-                "DIR")
+                f"{problem}; prepare its text into a folder of its own: nanogpt-bench prepare text "
+                "--input FILE --out DIR"
+            )
         command = f"nanogpt-bench prepare nanogpt --input {quoted} --tokenizer gpt2 --out DIR"
-        return BenchError(f"{problem}; prepare it with its tokenizer (gpt2, byte or char): {command}")
+        return BenchError(
+            f"{problem}; prepare it into a folder of its own with its tokenizer (gpt2, byte or "
+            f"char): {command}"
+        )
     command = f"nanogpt-bench prepare stdlib --out {quoted}"
     if folder.exists() or folder.is_absolute():
         return BenchError(f"{problem}; prepare it with: {command}")

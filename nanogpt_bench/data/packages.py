@@ -481,7 +481,9 @@ def _checked_archive(
         failure = f"{str(archive)!r} has sha256 {digest}, but {package.sha256} is expected"
     reason = f"; {failure}" if failure else f": it is not in {str(folder)!r}"
     other_packages = ",".join(chosen_name for chosen_name in chosen if chosen_name != name)
-    alternative = f"; or leave the package out: --packages {other_packages}" if other_packages else ""
+    alternative = (
+        f"; or leave the package out: --packages {other_packages}" if other_packages else ""
+    )
     raise BenchError(
         f"prepare packages can't get {package.archive}{reason}; get it with: "
         f"{package.command_to_type(name)}; then give its folder as --data-dir{alternative}"

@@ -204,7 +204,9 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
         case TokenizerKind.CHAR:
             characters = meta["characters"]
             if not isinstance(characters, str):
-                raise TypeError(f"characters has type {type(characters).__name__}; a string is needed")
+                raise TypeError(
+                    f"characters has type {type(characters).__name__}; a string is needed"
+                )
             return CharTokenizer.with_characters(characters)
         case TokenizerKind.GPT2:
             return Gpt2Tokenizer()

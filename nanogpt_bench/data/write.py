@@ -259,7 +259,7 @@ def check_corpus_folder(out: Path) -> None:
     foreign_file = _foreign_file(out, names)
     if foreign_file:
         raise BenchError(
-            f"--out {str(out)!r} holds {foreign_file}, not as prepare wrote it; give an empty "
+            f"--out {str(out)!r} holds {foreign_file}: prepare did not write it so; give an empty "
             "folder"
         )
 

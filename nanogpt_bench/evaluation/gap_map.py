@@ -1,10 +1,9 @@
 """The map of gaps: each group of layers alone in each format, and the best mixture by it.
 
-layer_groups     layers of a model -> groups, each with its keys in `model.formats`
-GapMap.measure   a `Measurement.row` for each group and format, the cells of the map
-GapMap.measure_mixture
-the format of each group with which, by the map, the loss rises
-least within a budget of bytes; measured as a row
+layer_groups            layers of a model -> groups, each with its keys in `model.formats`
+GapMap.measure          a `Measurement.row` for each group and format, the cells of the map
+GapMap.measure_mixture  the format of each group with which, by the map, the loss rises
+                        least within a budget of bytes; measured as a row
 """
 
 import math

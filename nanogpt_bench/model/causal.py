@@ -110,7 +110,7 @@ def find_model(name: str) -> dict[str, Any]:
                 f"model {name!r} does not exist; give a folder that save_pretrained wrote, a .gguf "
                 f"file or an id on the hub such as HuggingFaceTB/SmolLM2-135M"
             )
-        hub_file(name, "config.json", asked="model")
+        _check_size_of_settings(hub_file(name, "config.json", asked="model"), name)
     return {"pretrained_model_name_or_path": name}
 
 

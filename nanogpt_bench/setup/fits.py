@@ -74,7 +74,11 @@ BASIC_WAYS: Final = (
     TrainingWay("float32, torch AdamW", _floats("torch_adamw", dtype="float32")),
     TrainingWay("bfloat16, torch AdamW", _floats("torch_adamw")),
     TrainingWay("bfloat16, 8-bit AdamW", _floats("adamw8bit")),
-    TrainingWay("bfloat16, 8-bit AdamW, steps in backward", _floats("adamw8bit", in_backward=True)),
+    TrainingWay(
+        "bfloat16, 8-bit AdamW, steps in backward",
+        _floats("adamw8bit", in_backward=True),
+        measured_millions=SMALL_MEASURED,
+    ),
     TrainingWay(
         "bfloat16 stochastic, Adafactor, steps in backward",
         _floats("adafactor", in_backward=True),
@@ -87,7 +91,7 @@ BASIC_WAYS: Final = (
     TrainingWay(
         "one byte, Muon, steps in backward", {"optimizer": "muon"}, _MUON, LARGEST_MEASURED
     ),
-    TrainingWay("one byte, Lion, steps in backward", {"optimizer": "lion"}, _LION),
+    TrainingWay("one byte, Lion, steps in backward", {"optimizer": "lion"}, _LION, SMALL_MEASURED),
     TrainingWay(
         "one byte, Adafactor, steps in backward",
         {"optimizer": "adafactor"},

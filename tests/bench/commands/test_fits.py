@@ -171,7 +171,7 @@ def test_the_lines_load_a_model_that_is_in_codes_already(capsys, tmp_path, layou
         (["hidden_size=64"], "config has no num_hidden_layers"),
         (["hidden_size=64,64"], "'64' is not a setting"),
         (["hidden_size=64,hidden_size=64"], "given twice"),
-        ([f"{WRITTEN_OUT},model_type=mamba"], "model_type='mamba' is not known"),
+        ([f"{WRITTEN_OUT},model_type=mamba"], "model_type='mamba' is not supported"),
         ([f"{WRITTEN_OUT},x=1"], "unknown setting 'x'; allowed: model_type"),
         ([f"{WRITTEN_OUT},num_key_value_head=8"], "did you mean 'num_key_value_heads'?"),
         (["missing.json"], "does not exist"),

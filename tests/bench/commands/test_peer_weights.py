@@ -113,5 +113,5 @@ def test_what_layers_hold_is_the_packages_own(name, peer_config):
 
 def test_a_checkpoint_of_them_starts_no_other_run(peer_config, tiny, tmp_path):
     run(peer_config(*PEERS[-1][:2], 16, checkpoint__every=12), tmp_path / "run")
-    with refusal(r"the weights of another package \(model.peer\)"):
+    with refusal(r"holds weights of another package \(model\.peer\)"):
         trainer_of(tiny(model__init_from=tmp_path / "run"))

@@ -176,8 +176,8 @@ def test_the_values_of_weights_trained_in_codes_can_be_saved(words):
 REFUSED = {
     "--model.format E5M2": "model.formats: {'*': 'E5M2'} is not the format of './model', whose weights "
     "are stored in codes",
-    "--model.formats.lm_head E4M3": "model.formats: {'lm_head': 'E4M3', '*': 'E4M3'} is not that "
-    "of './model'",
+    "--model.formats.lm_head E4M3": "model.formats: {'lm_head': 'E4M3', '*': 'E4M3'} is not "
+    "the format of './model'",
     "--model.granularity channel": "model.granularity: 'channel' is not the granularity of './model', whose "
     "weights are stored in",
     "--rule master": "model.storage: 'master' can't be used with './model', whose weights are "

@@ -32,5 +32,5 @@ def test_a_results_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 def test_the_former_name_is_refused_in_a_command() -> None:
-    with pytest.raises(BenchError, match=r"--model\.storage: 'fp8' is called 'codes' now"):
+    with pytest.raises(BenchError, match=r"--model\.storage: 'fp8' is now called 'codes'"):
         load_config(None, ["--model.storage", "fp8"])

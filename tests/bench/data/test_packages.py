@@ -240,9 +240,8 @@ def test_an_interrupted_download_leaves_nothing(folder, tmp_path, monkeypatch):
 
 LINUX = r"can't get linux-source-6.1_6.1.176-1_all.deb: it is not in '.*'; "
 LINUX += r"get it with: apt-get download linux-source-6"
-WRONG_DIGEST = (
-    "get botocore-1.44.8-py3-none-any.whl; '.*' has sha256 [0-9a-f]{64}, but [0-9a-f]{64} is expected;"
-)
+WRONG_DIGEST = r"get botocore-1.44.8-py3-none-any.whl; '.*' has sha256 [0-9a-f]{64}, but "
+WRONG_DIGEST += r"[0-9a-f]{64} is expected;"
 
 
 @pytest.mark.parametrize(

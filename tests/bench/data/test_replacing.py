@@ -85,7 +85,7 @@ def test_packages_are_not_downloaded_for_a_folder_of_another_text(two, refused, 
     monkeypatch.setattr(
         "nanogpt_bench.data.packages._download", lambda *_: pytest.fail("downloaded")
     )
-    assert "holds another text ('book.txt')" in refused("prepare", "packages")
+    assert "holds another text ('book.txt', not 'packages')" in refused("prepare", "packages")
 
 
 @pytest.mark.parametrize("source", [None, "a text", {}], ids=["none", "text", "empty"])

@@ -104,7 +104,7 @@ def test_the_tokens_are_taken_as_they_are(tmp_path, tokenizer, capsys):
         (
             lambda f: (f / "input.txt").unlink(),
             "char",
-            "meta.pkl is never unpickled\); put the text there",
+            r"meta.pkl is never unpickled\); put the text there",
         ),
         (
             lambda f: (f / "input.txt").write_text(TEXT[:-2] + "!\n"),
@@ -141,7 +141,7 @@ def test_the_tokenizer_is_named_and_where_to_name_it_is_said(tmp_path, capsys):
         "prepare nanogpt needs --tokenizer {byte,char,gpt2}, since its meta.pkl is never unpickled"
         in capsys.readouterr().err
     )
-    line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
+    line = r"gpt2, byte or char\): nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
     with refusal(line):
         load_corpus(source, 16)
 

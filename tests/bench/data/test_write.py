@@ -76,7 +76,7 @@ def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path):
         write(tmp_path)
     with refusal("is a file"):
         write(tmp_path / "thesis.tex")
-    with refusal("too short: its val split has 11 tokens, at least 65"):
+    with refusal("too short: its val split has 11 tokens, and at least 65"):
         write_corpus(
             tmp_path / "o",
             {"train": ["x" * 99], "val": ["y" * 10]},
@@ -146,6 +146,6 @@ def test_a_number_of_first_tokens_that_there_are_not_is_refused(side, tiny):
 
 def test_a_folder_with_a_damaged_meta_json_alone_is_refused(tmp_path):
     (tmp_path / "meta.json").write_text("{")
-    with refusal("holds a meta.json that can't be read, which prepare did not write"):
+    with refusal("holds a meta.json that can't be read: prepare did not write it so"):
         write_corpus(tmp_path, {"train": ["a" * 99]}, ByteTokenizer(), {}, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]

@@ -176,7 +176,7 @@ def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monke
     trial_count = sum(len(search["trial.loss"]) for search in searches)
     assert import_module("resume").put_back(file.with_suffix(".yaml"), file, out) == trial_count
     assert main(["sweep", str(file.with_suffix(".yaml")), "--out", str(out), "--workers", "1"]) == 0
-    assert f"4 runs, {trial_count} done before" in capsys.readouterr().err
+    assert f"4 runs, {trial_count} done already" in capsys.readouterr().err
     assert main(["results", "export", str(out), "--out", str(tmp_path / "again.json")]) == 0
     new_entries = json.loads((tmp_path / "again.json").read_text())
     for key in ("kind", "label", "final_val_loss", "best.optimizer.lr", "trial.loss"):

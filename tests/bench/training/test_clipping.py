@@ -316,7 +316,7 @@ def test_gradients_of_weights_with_a_format_are_refused(tiny):
         "optimizer__clip_by": "exact",
         "model__formats": formats,
     }
-    with refusal(r"gradient of a weight can't be used with train\.step_in_backward"):
+    with refusal(r"for a weight's gradient can't be used with train\.step_in_backward"):
         trainer_of(tiny(rule="stochastic", optimizer__grad_clip=CLIP, **methods))
 
 
