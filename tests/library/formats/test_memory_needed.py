@@ -159,7 +159,7 @@ def test_a_cpu_copies_more():
 
 
 REFUSED = {
-    "kind": ({"model_type": "mamba"}, {}, ValueError, "model_type='mamba' is not known"),
+    "kind": ({"model_type": "mamba"}, {}, ValueError, "model_type='mamba' is not supported"),
     "missing": ({"vocab_size": None}, {}, ValueError, "no vocab_size"),
     "text": ({"vocab_size": "many"}, {}, ValueError, "vocab_size='many'"),
     "zero": ({"num_hidden_layers": 0}, {}, ValueError, "out of range"),
