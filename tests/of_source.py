@@ -37,7 +37,10 @@ FOLDERS: dict[str, str] = {
     "fp8manifold/nn/": "tests/library/nn",
     "fp8manifold/optim/": "tests/library/optim",
     "fp8manifold/optim/_native_step.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/optim/_plan.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_records.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/optim/_steady.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/optim/_step_numbers.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_triton_factors.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/optim/_triton_step.py": "tests/library/kernels tests/library/optim",
     "fp8manifold/reference.py": "tests/library/formats/test_chart.py "

@@ -175,8 +175,6 @@ class Slot:
     retraction: str = "exponential"
     #: True if ``weight`` is the parameter's own memory, and no contiguous copy of it
     in_place: bool = True
-    #: True for a point on a manifold of geoopt's that is none of this library's
-    on_other_manifold: bool = False
     #: the rows that this process has of a sharded parameter
     share: Share | None = None
 
@@ -389,7 +387,6 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             tensors={"weight": weight},
             draws=draws or "independent",
             in_place=in_place,
-            on_other_manifold=manifold is not None,
             share=share,
         )
     return Slot(

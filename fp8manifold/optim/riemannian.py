@@ -198,7 +198,10 @@ class Riemannian(ManifoldOptimizer):
         """
         if slot.share is None:
             parameter: Any = slot.parameter
-            manifold = parameter.manifold if slot.on_other_manifold else _euclidean()
+            # Asked in every step: a plan does not compare it.
+            manifold = getattr(parameter, "manifold", None)
+            if manifold is None:
+                manifold = _euclidean()
             moved = self._step_by_geoopt(slot, slot.parameter, slot.state, manifold)
             _store_floats(slot, slot.parameter, moved)
             return

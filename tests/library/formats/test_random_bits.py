@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8manifold as fm
 from fp8manifold import reference
-from fp8manifold.random_bits import EPOCH
+from fp8manifold.random_bits import EPOCH, FOR_MOMENTS, StepKeys, draw_key, round_keys
 
 N = 1 << 20
 BITS = 24
@@ -412,3 +412,16 @@ def test_native_and_eager_steps_have_the_same_bits(name):
     by_native = weights_after_steps(name, "dither", "native")
     assert weights_after_steps(name, "dither", "eager") == by_native
     assert weights_after_steps(name, "independent", "native") != by_native
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_the_keys_of_a_step_are_those_of_each_parameter_alone(draws):
+    """As records have them: keys of weights and a phase, then keys of moments."""
+    seeds, streams, steps = (5, 5, 9), (1, 2, 2**40), (3, 7, 8)
+    rows = StepKeys(seeds, streams, [draws] * 3, with_moments=[0, 2]).rows(steps)
+    for i, (seed, stream, step) in enumerate(zip(seeds, streams, steps, strict=True)):
+        key = draw_key(draws, seed, step, stream)
+        of_moments = (*round_keys((seed, step, stream, FOR_MOMENTS), 0), 0)
+        if i == 1:
+            of_moments = (0, 0, 0, 0)
+        assert rows[i].tolist() == [*round_keys(key.words, 0), key.phase, *of_moments]

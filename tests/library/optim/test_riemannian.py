@@ -470,3 +470,17 @@ def test_after_a_reset_the_first_gradient_is_not_damped(kind):
     for moved in (-1.0, -2.0, -3.0):
         step_from(optimizer, p, torch.ones(1))
         assert p.item() == moved, moved
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_a_manifold_that_is_given_between_planned_steps_counts(kind):
+    codes = fm.FP8Parameter(torch.full((4, 4), 0.5), "E4M3")
+    point = geoopt.ManifoldParameter(torch.full((4,), 0.5), manifold=geoopt.Euclidean())
+    optimizer = kind([codes, point], lr=0.5, float_lr=0.1)
+    for manifold in (None, None, None, geoopt.Sphere(), None, geoopt.Euclidean()):
+        point.manifold = manifold
+        codes.grad = torch.ones(4, 4)
+        point.grad = torch.tensor([1.0, -1.0, 0.5, 0.25])
+        optimizer.step()
+        on_sphere = abs(point.norm().item() - 1) < 1e-6
+        assert on_sphere == isinstance(manifold, geoopt.Sphere)
