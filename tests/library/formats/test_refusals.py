@@ -216,7 +216,7 @@ MANIFOLDS = {
     **{
         f"chart.load_state_dict(StiffnessManifold('{saved}').state_dict())": f"RuntimeError: "
         f"{saved}, but & is "
-        f"of E4M3"
+        f"in E4M3"
         for saved in ("E5M2", "E4M3FNUZ", "P3109_8P4F", "E4M3_B9")
     },
     # they would truncate the scale

@@ -411,7 +411,7 @@ def test_autocast_around_a_backward_pass_alone_changes_nothing(fmt, gradient):
 @every_case
 def test_an_input_without_dimensions_is_refused(fmt, gradient):
     net = layer(fmt, (64, 32), torch.float32, gradient_products=gradient)
-    with pytest.raises(RuntimeError, match=r"^the input has no dimension, [^\n]*$"):
+    with pytest.raises(RuntimeError, match=r"^the input has no dimension; [^\n]*$"):
         net(torch.tensor(1.0))
 
 
@@ -672,7 +672,7 @@ REFUSED = {
     "fp8",
     "LayerSpec('E4M3', gradient_products='fp8')": "ValueError: needs products='fp8', not "
     "products='decoded'",
-    "LayerSpec('E1M6', products='auto', gradient_products='fp8')": "ValueError: not to "
+    "LayerSpec('E1M6', products='auto', gradient_products='fp8')": "ValueError: not "
     "products='auto' of weight=E1M6",
     "LayerSpec('E1M6', products='fp8')": "ValueError: products='fp8': codes of E1M6 take "
     "products='int8'",
@@ -705,7 +705,7 @@ REFUSED = {
     "to multiply",
     "net(zeros(8191, 32, dtype=bfloat16))": "ValueError: 8191 & 16 does not divide & "
     "gradient_products='bfloat16'",
-    "net(zeros(16, 32))": "RuntimeError: the input has dtype torch.float32, and the weight "
+    "net(zeros(16, 32))": "RuntimeError: the input has dtype torch.float32, but the weight "
     "torch.bfloat16",
 }
 
@@ -724,7 +724,7 @@ def test_second_derivatives_and_other_weights_are_refused():
     with pytest.raises(RuntimeError, match="multiplies codes, and the weight is a Tensor"):
         torch.func.functional_call(net, {"weight": torch.zeros(32, 64, dtype=torch.bfloat16)}, (x,))
     unlike_weight = fm.FP8Parameter(torch.ones(32, 64), "E2M5")
-    with pytest.raises(ValueError, match="'E2M5', 'channel'\\), and the layer's weight is"):
+    with pytest.raises(ValueError, match="'E2M5', 'channel'\\), but the layer's weight has"):
         net.weight = unlike_weight
     with pytest.raises(RuntimeError, match="made for codes of E4M3, not of E2M5"):
         torch.func.functional_call(net, {"weight": unlike_weight}, (x,))

@@ -186,7 +186,7 @@ def test_an_attribute_without_a_place_is_refused(name, value) -> None:
     net = model()
     setattr(net[1], name, value)
     with pytest.raises(
-        ValueError, match=f"layer '1' has the attribute '{name}', which a QuantizedLinear needs"
+        ValueError, match=f"layer '1' has the attribute '{name}', a name that QuantizedLinear uses"
     ):
         quantize_model(net, "E4M3")
     assert type(net[0]) is nn.Linear

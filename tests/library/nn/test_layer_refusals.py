@@ -133,8 +133,8 @@ REFUSED = {
     # copies, views and casts
     "p.copy_(q)": "ValueError: in E5M2, but this one is in E4M3",
     "p.copy_(parameter(shape=(4, 32)))": "ValueError: shape",
-    "whole.copy_(p)": "ValueError: a scale for each channel, this one for each tensor",
-    "p.copy_(blocks)": "ValueError: a scale for each block, this one for each channel",
+    "whole.copy_(p)": "ValueError: a scale for each channel, but this one for each tensor",
+    "p.copy_(blocks)": "ValueError: a scale for each block, but this one for each channel",
     "squares.copy_(FP8Tensor(ones(200, 64), granularity='block'))": "ValueError: this one for each "
     "square",
     "p.t().view(-1)": "RuntimeError: view size is not compatible",
@@ -185,7 +185,7 @@ SPECS = {
     "weight={'format': 'E4M3', 'history': 20}": "ValueError: history=20 needs policy='delayed'",
     "weight={'format': 'E4M3', 'policy': 'delayed', 'history': 0}": "ValueError: history=0",
     "weight='E4M3', history=20": "ValueError: history=20 needs an operand with policy='delayed', and "
-    "operand",
+    "there is none",
     "weight='E4M3', rounding='splitt'": "ValueError: rounding='splitt' & did you mean 'split'",
     "activation={'format': 'E4M3', 'granularity': 'channel', 'policy': 'static'}": "ValueError: "
     "batch",
@@ -263,10 +263,10 @@ STATES = {
     "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0, 1])": "seed=-1",
     "_counter=zeros(2).long()": "counter has shape",
     "_remainder=zeros(4, 64)": "0.weight can't be put together & remainder is torch.float32",
-    "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files "
+    "_traits=None": "0.weight has a 0.weight_counter but no 0.weight_traits, as in files "
     "of earlier versions",
     "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say in which format",
-    "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but "
+    "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is in E5M2, but "
     "this layer's",
 }
 #: changes of a header of an earlier version
@@ -283,7 +283,7 @@ HEADERS = {
 }
 #: changes of the tensors of an earlier version
 TENSORS = {
-    "{'w': zeros(4, 64)}": "w holds torch.float32, and w_traits says codes",
+    "{'w': zeros(4, 64)}": "w holds torch.float32, but w_traits says codes",
     "{'w_scale': full((4, 1), -0.3)}": "scale holds -0.3",
     "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
 }
@@ -323,10 +323,10 @@ REFUSED |= {
     # states that are loaded
     **calls("plain.load_state_dict(state(plain, ...))", STATES, "RuntimeError: "),
     "of('E5M2', 'codes').load_state_dict(of('E4M3', 'codes').state_dict())": "RuntimeError: "
-    "lm_head.weight is of E4M3",
+    "lm_head.weight is in E4M3",
     "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: manifold "
-    "is of E5M2",
-    "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is of E4M3, but "
+    "is in E5M2",
+    "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is in E4M3, but "
     "this one is in E5M2",
     "FP8Manifold('E4M3').load_state_dict(FP8Manifold('E4M3', ones(2, 1)).state_dict())": "RuntimeError: "
     "size "
@@ -351,7 +351,7 @@ REFUSED |= {
     "layout_state_dict(exported, 'torchao', activations='E4M3')": "ValueError: "
     "layout='compressed-tensors', "
     "not",
-    "layout_state_dict(exported, 'torchao')": "ValueError: takes one for a tensor, a row or a "
+    "layout_state_dict(exported, 'torchao')": "ValueError: takes a scale for a tensor, a row or a "
     "block of 32",
     "layout_state_dict(half, 'fp8')": "ValueError: quantise with granularity='square'",
     "layout_state_dict(quantize_model(linear, 'E5M2', granularity='square'), 'fp8')": "ValueError: "
@@ -380,9 +380,9 @@ def test_what_is_not_allowed_is_known_without_a_model(formats, storage) -> None:
 @pytest.mark.parametrize(
     ("storage", "codes", "message"),
     [
-        ("codes", ("E5M2", "channel", (4, 4)), "'E5M2', 'channel'), and the layer's weight is"),
-        ("codes", ("E4M3", "tensor", (4, 4)), "'E4M3', 'tensor'), and the layer's weight is"),
-        ("codes", ("E4M3", "channel", (2, 4)), "(2, 4), 'E4M3', 'channel'), and the layer's"),
+        ("codes", ("E5M2", "channel", (4, 4)), "'E5M2', 'channel'), but the layer's weight has"),
+        ("codes", ("E4M3", "tensor", (4, 4)), "'E4M3', 'tensor'), but the layer's weight has"),
+        ("codes", ("E4M3", "channel", (2, 4)), "(2, 4), 'E4M3', 'channel'), but the layer's"),
         ("grid", ("E4M3", "channel", (4, 4)), "codes need storage='codes' and a weight format"),
         ("master", ("E4M3", "channel", (4, 4)), "codes need storage='codes' and a weight format"),
     ],

@@ -293,7 +293,7 @@ REFUSALS = {
         network,
         lambda m: torch.optim.SGD(m.parameters(), 0.1),
         ValueError,
-        "no gradient, and the update of SGD follows its magnitude",
+        "no gradient, and the update of SGD depends on its magnitude",
     ),
     "closure": (network, lambda m: torch.optim.LBFGS(m.parameters()), TypeError, "several losses"),
     "wrapper": (network, wrapped, TypeError, "pass that one, SGD"),
@@ -303,7 +303,7 @@ REFUSALS = {
         TypeError,
         "steps on manifolds",
     ),
-    "other parameters": (network, off_the_model, ValueError, "has no parameter of the model"),
+    "other parameters": (network, off_the_model, ValueError, "trains no parameter of the model"),
     "no optimizer": (network, lambda m: m, TypeError, "not Sequential"),
     "attribute": (
         network,

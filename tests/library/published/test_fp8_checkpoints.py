@@ -135,7 +135,7 @@ def test_a_conversion_that_is_not_known_is_refused(
     )
     mapping = importlib.import_module("transformers.conversion_mapping")
     monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [turned])
-    with refused(ValueError, "down_proj.weight", "by Transpose, which can't be read"):
+    with refused(ValueError, "down_proj.weight", "by Transpose, which is not supported"):
         load(folder)
 
 
@@ -415,7 +415,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     (
         "squares",
         lambda name, value: {name: value, name.replace("layers.0", "layers.7"): value.clone()},
-        "layers.7 & 'model.safetensors' & has no place in the model",
+        "model has no place for & layers.7 & 'model.safetensors'",
     ),
     (
         "rows",

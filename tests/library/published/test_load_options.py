@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "subfolder": ({"subfolder": "nowhere"}, FileNotFoundError, "has no folder 'nowhere'"),
     "unknown": ({"use_cash": True}, TypeError, "'use_cash' is neither an option & of LlamaConfig"),
     "more layers": ({"num_hidden_layers": 2}, ValueError, "the model has 'model.layers.1."),
-    "fewer layers": ({"num_hidden_layers": 0}, ValueError, "layers.0. & has no place in the"),
+    "fewer layers": ({"num_hidden_layers": 0}, ValueError, "has no place for & layers.0."),
 }
 
 

@@ -197,7 +197,7 @@ def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: b
         first, second = (quantized_net(name, seed).state_dict() for seed in (0, 1))
     averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
     old_weight = model[0].weight.detach().clone()
-    line = r"0\.weight holds torch\.float32, and 0\.weight_traits says codes, .* average decoded weights \(fm\.aver"
+    line = r"0\.weight holds torch\.float32, but 0\.weight_traits says codes, .* average decoded weights \(fm\.aver"
     with pytest.raises(RuntimeError, match=line):
         model.load_state_dict(averaged, strict=strict)
     assert torch.equal(model[0].weight.detach(), old_weight)

@@ -144,11 +144,11 @@ REFUSED: list[tuple[str, Change, str]] = [
         "'model.layers.2. & 'model-0000 & 'model.layers.2.inner. & layout='floats'",
     ),
     ("squares, shards", base_alone, "'lm_head.weight' & is no longer in the model"),
-    ("squares, shards", without_the_last_layer, "'model.layers.3. & no place in the model"),
-    ("squares, shards", without_a_layer_inside, "'model.layers.3. & no place in the model"),
+    ("squares, shards", without_the_last_layer, "'model.layers.3. & is no longer in the model"),
+    ("squares, shards", without_a_layer_inside, "'model.layers.3. & is no longer in the model"),
     ("squares, shards", with_a_parametrisation, "'lm_head.weight' & which has 'lm_head.param"),
-    ("squares, shards", with_a_head_more, "has 'score.weight' & layout='floats'"),
-    ("squares, tied", with_a_head_untied, "has 'lm_head.weight' & layout='floats'"),
+    ("squares, shards", with_a_head_more, "no place for 'score.weight' & layout='floats'"),
+    ("squares, tied", with_a_head_untied, "no place for 'lm_head.weight' & layout='floats'"),
 ]
 
 
@@ -223,7 +223,7 @@ def prompts() -> Any:
 ADAPTERS = [
     (lora, "q_proj' has an adapter of PEFT & merge_and_unload()"),
     (modules_to_save, "merge_and_unload()"),
-    (prompts, "has 'prompt_encoder.default.embedding.weight'"),
+    (prompts, "no place for 'prompt_encoder.default.embedding.weight'"),
 ]
 
 

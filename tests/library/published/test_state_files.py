@@ -106,7 +106,9 @@ def test_a_format_in_the_header_is_read_too(tmp_path: Path) -> None:
     tensors = by_hand("comfy_quant")
     del tensors["block.0.comfy_quant"]
     path = written(tensors, tmp_path, _quantization_metadata=json.dumps(layers))
-    with pytest.raises(ValueError, match=r"format 'nvfp4' of ComfyUI: .*float8_e4m3fn"):
+    with pytest.raises(
+        ValueError, match=r"ComfyUI's format 'nvfp4', which can't be read: .*float8_e4m3fn"
+    ):
         fm.files.load_state(path)
 
 
@@ -123,7 +125,7 @@ def of_another_format(tensors: dict[str, Tensor]) -> None:
     ("change", "message"),
     [
         (with_blocks, "which ComfyUI writes in the order of a kernel"),
-        (of_another_format, "the format 'int8_tensorwise' of ComfyUI"),
+        (of_another_format, "ComfyUI's format 'int8_tensorwise'"),
         (lambda tensors: tensors.pop("block.0.weight_scale"), "its scale is missing"),
     ],
     ids=["blocks", "another format", "no scale"],

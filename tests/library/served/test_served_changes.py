@@ -209,7 +209,7 @@ def test_a_tensor_that_is_not_contiguous_is_refused() -> None:
 def test_a_weight_in_codes_is_refused() -> None:
     weight = fm.FP8Tensor(torch.ones(4, 4), "E4M3")
     patch = patch_of(dtype=torch.float32, values=torch.tensor([7.0, 8.0]))
-    with pytest.raises(TypeError, match="'w' is a weight in codes"):
+    with pytest.raises(TypeError, match="'w' is a model's weight in codes"):
         fm.apply_changes({"w": weight}, [patch])
 
 

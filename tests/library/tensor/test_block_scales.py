@@ -183,7 +183,7 @@ def test_scales_that_were_cast_while_reading_are_refused(scale, cast, saved) -> 
         p = p.detach().set_scale_(scale)
     state = nn.ParameterDict({"w": p}).state_dict()
     state["w_scale"] = state["w_scale"].to(cast)
-    with pytest.raises(ValueError, match=f"w_scale is {cast}, and was {saved} when it was saved"):
+    with pytest.raises(ValueError, match=f"w_scale is {cast}, but was {saved} when it was saved"):
         fm.files.unflatten(state)
 
 
