@@ -223,7 +223,7 @@ def prompts() -> Any:
 ADAPTERS = [
     (lora, "q_proj' has an adapter of PEFT & merge_and_unload()"),
     (modules_to_save, "merge_and_unload()"),
-    (prompts, "no place for 'prompt_encoder.default.embedding.weight'"),
+    (prompts, "has 'prompt_encoder.default.embedding.weight'"),
 ]
 
 
