@@ -473,6 +473,7 @@ ARRAY: Final = Record(
     "Array",
     (
         Field("format", FORMAT),
+        # set from the arguments of a call: the rest may be the same for many arrays
         Field("input", "const void *"),
         Field("output", "void *"),
         # 0 for 1

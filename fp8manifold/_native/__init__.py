@@ -21,7 +21,7 @@ import torch
 from fp8manifold import _interface, formats
 from fp8manifold._native._sources import digest, header_text
 
-_WORTH_A_THREAD: Final = 65_536
+WORTH_A_THREAD: Final = 65_536
 """Elements for which starting a thread pays."""
 
 
@@ -76,13 +76,12 @@ def _load() -> _Loaded:
 
 def most_threads(elements: int) -> int:
     """Return how many threads are worth starting for so many elements, if torch has them."""
-    return elements // _WORTH_A_THREAD + 1
+    return elements // WORTH_A_THREAD + 1
 
 
 def threads_for(elements: int) -> int:
     """Return how many of torch's threads are worth starting for so many elements."""
-    # `most_threads`, without the call, as small arrays come often
-    return min(torch.get_num_threads(), elements // _WORTH_A_THREAD + 1)
+    return min(torch.get_num_threads(), most_threads(elements))
 
 
 def is_available() -> bool:
@@ -101,7 +100,7 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
         kernels.fp8manifold_round,
         kernels.fp8manifold_encode,
     ):
-        function.argtypes = (pointer, number)
+        function.argtypes = (pointer, pointer, pointer, pointer, number)
         function.restype = None
     kernels.fp8manifold_content.argtypes = (pointer, size, pointer)
     kernels.fp8manifold_content.restype = ctypes.c_uint64

@@ -15,6 +15,7 @@ for each of equal runs. Rounding is stochastic with a key, by draws from the pos
 ``offset`` on, and otherwise to nearest.
 """
 
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fp8manifold import _triton
 from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.float_bits import check_holds, working_dtype
 from fp8manifold._base.reading import refuse_trace
-from fp8manifold._native import library, threads_for
+from fp8manifold._native import WORTH_A_THREAD, library, threads_for
 from fp8manifold._numerics.codec import Rounding, round_block
 from fp8manifold._numerics.records import (
     ARRAY_STRUCT,
@@ -56,10 +57,40 @@ class _Draws(NamedTuple):
 def decode_by_kernel(
     codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32, scale: Tensor | None = None
 ) -> Tensor | None:
-    """Return ``scale * decode(codes)``."""
+    """Return ``scale * decode(codes)``.
+
+    A small layer's product takes no longer than what comes before it, in both passes. So
+    for few codes on a CPU this function asks by itself what `_run_kernel` and `_run_in_c`
+    would ask, and calls C.
+    """
     if dtype not in _VALUE_DTYPES or codes.dtype is not torch.uint8:
         return None
-    return _run_kernel("decode", codes, fmt, dtype, scale)
+    size = codes.numel()
+    if (
+        scale is None
+        or not 0 < size < WORTH_A_THREAD
+        or type(codes) not in _PLAIN_CLASSES
+        or type(scale) not in _PLAIN_CLASSES
+        or not (codes.is_cpu and scale.is_cpu and scale.dtype is torch.float32)
+        or not (codes.is_contiguous() and scale.is_contiguous())
+        or codes.is_neg()
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+    ):
+        return _run_kernel("decode", codes, fmt, dtype, scale)
+    kernels = library()
+    values = torch.empty_like(codes, dtype=dtype)
+    rows = scale.numel()
+    if kernels is None or type(values) is not Tensor or size % rows:
+        return None
+    record = _record(fmt, rows, size // rows, dtype, False, False)
+    try:
+        addresses = codes.data_ptr(), values.data_ptr(), scale.data_ptr()
+    except RuntimeError:
+        # raised in vmap and the other transforms
+        return None
+    kernels.fp8manifold_decode(record, *addresses, 1)
+    return values
 
 
 def spacings_by_kernel(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
@@ -179,18 +210,39 @@ def _run_in_c(
     # In a mode of torch's, such as that of fake tensors, the new tensor has no memory.
     if type(out) is not Tensor or kernels is None or x.numel() % rows:
         return None
+    length = x.numel() // rows
+    if draws is None:
+        record = _record(fmt, rows, length, dtype, rescale, spacing)
+    else:
+        record = _new_record(fmt, rows, length, dtype, rescale, spacing, draws)
+    scales = None if scale is None else scale.data_ptr()
+    run = getattr(kernels, f"fp8manifold_{kernel}")
+    run(record, x.data_ptr(), out.data_ptr(), scales, threads_for(x.numel()))
+    return out
+
+
+def _new_record(
+    fmt: FloatFormat,
+    rows: int,
+    length: int,
+    dtype: torch.dtype,
+    rescale: bool,
+    spacing: bool,
+    draws: _Draws | None = None,
+) -> bytes:
+    """Return the facts of arrays as C reads them, without the memory of one."""
     keys = _NO_KEYS
     position = 0
     if draws is not None:
         keys = KEYS_STRUCT.pack(*draws.round_keys, draws.phase)
         position = signed_word(draws.start)
-    values = {
+    facts = {
         "format": format_record(fmt),
-        "input": x.data_ptr(),
-        "output": out.data_ptr(),
-        "scale": 0 if scale is None else scale.data_ptr(),
+        "input": 0,
+        "output": 0,
+        "scale": 0,
         "rows": rows,
-        "length": x.numel() // rows,
+        "length": length,
         "shared": rows == 1,
         "stochastic": draws is not None,
         "rescale": rescale,
@@ -199,10 +251,11 @@ def _run_in_c(
         "keys": keys,
         "position": position,
     }
-    record = ARRAY_STRUCT.pack(*array_values(values))
-    run = getattr(kernels, f"fp8manifold_{kernel}")
-    run(record, threads_for(x.numel()))
-    return out
+    return ARRAY_STRUCT.pack(*array_values(facts))
+
+
+# without draws the facts are the same for many arrays
+_record: Final = lru_cache(maxsize=1024)(_new_record)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -39,6 +39,16 @@ static void take_share(const void *context, int part, int parts)
     }
 }
 
+/* Facts of arrays, with the memory of one. */
+static Array array_at(const Array *facts, const void *input, void *output, const float *scale)
+{
+    Array array = *facts;
+    array.input = input;
+    array.output = output;
+    array.scale = scale;
+    return array;
+}
+
 static void run(const Array *array, TakePiece take_piece, int threads)
 {
     const Work work = {array, take_piece};
@@ -114,9 +124,11 @@ CLONED static void decode_piece_bfloat16(const Array *array, int64_t start, int 
         out[i] = nearest_bfloat16(any_value(&format, codes[i]) * scale);
 }
 
-EXPORT void fp8manifold_decode(const Array *array, int threads)
+EXPORT void fp8manifold_decode(const Array *facts, const void *input, void *output,
+                               const float *scale, int threads)
 {
-    run(array, array->bfloat16 ? decode_piece_bfloat16 : decode_piece, threads);
+    const Array array = array_at(facts, input, output, scale);
+    run(&array, array.bfloat16 ? decode_piece_bfloat16 : decode_piece, threads);
 }
 
 /* ---------------------------------------------------------------------------- round */
@@ -158,12 +170,14 @@ CLONED static void round_stochastic_scaled(const Array *array, int64_t start, in
     round_piece(array, start, n, scale, 1, 1);
 }
 
-EXPORT void fp8manifold_round(const Array *array, int threads)
+EXPORT void fp8manifold_round(const Array *facts, const void *input, void *output,
+                              const float *scale, int threads)
 {
-    if (array->scale)
-        run(array, array->stochastic ? round_stochastic_scaled : round_nearest_scaled, threads);
+    const Array array = array_at(facts, input, output, scale);
+    if (scale)
+        run(&array, array.stochastic ? round_stochastic_scaled : round_nearest_scaled, threads);
     else
-        run(array, array->stochastic ? round_stochastic : round_nearest, threads);
+        run(&array, array.stochastic ? round_stochastic : round_nearest, threads);
 }
 
 /* --------------------------------------------------------------------------- encode */
@@ -201,13 +215,15 @@ CLONED static void encode_stochastic_fixed(const Array *array, int64_t start, in
     encode_piece(array, start, n, 1, 1);
 }
 
-EXPORT void fp8manifold_encode(const Array *array, int threads)
+EXPORT void fp8manifold_encode(const Array *facts, const void *input, void *output,
+                               const float *scale, int threads)
 {
-    const int fixed_point = in_fixed_point(&array->format, array->format.mantissa_bits);
-    if (!array->stochastic)
-        run(array, encode_nearest, threads);
+    const Array array = array_at(facts, input, output, scale);
+    const int fixed_point = in_fixed_point(&array.format, array.format.mantissa_bits);
+    if (!array.stochastic)
+        run(&array, encode_nearest, threads);
     else
-        run(array, fixed_point ? encode_stochastic_fixed : encode_stochastic, threads);
+        run(&array, fixed_point ? encode_stochastic_fixed : encode_stochastic, threads);
 }
 
 /* -------------------------------------------------------------------------- content */

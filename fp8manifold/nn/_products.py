@@ -73,7 +73,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = _dtype_of_codes(x, weight, bias) if isinstance(weight, FP8Tensor) else None
     if dtype is None:
         return F.linear(x, weight, bias)
-    result: Tensor = _CodesLinear.apply(_CAST[dtype](x), weight, bias)
+    if x.dtype is not dtype:
+        x = _CAST[dtype](x)
+    result: Tensor = _CodesLinear.apply(x, weight, bias)
     return result
 
 
@@ -84,7 +86,7 @@ def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.
     """
     if not _is_simple(x, weight):
         return None
-    device = "cuda" if x.is_cuda else "cpu"
+    device = "cpu" if x.is_cpu else "cuda"
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return dtype if dtype in DTYPES else None
@@ -144,38 +146,49 @@ class _CodesLinear(torch.autograd.Function):
         dtype = x.dtype
         if bias is not None:
             ctx.bias_dtype = bias.dtype
-            bias = _CAST[dtype](bias)
+            if bias.dtype is not dtype:
+                bias = _CAST[dtype](bias)
         return F.linear(x, _values(weight, dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
         (gradient,) = gradients
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        shape = x.shape
-        rows = x
-        is_batch = len(shape) > 2
-        if is_batch:
-            rows = x.reshape(-1, shape[-1])
-            gradient = gradient.reshape(-1, gradient.shape[-1])
-        for_x = None
-        for_weight = None
+        rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
+        # not in a context that does nothing: it takes a small layer as long as a product
+        if torch.is_autocast_enabled("cpu" if rows.is_cpu else "cuda"):
+            with outside_autocast(rows):
+                for_x, for_weight = _gradients_of_product(ctx, rows)
+        else:
+            for_x, for_weight = _gradients_of_product(ctx, rows)
         for_bias = None
-        with outside_autocast(x):
-            if needs_x:
-                # a second derivative needs the weight itself
-                is_differentiated = torch.is_grad_enabled()
-                values = weight.to(x.dtype) if is_differentiated else _values(weight, x.dtype)
-                for_x = torch.mm(gradient, values)
-                # freed before the weight's gradient, which is as large
-                del values
-                if is_batch:
-                    for_x = for_x.view(shape)
-            if needs_weight:
-                for_weight = _CAST[weight.dtype](torch.mm(gradient.t(), rows))
-        if needs_bias:
-            for_bias = _CAST[ctx.bias_dtype](gradient.sum(0))
+        if ctx.needs_input_grad[2]:
+            for_bias = rows.sum(0)
+            if for_bias.dtype is not ctx.bias_dtype:
+                for_bias = _CAST[ctx.bias_dtype](for_bias)
         return for_x, for_weight, for_bias
+
+
+def _gradients_of_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight by that of the output, as a matrix."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    for_x = None
+    for_weight = None
+    if needs_x:
+        # a second derivative needs the weight itself
+        is_differentiated = torch.is_grad_enabled()
+        values = weight.to(x.dtype) if is_differentiated else _values(weight, x.dtype)
+        for_x = torch.mm(gradient, values)
+        # freed before the weight's gradient, which is as large
+        del values
+        if x.dim() > 2:
+            for_x = for_x.view(x.shape)
+    if needs_weight:
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        for_weight = torch.mm(gradient.t(), rows)
+        if for_weight.dtype is not weight.dtype:
+            for_weight = _CAST[weight.dtype](for_weight)
+    return for_x, for_weight
 
 
 def linear_with_rounded_gradients(
