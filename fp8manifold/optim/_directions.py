@@ -4,8 +4,8 @@ A direction is a pure function of one parameter's gradient and moments::
 
     descend(gradient, moments, numbers) -> Descent(direction, moments after the step)
 
-``numbers`` are the floats of this step by name (``beta1``, ``rate``, ...): an optimizer
-computes them in Python (``_numbers``), so that no direction knows of options or
+``numbers`` are the floats of this step by name (``beta1``, ``rate``, ...):
+`_step_numbers.py` computes them in Python, so that no direction knows of options or
 schedules. They travel to C and to a GPU's kernels as one row in the order of `NUMBERS`
 (``_interface.py``).
 
