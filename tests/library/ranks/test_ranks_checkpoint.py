@@ -408,7 +408,7 @@ def test_names_shapes_and_places_count(change):
 def test_what_has_no_digest_is_refused():
     with pytest.raises(ValueError, match=r"no digest: save state\['digest'\] ="):
         check_digest(plain_state())
-    with pytest.raises(TypeError, match=r"state entry 'a/b' is of object"):
+    with pytest.raises(TypeError, match=r"state entry 'a/b' has type object"):
         digest({"a": {"b": object()}})
 
 
