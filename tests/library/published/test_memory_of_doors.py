@@ -20,8 +20,12 @@ pytestmark = [
         reason="Linux alone says how large a process was",
     ),
 ]
-LITTLE = 2**23
-"""Bytes: pieces of a megabyte, and what glibc keeps of them."""
+LITTLE = 12 * 2**20
+"""Bytes: pieces of a megabyte, and what glibc keeps of them.
+
+It keeps most in a process whose heap has many holes, as after thousands of other tests: there
+what was freed is seldom taken again, and 9 MB more were measured. All floats are twice this.
+"""
 
 
 def llama(scale: int) -> Any:
