@@ -21,7 +21,7 @@ from nanogpt_bench.system.files import locked
 #: what is said of a folder, the file that is changed in it, and how
 CHANGES = {
     "'train.bin' without a meta.json": ("meta.json", gone()),
-    "'train.bin' with a meta.json that can't be read,": ("meta.json", GARBAGE["half"]),
+    "'train.bin' with a meta.json that can't be read:": ("meta.json", GARBAGE["half"]),
     "'val.bin' with another sha256 than its meta.json gives": ("val.bin", GARBAGE["zeros"]),
     "'train.labels.bin', which its meta.json does not list": ("train.labels.bin", Path.touch),
     "'val.bin', which is not an ordinary file": ("val.bin", GARBAGE["folder"]),
