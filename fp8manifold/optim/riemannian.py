@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold import _geoopt_import
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._geoopt_import import load_geoopt
 from fp8manifold._interface import Geometry, MomentStorage
@@ -198,10 +199,10 @@ class Riemannian(ManifoldOptimizer):
         """
         if slot.share is None:
             parameter: Any = slot.parameter
-            # Asked in every step: a plan does not compare it.
-            manifold = getattr(parameter, "manifold", None)
-            if manifold is None:
-                manifold = _euclidean()
+            # Asked in every step: a plan does not compare it. An ordinary parameter may have
+            # such an attribute of the user's.
+            is_point = isinstance(parameter, _geoopt_import.tensor_kind)
+            manifold = (parameter.manifold if is_point else None) or _euclidean()
             moved = self._step_by_geoopt(slot, slot.parameter, slot.state, manifold)
             _store_floats(slot, slot.parameter, moved)
             return

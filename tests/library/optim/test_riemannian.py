@@ -484,3 +484,19 @@ def test_a_manifold_that_is_given_between_planned_steps_counts(kind):
         optimizer.step()
         on_sphere = abs(point.norm().item() - 1) < 1e-6
         assert on_sphere == isinstance(manifold, geoopt.Sphere)
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_an_attribute_of_an_ordinary_parameter_is_no_manifold(kind):
+    """Whoever else writes it there: the step is that of Euclidean space."""
+    ends = []
+    for name in ("manifold", "other"):
+        codes = fm.FP8Parameter(torch.full((4, 4), 0.5), "E4M3")
+        ordinary = nn.Parameter(torch.full((4,), 0.5))
+        setattr(ordinary, name, geoopt.Sphere())
+        optimizer = kind([codes, ordinary], lr=0.5, float_lr=0.1)
+        for _ in range(4):
+            codes.grad, ordinary.grad = torch.ones(4, 4), torch.ones(4)
+            optimizer.step()
+        ends.append(ordinary.detach())
+    assert torch.equal(*ends)
