@@ -7,10 +7,12 @@ parser, and settings of a run, which any command of `TAKE_SETTINGS` takes.
 
 import argparse
 import io
+import os
+import select
 import signal
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -112,16 +114,38 @@ def _guarded(words: list[str]) -> int:
         say(f"nanogpt-bench: error: {BenchError(f'{text!r} is not UTF-8; give UTF-8 text')}")
         return USAGE_ERROR
     except OSError as error:
-        message = disk_failure(error)
-        if message is not None:
-            say(f"nanogpt-bench: error: {BenchError(message)}")
-            return FAILED
-        message = str(error.strerror or error)
-        if error.filename is not None:
-            # for example a path too long for a file
-            message = f"{error.filename!r}: {message}"
+        return _end_by(error, say)
+
+
+def _end_by(error: OSError, say: Callable[[str], None]) -> int:
+    """Print an error of the system in one line, and return its exit code."""
+    if isinstance(error, BrokenPipeError) and _drop_unread_output():
+        return INTERRUPTED + signal.SIGPIPE
+    message = disk_failure(error)
+    if message is not None:
         say(f"nanogpt-bench: error: {BenchError(message)}")
-        return USAGE_ERROR
+        return FAILED
+    message = str(error.strerror or error)
+    if error.filename is not None:
+        # for example a path too long for a file
+        message = f"{error.filename!r}: {message}"
+    say(f"nanogpt-bench: error: {BenchError(message)}")
+    return USAGE_ERROR
+
+
+def _drop_unread_output() -> bool:
+    """Return whether nobody reads the output any more, as after `head`.
+
+    What is still to be written goes nowhere then: Python would complain of it at its end.
+    """
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    # without events to wait for, only errors are told: of a pipe, that nobody reads it
+    poll.register(output, 0)
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _dispatch(words: list[str]) -> int:

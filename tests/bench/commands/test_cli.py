@@ -3,7 +3,10 @@
 Exit codes, one-line errors, files, and where a user stumbles.
 """
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +67,32 @@ def test_help_and_wrong_options_load_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
+
+
+def test_a_reader_may_leave_before_the_end_of_the_output():
+    """As `head` does: nothing is said of it, and the exit code is that of its signal."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "nanogpt_bench", "run", "--defaults"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_of_another_kind_is_said(monkeypatch, capsys):
+    def lose_a_worker(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("nanogpt_bench.cli._dispatch", lose_a_worker)
+    with open(os.devnull, "w", encoding="utf-8") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["verify"]) == 2
+    assert capsys.readouterr().err == "nanogpt-bench: error: Broken pipe\n"
 
 
 def test_prepare_then_run_and_runs_without_a_name_are_numbered(text_file, capsys):
