@@ -107,7 +107,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **_EXPONENT,
         "lr": 0.1,
         "momentum": 0.0,
-        "weight_decay": 0.1,
+        # as torch's: its rates are fifty times AdamW's, and a decay is multiplied by them
+        "weight_decay": 0.0,
     },
     OptimizerName.RIEMANNIAN_ADAM: {**_ADAM, "lr": 0.5, "float_lr": 1e-3, "retraction": None},
     OptimizerName.RIEMANNIAN_SGD: {**_SGD, "lr": 2e4, "float_lr": 0.1, "retraction": None},
