@@ -485,8 +485,6 @@ ARRAY: Final = Record(
         Field("stochastic", "int32_t"),
         Field("rescale", "int32_t"),
         Field("bfloat16", "int32_t"),
-        # decode: the spacings at the values in place of the values
-        Field("spacing", "int32_t"),
         Field("keys", KEYS),
         # of the first element
         Field("position", "uint32_t"),

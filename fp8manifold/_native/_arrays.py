@@ -83,7 +83,7 @@ def decode_by_kernel(
     rows = scale.numel()
     if kernels is None or type(values) is not Tensor or size % rows:
         return None
-    record = _record(fmt, rows, size // rows, dtype, False, False)
+    record = _record(fmt, rows, size // rows, dtype, False)
     try:
         addresses = codes.data_ptr(), values.data_ptr(), scale.data_ptr()
     except RuntimeError:
@@ -91,11 +91,6 @@ def decode_by_kernel(
         return None
     kernels.fp8manifold_decode(record, *addresses, 1)
     return values
-
-
-def spacings_by_kernel(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
-    """Return ``scale * ulp(decode(codes))``, float32."""
-    return _run_kernel("decode", codes, fmt, torch.float32, scale, spacing=True)
 
 
 def round_by_kernel(
@@ -153,6 +148,21 @@ def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
     return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), keys))
 
 
+def exponents_by_kernel(codes: Tensor, fmt: FloatFormat, rows: int) -> Tensor | None:
+    """Return how many codes have each exponent field, (rows, 2^E) int64; on a CPU only."""
+    kernels = library()
+    if kernels is None or not codes.numel() or not is_plain(codes):
+        return None
+    codes = codes.detach().contiguous()
+    counts = torch.empty(rows, 1 << fmt.exponent_bits, dtype=torch.int64)
+    if type(counts) is not Tensor:
+        return None
+    record = _record(fmt, rows, codes.numel() // rows, torch.float32, False)
+    threads = threads_for(codes.numel())
+    kernels.fp8manifold_exponents(record, codes.data_ptr(), counts.data_ptr(), threads)
+    return counts
+
+
 def _run_kernel(
     kernel: Kernel,
     x: Tensor,
@@ -163,7 +173,6 @@ def _run_kernel(
     offset: int = 0,
     *,
     rescale: bool = False,
-    spacing: bool = False,
 ) -> Tensor | None:
     """Run a kernel over an array; its result has ``dtype``."""
     # Positions of draws count up to 2^32 under one set of round keys.
@@ -182,14 +191,14 @@ def _run_kernel(
     if key is not None:
         draws = _Draws(round_keys(key.words, high), key.phase, low)
     if x.is_cpu:
-        return _run_in_c(kernel, x, fmt, dtype, scale, draws, rescale=rescale, spacing=spacing)
+        return _run_in_c(kernel, x, fmt, dtype, scale, draws, rescale=rescale)
     if not x.is_cuda or not _triton.is_available():
         return None
     keys = None
     if draws is not None:
         first, second, third = draws.round_keys
         keys = (signed_word(first + draws.start), second, third, draws.phase)
-    return array_on_gpu(kernel, x, fmt, dtype, scale, keys, rescale=rescale, spacing=spacing)
+    return array_on_gpu(kernel, x, fmt, dtype, scale, keys, rescale=rescale)
 
 
 def _run_in_c(
@@ -201,7 +210,6 @@ def _run_in_c(
     draws: _Draws | None,
     *,
     rescale: bool,
-    spacing: bool,
 ) -> Tensor | None:
     """Run a kernel over a contiguous array of the CPU."""
     kernels = library()
@@ -212,9 +220,9 @@ def _run_in_c(
         return None
     length = x.numel() // rows
     if draws is None:
-        record = _record(fmt, rows, length, dtype, rescale, spacing)
+        record = _record(fmt, rows, length, dtype, rescale)
     else:
-        record = _new_record(fmt, rows, length, dtype, rescale, spacing, draws)
+        record = _new_record(fmt, rows, length, dtype, rescale, draws)
     scales = None if scale is None else scale.data_ptr()
     run = getattr(kernels, f"fp8manifold_{kernel}")
     run(record, x.data_ptr(), out.data_ptr(), scales, threads_for(x.numel()))
@@ -227,7 +235,6 @@ def _new_record(
     length: int,
     dtype: torch.dtype,
     rescale: bool,
-    spacing: bool,
     draws: _Draws | None = None,
 ) -> bytes:
     """Return the facts of arrays as C reads them, without the memory of one."""
@@ -247,7 +254,6 @@ def _new_record(
         "stochastic": draws is not None,
         "rescale": rescale,
         "bfloat16": dtype is torch.bfloat16,
-        "spacing": spacing,
         "keys": keys,
         "position": position,
     }

@@ -2,7 +2,8 @@
  *
  *     array (rows x length)  ->  rows, or one row if all share a scale
  *       -> pieces of up to 16384 elements under one scale  ->  threads
- *         -> one loop: decode, round or encode */
+ *         -> one loop: decode, round or encode
+ *       -> rows  ->  threads  ->  exponent fields of codes, counted */
 #include <math.h>
 #include <stddef.h>
 
@@ -84,13 +85,8 @@ CLONED static void fill_table(const Array *array, float scale, float *restrict t
 {
     const Format format = array->format;
     const int32_t code_mask = 2 * format.sign_bit - 1;
-    if (array->spacing) {
-        for (int32_t code = 0; code < 256; code++)
-            table[code] = decode_code(&format, code & code_mask).ulp * scale;
-    } else {
-        for (int32_t code = 0; code < 256; code++)
-            table[code] = any_value(&format, code & code_mask) * scale;
-    }
+    for (int32_t code = 0; code < 256; code++)
+        table[code] = any_value(&format, code & code_mask) * scale;
 }
 
 static void look_up(const uint8_t *restrict codes, const float *restrict table,
@@ -104,7 +100,7 @@ CLONED static void decode_piece(const Array *array, int64_t start, int n, float 
 {
     const uint8_t *codes = (const uint8_t *)array->input + start;
     float *restrict out = (float *)array->output + start;
-    if (n >= WORTH_A_TABLE || array->spacing) {
+    if (n >= WORTH_A_TABLE) {
         float table[256];
         fill_table(array, scale, table);
         look_up(codes, table, out, n);
@@ -224,6 +220,60 @@ EXPORT void fp8manifold_encode(const Array *facts, const void *input, void *outp
         run(&array, encode_nearest, threads);
     else
         run(&array, fixed_point ? encode_stochastic_fixed : encode_stochastic, threads);
+}
+
+/* ----------------------------------------------------------------- exponents of codes */
+typedef struct {
+    const uint8_t *codes;
+    int64_t rows, length;
+    int32_t mantissa_bits, fields;
+    int64_t *counts; /* of each field, row by row */
+} Exponents;
+
+/* Neighbours are counted in tables of their own: a count in memory that has just been
+ * written is slow to read. */
+#define COUNTERS 4
+
+static void count_row(const Exponents *exponents, int64_t row)
+{
+    const uint8_t *codes = exponents->codes + row * exponents->length;
+    const int32_t mantissa_bits = exponents->mantissa_bits;
+    const int32_t fields = exponents->fields;
+    const int32_t mask = fields - 1; /* there are a power of two */
+    int64_t *counts = exponents->counts + row * fields;
+    int64_t tables[COUNTERS][128];
+    for (int table = 0; table < COUNTERS; table++)
+        memset(tables[table], 0, (size_t)fields * sizeof **tables);
+    for (int64_t i = 0; i < exponents->length; i++)
+        tables[i % COUNTERS][(codes[i] >> mantissa_bits) & mask]++;
+    for (int32_t field = 0; field < fields; field++) {
+        counts[field] = 0;
+        for (int table = 0; table < COUNTERS; table++)
+            counts[field] += tables[table][field];
+    }
+}
+
+static void count_rows(const void *context, int part, int parts)
+{
+    const Exponents *exponents = context;
+    const int64_t stop = exponents->rows * (part + 1) / parts;
+    for (int64_t row = exponents->rows * part / parts; row < stop; row++)
+        count_row(exponents, row);
+}
+
+/* How many codes of each row have each exponent field. */
+EXPORT void fp8manifold_exponents(const Array *facts, const uint8_t *codes, int64_t *counts,
+                                  int threads)
+{
+    const Exponents exponents = {
+        .codes = codes,
+        .rows = facts->rows,
+        .length = facts->length,
+        .mantissa_bits = facts->format.mantissa_bits,
+        .fields = facts->format.sign_bit >> facts->format.mantissa_bits,
+        .counts = counts,
+    };
+    run_in_threads(count_rows, &exponents, threads);
 }
 
 /* -------------------------------------------------------------------------- content */

@@ -20,7 +20,8 @@ with polynomials in ``+`` and ``*`` for the logarithm of a mantissa and for ``2^
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,13 +36,31 @@ from fp8manifold.formats import FloatFormat
 _PART_BITS = 26
 
 
-def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
-    """Return the mean of a field over all processes, in float64.
+@dataclass(frozen=True, eq=False)
+class Field:
+    """A stiffness field.
+
+    Attributes:
+        values: the stiffness in value, float32 or float64.
+        counts: how many weights have each value, int64; None for one each.
+    """
+
+    values: Tensor
+    counts: Tensor | None = None
+
+    def largest(self) -> Tensor:
+        """Return the largest value that a weight has, or 0 if there are no weights."""
+        values = self.values if self.counts is None else self.values[self.counts > 0]
+        return values.max() if values.numel() else values.new_zeros(())
+
+
+def reference_stiffness(field: Field, ranks: Ranks = ALONE) -> float:
+    """Return the mean of a field over all weights and processes, in float64.
 
     It is computed from integer sums: the same bits however the field is cut up.
     """
-    fields = float_bits(stiffness.dtype)
-    counts, *mantissa_sums = ranks.total(_sums_by_exponent(stiffness)).tolist()
+    fields = float_bits(field.values.dtype)
+    counts, *mantissa_sums = ranks.total(_sums_by_exponent(field)).tolist()
     terms = []
     for exponent_field, count in enumerate(counts):
         # A subnormal number, of exponent field 0, has no leading 1.
@@ -57,42 +76,71 @@ def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
     return mean or 2.0**-fields.bias
 
 
-def _sums_by_exponent(stiffness: Tensor) -> Tensor:
+def _sums_by_exponent(field: Field) -> Tensor:
     """Return sums (int64) over the values of each exponent field, one field a column.
 
-    Row 0 has the number of values. The rows below have the sums of their mantissas, in
+    Row 0 has the number of weights. The rows below have the sums of their mantissas, in
     parts of 26 bits from the lowest up.
     """
-    fields = float_bits(stiffness.dtype)
+    fields = float_bits(field.values.dtype)
     shifts = range(0, fields.mantissa_bits, _PART_BITS)
     sums = torch.zeros(
-        1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device
+        1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=field.values.device
     )
-    for piece in stiffness.flatten().split(block_on(stiffness.device)):
+    for piece, counts in _pieces(field):
         bits = piece.view(fields.integer)
         exponents = bits >> fields.mantissa_bits
         mantissas = bits - (exponents << fields.mantissa_bits)
-        sums[0] += torch.bincount(exponents, minlength=sums.shape[1])
+        sums[0] += _sums_by_place(exponents, None, counts, sums.shape[1])
         if bool(mantissas.any()):
             for row, shift in zip(sums[1:], shifts, strict=True):
-                part = ((mantissas >> shift) & ((1 << _PART_BITS) - 1)).double()
-                row += torch.bincount(exponents, part, sums.shape[1]).long()
+                part = (mantissas >> shift) & ((1 << _PART_BITS) - 1)
+                row += _sums_by_place(exponents, part, counts, sums.shape[1])
     return sums
 
 
+def _pieces(field: Field) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the values in pieces, each with its counts."""
+    length = block_on(field.values.device)
+    pieces = field.values.flatten().split(length)
+    if field.counts is None:
+        for piece in pieces:
+            yield piece, None
+    else:
+        yield from zip(pieces, field.counts.flatten().split(length), strict=True)
+
+
+def _sums_by_place(places: Tensor, x: Tensor | None, counts: Tensor | None, size: int) -> Tensor:
+    """Return the sums of whole numbers by place, exactly, int64.
+
+    Args:
+        places: where each is added, below ``size``.
+        x: the numbers, below 2^26; None for ones.
+        counts: how often each is added; None for once.
+        size: the number of places.
+    """
+    if counts is None:
+        # the fastest way; a piece's sums are exact in float64
+        return torch.bincount(places, None if x is None else x.double(), size).long()
+    total = counts if x is None else x * counts
+    return counts.new_zeros(size).index_add_(0, places, total)
+
+
 def bounded_share(
-    stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE
+    field: Field, reference: float, damping: float, clip: float, ranks: Ranks = ALONE
 ) -> float:
-    """Return the share of elements whose ratio is outside ``[damping, clip]``.
+    """Return the share of weights whose ratio is outside ``[damping, clip]``.
 
     They are counted over all processes.
     """
-    outside = torch.zeros((), dtype=torch.int64, device=stiffness.device)
-    for piece in stiffness.flatten().split(block_on(stiffness.device)):
+    outside = torch.zeros((), dtype=torch.int64, device=field.values.device)
+    total = torch.zeros_like(outside)
+    for piece, counts in _pieces(field):
         ratio = piece / reference
-        outside += ((ratio < damping) | (ratio > clip)).sum()
-    counts = torch.stack([outside, outside.new_tensor(stiffness.numel())])
-    outside_count, total_count = ranks.total(counts).tolist()
+        is_outside = (ratio < damping) | (ratio > clip)
+        outside += (is_outside if counts is None else is_outside * counts).sum()
+        total += piece.numel() if counts is None else counts.sum()
+    outside_count, total_count = ranks.total(torch.stack([outside, total])).tolist()
     share: float = outside_count / max(total_count, 1)
     return share
 

@@ -91,20 +91,13 @@ def decode_kernel(
     length,
     in_row,
     FORMAT: tl.constexpr,
-    SPACING: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Store ``scale * decode(codes)``, in float32 or bfloat16.
-
-    With SPACING store ``scale * ulp``.
-    """
+    """Store ``scale * decode(codes)``, in float32 or bfloat16."""
     offsets, mask, row_scale = _scaled_offsets(scale, rows, length, in_row, R, W)
     code = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) & (2 * FORMAT.sign_bit - 1)
-    if SPACING:
-        value = floats.magnitude_ulp(code & (FORMAT.sign_bit - 1), FORMAT, 0) * row_scale
-    else:
-        value = floats.any_value(code, FORMAT) * row_scale
+    value = floats.any_value(code, FORMAT) * row_scale
     if out.dtype.element_ty == tl.uint16:
         value = floats.nearest_bfloat16(value)
     tl.store(out + offsets, value, mask=mask)

@@ -40,7 +40,6 @@ def array_on_gpu(
     keys: tuple[int, ...] | None = None,
     *,
     rescale: bool = False,
-    spacing: bool = False,
 ) -> Tensor | None:
     """Run ``decode``, ``round`` or ``encode`` over a contiguous array.
 
@@ -55,7 +54,6 @@ def array_on_gpu(
         keys: three round keys and a phase, the first with the position of the first
             element added; None rounds to nearest.
         rescale: whether rounded values are multiplied by the scale again.
-        spacing: whether the spacings at codes are wanted in place of their values.
     """
     rows = 1 if scale is None else scale.numel()
     length, remainder = divmod(x.numel(), rows)
@@ -67,10 +65,8 @@ def array_on_gpu(
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = _one(x.device) if scale is None else scale
     arrays: tuple[Tensor, ...] = (_as_kernels_take(x), scales, _as_kernels_take(out))
-    constants: tuple[bool, ...]
-    if kernel == "decode":
-        constants = (spacing,)
-    else:
+    constants: tuple[bool, ...] = ()
+    if kernel != "decode":
         arrays = (*arrays, _words(keys, x.device))
         constants = (keys is not None,)
         if kernel == "encode":

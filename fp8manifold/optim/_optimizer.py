@@ -41,7 +41,12 @@ from torch import Tensor
 from fp8manifold._base.reading import PendingValues, eager_only
 from fp8manifold._base.replaced import MARK, refuse_replaced
 from fp8manifold._interface import MomentStorage, WeightStorage
-from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
+from fp8manifold._numerics.stiffness import (
+    Field,
+    bounded_share,
+    end_exponents,
+    reference_stiffness,
+)
 from fp8manifold._ranks import local_of
 from fp8manifold.optim import _checks, _state
 from fp8manifold.optim._agreement import in_every_process, is_distributed, watch_for_zero
@@ -59,11 +64,11 @@ from fp8manifold.optim._slot import (
     is_quantized,
     slot_of,
     stabilize,
-    stiffness_field,
 )
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._steady import is_steady, make_plan
 from fp8manifold.optim._step_numbers import check_lr
+from fp8manifold.optim._stiffness_fields import stiffness_field
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import PendingVerdict, count_verdict
 from fp8manifold.optim._writeback import rounds_at_random
@@ -589,13 +594,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _refresh(self, slot: Slot) -> None:
         """Compute S_ref of a parameter, and the share of its weights at a bound."""
-        stiffness = stiffness_field(slot, slot.spec.metric)
-        slot.state["reference"] = reference_stiffness(stiffness, slot.ranks)
-        slot.state["bounded"] = self._share_at_bounds(slot, stiffness, slot.state["reference"])
+        field = stiffness_field(slot, slot.spec.metric)
+        slot.state["reference"] = reference_stiffness(field, slot.ranks)
+        slot.state["bounded"] = self._share_at_bounds(slot, field, slot.state["reference"])
 
-    def _share_at_bounds(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+    def _share_at_bounds(self, slot: Slot, field: Field, reference: float) -> float:
         return bounded_share(
-            stiffness, reference, slot.group[self.damping_option], slot.group["clip"], slot.ranks
+            field, reference, slot.group[self.damping_option], slot.group["clip"], slot.ranks
         )
 
     def _take(self, slots: list[Slot]) -> None:

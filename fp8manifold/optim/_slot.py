@@ -31,12 +31,10 @@ from torch import Tensor
 from fp8manifold import _geoopt_import
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import PendingValues, read_cached, remember_value
-from fp8manifold._encoded.storage import expand_scale, number_of, run_length, runs_of
+from fp8manifold._encoded.storage import number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._interface import WeightStorage
-from fp8manifold._native._arrays import spacings_by_kernel
-from fp8manifold._numerics.charts import Metric, MetricName, chart_of
-from fp8manifold._numerics.codec import decode_with_specials, decode_with_ulp
+from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
@@ -514,21 +512,3 @@ def stabilize(slot: Slot) -> None:
     if manifold is not None:
         parameter.copy_(manifold.projx(parameter))
         slot.tensors["weight"], _ = _contiguous_values(parameter)
-
-
-def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
-    """Return the field S of a metric over all weights, in value."""
-    assert slot.fmt is not None
-    assert slot.scale is not None
-    if slot.storage == WeightStorage.CODES and metric == MetricName.ULP:
-        native = spacings_by_kernel(slot.weight, slot.fmt, slot.scale)
-        if native is not None:
-            return native
-        stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
-    else:
-        if slot.storage == WeightStorage.CODES:
-            x = decode_with_specials(slot.weight, slot.fmt)
-        else:
-            x = slot.weight.to(working_dtype(slot.weight)) / slot.scale
-        stiffness = chart_of(slot.fmt, metric).stiffness(x)
-    return stiffness * expand_scale(slot.scale, slot.block_size, slot.weight.shape)

@@ -14,8 +14,9 @@ The optimizer calls `new_stream` and `twins` when a state begins; `_adopted.py` 
 states of other optimizers.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -23,10 +24,13 @@ from torch import Tensor
 
 from fp8manifold._base.blocks import block_on
 from fp8manifold._base.reading import eager_only
+from fp8manifold._encoded.scaled import check_current
+from fp8manifold._encoded.storage import decode_runs
+from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._native._arrays import content
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._slot import stiffness_manifold_of
+from fp8manifold.optim._slot import scales_in_runs, stiffness_manifold_of
 from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 
@@ -70,12 +74,7 @@ def new_stream(
     seed, words = _seed_of(parameter), _seed_words(parameter)
     if draws or seed is not None:
         first = parameter if values is None else values
-        local = local_of(first)
-        if isinstance(local, FP8Tensor):
-            floats = local.dequantize()
-        else:
-            floats = local.detach().as_subclass(Tensor)
-        words += (_whole_word(first, floats, _VALUES),)
+        words += (_whole_word(first, local_of(first), _VALUES),)
         # A seed of 0 is the default: nobody has chosen it to draw the same bits again.
         has_chosen_seed = bool(seed)
         if alone and not has_chosen_seed and parameter.grad is not None:
@@ -119,11 +118,44 @@ def _whole_word(parameter: Tensor, local: Tensor, key: tuple[int, int, int]) -> 
     """Return the sum of :func:`content_word` over all processes that have a part."""
     share = share_of(parameter)
     if share is None:
-        return content_word(local, key)
-    word = content_word(local, key, share.offset)
+        return _word_of_pieces(local, key, 0)
+    word = _word_of_pieces(local, key, share.offset)
     # torch adds signed integers
     signed = torch.tensor([word - 2**64 if word >= 2**63 else word], device=local.device)
     return int(share.ranks.total(signed)) % 2**64
+
+
+def _word_of_pieces(local: Tensor, key: tuple[int, int, int], offset: int) -> int:
+    """Return :func:`content_word` of a tensor, of which only pieces are decoded."""
+    total = 0
+    for piece in _values_in_pieces(local):
+        total += content_word(piece, key, offset)
+        offset += piece.numel()
+    return total % 2**64
+
+
+def _values_in_pieces(local: Tensor) -> Iterator[Tensor]:
+    """Yield the values in their order: those of codes some runs at a time."""
+    if not isinstance(local, FP8Tensor):
+        yield local.detach().as_subclass(Tensor)
+        return
+    size = block_on(local.device)
+    if local.numel() <= size:
+        yield local.dequantize()
+        return
+    check_current(local)
+    kept_scale, _ = scales_in_runs(local)
+    scale = decoded_scale(kept_scale).flatten()
+    length = size
+    if len(scale) > 1:
+        run_length = local.numel() // len(scale)
+        runs = max(size // run_length, 1)
+        length = runs * run_length
+        scales = scale.split(runs)
+    else:
+        scales = itertools.repeat(scale)
+    for codes, some_scales in zip(local.codes.flatten().split(length), scales, strict=False):
+        yield decode_runs(codes, some_scales, local.format, local.dtype)
 
 
 @eager_only

@@ -14,6 +14,7 @@ state's ``unit``, and converted whenever ``S_ref`` is computed again.
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,18 +22,22 @@ import torch
 from torch import Tensor
 
 from fp8manifold import _geoopt_import
-from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._geoopt_import import load_geoopt
 from fp8manifold._interface import Geometry, MomentStorage
 from fp8manifold._numerics.charts import MetricName, Retraction
-from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness, stiffness_bounds
+from fp8manifold._numerics.stiffness import (
+    Field,
+    bounded_share,
+    reference_stiffness,
+    stiffness_bounds,
+)
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._checks import check_first_moment, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, is_quantized, stiffness_field
+from fp8manifold.optim._slot import Parameters, Slot, is_quantized
 from fp8manifold.optim._spec import BOUNDS
 from fp8manifold.optim._step_numbers import (
     age_of,
@@ -42,6 +47,7 @@ from fp8manifold.optim._step_numbers import (
     riemannian_sgd_numbers,
     sgd_direction_numbers,
 )
+from fp8manifold.optim._stiffness_fields import scale_of_values, stiffness_field
 from fp8manifold.optim._writeback import rounds_at_random, to_half
 from fp8manifold.optim.stiffness import check_momentum
 from fp8manifold.random_bits import Draws, draw_range
@@ -262,15 +268,14 @@ class Riemannian(ManifoldOptimizer):
         geometry = Geometry.TANGENT if is_straight else Geometry.EXPONENTIAL
         return {"direction": self.direction, "metric": slot.metric, "geometry": geometry}
 
-    def _share_at_bounds(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+    def _share_at_bounds(self, slot: Slot, field: Field, reference: float) -> float:
         if slot.metric != MetricName.ULP:
             return 0.0
         low, high = stiffness_bounds(reference, slot.group["damping"], slot.group["clip"])
-        assert slot.scale is not None
-        scale = expand_scale(slot.scale, slot.block_size, slot.weight.shape)
         # in [1, 2): the bounds are powers of two at a scale of a power of two
-        mantissa = torch.frexp(scale).mantissa * 2
-        return bounded_share(stiffness / mantissa, 1.0, low, high, slot.ranks)
+        mantissa = torch.frexp(scale_of_values(slot, field)).mantissa * 2
+        in_units = replace(field, values=field.values / mantissa)
+        return bounded_share(in_units, 1.0, low, high, slot.ranks)
 
     def _step_by_geoopt(
         self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: "geoopt.Manifold"
@@ -313,10 +318,9 @@ class Riemannian(ManifoldOptimizer):
         raise NotImplementedError
 
 
-def _largest_stiffness(slot: Slot, stiffness: Tensor) -> float:
+def _largest_stiffness(slot: Slot, field: Field) -> float:
     """Return the largest stiffness of a parameter, over all processes that have rows."""
-    largest = stiffness.max() if stiffness.numel() else stiffness.new_zeros(())
-    return float(slot.ranks.largest(largest))
+    return float(slot.ranks.largest(field.largest()))
 
 
 def _store_floats(slot: Slot, rows: Tensor, moved: Tensor) -> None:

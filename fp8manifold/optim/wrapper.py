@@ -24,7 +24,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.param_groups import parameters_of
 from fp8manifold._base.reading import eager_only
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
+from fp8manifold._numerics.stiffness import Field, power_of_ratio, reference_stiffness
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
@@ -381,7 +381,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         unit = manifold.scale.to(x.dtype)
         stiffness = chart_of(manifold.format, self.metric).stiffness(x / unit) * unit
         if parameter not in self.references or self.steps_taken % self.refresh_every == 0:
-            self.references[parameter] = reference_stiffness(stiffness)
+            self.references[parameter] = reference_stiffness(Field(stiffness))
         reference = self.references[parameter]
         return power_of_ratio(stiffness, reference, exponent, self.damping, self.clip) * scale
 

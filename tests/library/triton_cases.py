@@ -342,17 +342,6 @@ def test_decoded_arrays_are_those_of_native_code(name, scale, dtype):
     assert not different(values, expected.view(-1))
 
 
-@pytest.mark.parametrize("scale", ARRAY_SCALES.values(), ids=ARRAY_SCALES)
-@every_format
-def test_spacings_of_arrays_are_those_of_native_code(name, scale):
-    fmt = as_format(name)
-    codes = array_codes(fmt)
-    spacings = array_on_gpu(
-        "decode", codes.to(CARD), fmt, torch.float32, scale.to(CARD), spacing=True
-    )
-    assert not different(spacings, _arrays.spacings_by_kernel(codes, fmt, scale))
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_against_their_definition(name):
     fmt, scalar = as_format(name), Codes(as_format(name))

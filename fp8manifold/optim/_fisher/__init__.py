@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._interface import MomentStorage, StiffnessPower, WeightStorage
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
+from fp8manifold._numerics.stiffness import Field, power_of_ratio, reference_stiffness
 from fp8manifold.optim._checks import check_finite, options_in, refuse_sharded
 from fp8manifold.optim._fisher import nngeometry as fisher
-from fp8manifold.optim._slot import Parameters, Slot, stiffness_field
+from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._step_numbers import (
     Schedule,
     adam_numbers,
@@ -37,6 +37,7 @@ from fp8manifold.optim._step_numbers import (
     momentum_numbers,
     shared_numbers,
 )
+from fp8manifold.optim._stiffness_fields import stiffness_at_weights
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness import StiffnessOptimizer
 from fp8manifold.random_bits import Draws
@@ -360,10 +361,10 @@ class FisherNaturalGradient(StiffnessOptimizer):
         group = slot.group
         if slot.storage == WeightStorage.PLAIN or slot.power == 0:
             return torch.ones((), device=slot.device).expand(slot.weight.shape)
-        stiffness = stiffness_field(slot, group["metric"])
+        stiffness = stiffness_at_weights(slot, group["metric"])
         # the step that begins will renew S_ref, where that is due, and find the same one
         is_due = slot.steps_done % group["refresh_every"] == 0
-        reference = reference_stiffness(stiffness) if is_due else slot.state["reference"]
+        reference = reference_stiffness(Field(stiffness)) if is_due else slot.state["reference"]
         ratio = power_of_ratio(stiffness, reference, slot.power, group["floor"], group["clip"])
         assert isinstance(ratio, Tensor)
         return ratio.to(torch.float32).expand(slot.weight.shape)

@@ -1,21 +1,15 @@
-"""ulp, to_chart and from_chart: the code as a coordinate; and the mean of a stiffness
-field, counted in pieces.
-"""
+"""ulp, to_chart and from_chart: the code as a coordinate."""
 
 import math
-from fractions import Fraction
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds
-from optimizer_cases import normal, step_from
 
 import fp8manifold as fm
 from fp8manifold import reference
-from fp8manifold._base.blocks import BLOCK
-from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness
 
 pytestmark = pytest.mark.covering(2)
 #: of a test of three parameters every case stays in the default run
@@ -153,38 +147,3 @@ def test_results_keep_shapes_and_follow_strides(function, cut):
 def test_inputs_that_require_grad_give_the_same_numbers(function):
     x = torch.linspace(-3, 3, 60)
     assert torch.equal(function(x.clone().requires_grad_(), "E4M3").detach(), function(x, "E4M3"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [1, 100, BLOCK, 3 * BLOCK + 7])
-def test_the_mean_of_a_field_and_the_share_are_those_of_the_whole(count, dtype):
-    exponents = torch.randint(-20, 20, (count,), generator=torch.Generator().manual_seed(count))
-    x = torch.ldexp(torch.ones(count, dtype=dtype), exponents.to(dtype))
-    total = sum(Fraction(value) * int((x == value).sum()) for value in x.unique().tolist())
-    mean = float(total / count)
-    assert math.isclose(reference_stiffness(x), mean, rel_tol=2**-52)
-    ratio = x / mean
-    beyond = ((ratio < 0.1) | (ratio > 16.0)).sum().item()
-    assert bounded_share(x, mean, 0.1, 16.0) == beyond / count
-    # The last, in the last piece, becomes no power of two.
-    added = 0.5 * x[-1].item()
-    x[-1] *= 1.5
-    assert math.isclose(reference_stiffness(x), mean + added / count, rel_tol=2**-50)
-
-
-def test_a_first_step_counts_no_more_than_a_piece_at_once(monkeypatch):
-    """Exponents of a whole field, and their int64 copies, took 15 bytes a weight beside
-    the weight.
-    """
-    sizes = []
-    bincount = torch.bincount
-
-    def counted(x, *args, **keywords):
-        sizes.append(x.numel())
-        return bincount(x, *args, **keywords)
-
-    monkeypatch.setattr(torch, "bincount", counted)
-    p = fm.FP8Parameter(normal(600, 512, seed=1), "E4M3")
-    step_from(fm.optim.StiffnessAdamW([p], 1e-3, moments="8bit"), p, normal(600, 512, seed=2))
-    assert sum(sizes) == p.numel()
-    assert max(sizes) <= BLOCK
