@@ -128,7 +128,7 @@ RULES: dict[str, Rule] = {
         "weight, and state for rows and columns only",
         "stiffness_adafactor",
         "bf16-pure",
-        lr=0.1,
+        lr=0.05,
         stiffness=0.0,
     ),
     "bf16-adamw8bit": _on_floats(
@@ -206,12 +206,12 @@ RULES: dict[str, Rule] = {
         "Adafactor without momentum, everything in float32",
         "stiffness_adafactor",
         "float32",
-        lr=0.1,
+        lr=0.05,
         stiffness=0.0,
     ),
     "adafactor-stochastic": _one_byte(
         "stiffness_adafactor",
-        0.1,
+        0.05,
         "stochastic",
         "Adafactor without momentum, stochastic rounding: one byte per weight, and state for rows "
         "and columns only",

@@ -105,9 +105,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     OptimizerName.STIFFNESS_LION: {**_ADAM, **_EXPONENT, "lr": 2.5e-4},
     OptimizerName.STIFFNESS_ADAFACTOR: {
         **_EXPONENT,
-        "lr": 0.1,
+        "lr": 0.05,
         "momentum": 0.0,
-        # as torch's: its rates are fifty times AdamW's, and a decay is multiplied by them
+        # as torch's: its rates are some twenty times AdamW's, and a decay is multiplied by them
         "weight_decay": 0.0,
     },
     OptimizerName.RIEMANNIAN_ADAM: {**_ADAM, "lr": 0.5, "float_lr": 1e-3, "retraction": None},
