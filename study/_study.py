@@ -82,6 +82,11 @@ AGAINST = {
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
     "study_q26_adafactor": ("fp32", "adafactor"),
     "study_q26_bf16": ("bf16-adafactor",),
+    "study_q28_adafactor": ("adafactor", "fp32"),
+    "study_q20_e4m3": (
+        "E4M3 riemannian lr=0.5 retraction=exponential",
+        "E4M3 riemannian lr=1 retraction=exponential",
+    ),
     "study_q18_moments": (
         "muon",
         "E7M0 muon-stochastic-float noise=ulp",
@@ -117,6 +122,7 @@ ADDED_FILES = {
     "study_q16_sdnq": ("study_q16_muon",),
     "study_q26_adafactor": ("study_q26_lion",),
     "study_q26_bf16": ("study_q26_8bit",),
+    "study_q28_adafactor": ("study_q28_e2m5", "study_q28_adamw"),
 }
 
 
