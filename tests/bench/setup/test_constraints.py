@@ -150,7 +150,7 @@ def test_a_constraint_fills_in_what_it_calls_for():
     config = resolved(model__constraint="sphere", rule="riemannian", model__formats="{mlp: E4M3}")
     assert (config.model.storage, config.optimizer.lr, config.optimizer.weight_decay) == (
         "codes",
-        1.0,
+        0.5,
         0.1,
     )
 

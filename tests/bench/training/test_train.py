@@ -218,7 +218,7 @@ def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny):
         rates.append(
             (one_step(trainer, number).record["lr"], trainer.optimizer.param_groups[0]["lr"])
         )
-    assert rates == [(1.0, 1.0)] * 2 + [(0.5, 0.5)] * 2
+    assert rates == [(0.5, 0.5)] * 2 + [(0.25, 0.25)] * 2
 
 
 #: files of whose functions a run calls one, and files that it imports at all

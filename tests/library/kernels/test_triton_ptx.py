@@ -313,7 +313,7 @@ def test_whole_arrays(kernel, architecture, tmp_path):
         kernel
     ]
     constants = {
-        "decode": {"FORMAT": fmt, "SPACING": False, "R": 1, "W": 2048},
+        "decode": {"FORMAT": fmt, "R": 1, "W": 2048},
         "round": {
             "FORMAT": fmt,
             "STOCHASTIC": True,
