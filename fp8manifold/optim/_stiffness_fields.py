@@ -57,12 +57,14 @@ def scale_of_values(slot: Slot, field: Field) -> Tensor:
 
 
 def _counts(slot: Slot, metric: Metric) -> ExponentCounts | None:
+    """Return the counts of a slot's codes, or None where they would not save memory."""
     assert slot.fmt is not None
     assert slot.scale is not None
     if slot.storage != WeightStorage.CODES or metric != MetricName.ULP:
         return None
     runs = slot.scale.numel()
+    fields = 1 << slot.fmt.exponent_bits
     # an empty part of a parameter has no runs
-    if not runs or slot.weight.numel() < _SHORTEST_RUN * runs << slot.fmt.exponent_bits:
+    if not runs or slot.weight.numel() < _SHORTEST_RUN * fields * runs:
         return None
     return exponent_counts(slot.weight, slot.fmt, runs)

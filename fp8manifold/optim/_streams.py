@@ -14,7 +14,6 @@ The optimizer calls `new_stream` and `twins` when a state begins; `_adopted.py` 
 states of other optimizers.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -146,16 +145,16 @@ def _values_in_pieces(local: Tensor) -> Iterator[Tensor]:
     check_current(local)
     kept_scale, _ = scales_in_runs(local)
     scale = decoded_scale(kept_scale).flatten()
-    length = size
-    if len(scale) > 1:
-        run_length = local.numel() // len(scale)
-        runs = max(size // run_length, 1)
-        length = runs * run_length
-        scales = scale.split(runs)
-    else:
-        scales = itertools.repeat(scale)
-    for codes, some_scales in zip(local.codes.flatten().split(length), scales, strict=False):
-        yield decode_runs(codes, some_scales, local.format, local.dtype)
+    codes = local.codes.flatten()
+    if len(scale) == 1:
+        for piece in codes.split(size):
+            yield decode_runs(piece, scale, local.format, local.dtype)
+        return
+    run_length = len(codes) // len(scale)
+    runs = max(size // run_length, 1)
+    pieces = codes.split(runs * run_length)
+    for piece, some_scales in zip(pieces, scale.split(runs), strict=True):
+        yield decode_runs(piece, some_scales, local.format, local.dtype)
 
 
 @eager_only

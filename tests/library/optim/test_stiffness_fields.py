@@ -124,7 +124,7 @@ def test_a_field_of_codes_has_the_bits_of_one_number_for_each_weight(fmt, granul
     slot = slot_of_codes(fmt, granularity, factor)
     counted = stiffness_field(slot, MetricName.ULP)
     whole = Field(stiffness_at_weights(slot, MetricName.ULP))
-    # 384 weights of a row are too few for 2^7 fields, and so are 32 of a block for all but 2^3
+    # the 384 weights of a row are too few for 2^7 fields, and the 32 of a block for 2^4 or more
     length = slot.weight.numel() // slot.scale.numel()
     assert (counted.counts is not None) == (length >= 4 << fmt.exponent_bits)
     mean = reference_stiffness(whole)
