@@ -85,10 +85,11 @@ def where_tested(source: str) -> list[str]:
     ['tests/bench/monitors/test_attention_and_zones.py', 'nanogpt_bench/monitors/zones.py']
     >>> where_tested("fp8manifold/optim/_slot.py")[:-1]
     ['tests/library/optim', 'tests/test_public_signatures.py']
-    >>> where_tested("fp8manifold/optim/stiffness.py")[:3]  # doctest: +NORMALIZE_WHITESPACE
-    ['tests/library/optim/test_stiffness_adafactor.py',
-     'tests/library/optim/test_stiffness_adamw.py',
-     'tests/library/optim/test_stiffness_muon.py']
+    >>> tests = where_tested("fp8manifold/optim/stiffness.py")
+    >>> "tests/library/optim/test_stiffness_adamw.py" in tests
+    True
+    >>> "tests/library/optim/test_step_oracle.py" in tests
+    True
     """
     places = _most_specific(FOLDERS, source).split()
     if not places or not (ROOT / source).exists():
