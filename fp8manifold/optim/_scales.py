@@ -23,7 +23,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._interface import Geometry, StiffnessPower, WeightStorage
 from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_codes, split_codes
@@ -117,14 +116,14 @@ def _widen(slot: Slot) -> int:
     """
     tensor = _encoded(slot)
     old, fmt = tensor.scale, tensor.format
-    moving_codes = torch.where(_moving(slot), tensor.codes, 0)
-    largest = largest_magnitude(moving_codes, old, fmt, tensor.block_size)
+    is_full = _are_full(slot, tensor)
     if not old.dim():
-        largest = slot.ranks.largest(largest)
-    new = torch.where((largest >= old * fmt.max) & (old * 2 <= widest_scale(fmt)), old * 2, old)
-    count = int((new != old).sum())
+        is_full = slot.ranks.largest(is_full.to(torch.int32)).to(torch.bool)
+    doubles = is_full & (old * 2 <= widest_scale(fmt))
+    count = int(doubles.sum())
     if not count:
         return 0
+    new = torch.where(doubles, old * 2, old)
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info(
             "%s of shape %s saturates: %s", fmt.name, tuple(tensor.shape), describe_change(old, new)
@@ -135,19 +134,53 @@ def _widen(slot: Slot) -> int:
     return count
 
 
-def _moving(slot: Slot) -> Tensor:
-    """Return a mask of the weights whose gradient or first average is not 0."""
-    first = slot.spec.first_moment
-    shape = _encoded(slot).codes.shape
+def _are_full(slot: Slot, tensor: FP8Tensor) -> Tensor:
+    """Return a mask of the scales under which a moving weight is the format's largest.
+
+    Few weights are that large. Only theirs are looked up among gradients and averages, so
+    that the cost is that of one look at the codes.
+    """
+    codes, scale = tensor.codes, tensor.scale
+    is_full = torch.zeros(scale.shape, dtype=torch.bool, device=scale.device)
+    if not codes.numel():
+        return is_full
+    positions = _positions_of_largest(tensor)
+    positions = positions[_are_moving(slot, positions)]
+    indices = torch.arange(scale.numel(), device=scale.device).view(scale.shape)
+    in_runs = scales_in_runs(tensor, indices)[0]
+    index_by_row = row_view(in_runs, codes.shape, slot.view_in(blocks=False)).flatten()
+    width = codes.numel() // index_by_row.numel()
+    is_full.view(-1)[index_by_row[positions // width]] = True
+    return is_full
+
+
+def _positions_of_largest(tensor: FP8Tensor) -> Tensor:
+    """Return where, in the flattened codes, those of the largest magnitude are."""
+    fmt = tensor.format
+    magnitudes = torch.atleast_1d(tensor.codes & (fmt.sign_bit - 1))
+    width = magnitudes.shape[-1]
+    magnitudes = magnitudes.view(-1, width)
+    # the maximum of a row is found far sooner than a mask; codes of NaN are above it
+    rows = (magnitudes.amax(1) >= fmt.max_code).nonzero().flatten()
+    in_rows, columns = (magnitudes[rows] == fmt.max_code).nonzero(as_tuple=True)
+    positions: Tensor = rows[in_rows] * width + columns
+    return positions
+
+
+def _are_moving(slot: Slot, positions: Tensor) -> Tensor:
+    """Return a mask of the weights at some positions that a step moves.
+
+    Their gradient or first average is not 0.
+    """
     if "gradient" in slot.tensors:
         tensors: Mapping[str, Any] = slot.tensors
     else:
         # a plan of steady steps holds no tensors
         tensors = {**slot.state, "gradient": slot.parameter.grad}
-    moving = [tensors["gradient"]]
-    if first:
-        moving.append(tensors[first])
-    return torch.stack([_is_not_zero(tensor).view(shape) for tensor in moving]).any(0)
+    are_moving = _is_not_zero(tensors["gradient"].take(positions))
+    if slot.spec.first_moment:
+        are_moving |= _is_not_zero(tensors[slot.spec.first_moment].take(positions))
+    return are_moving
 
 
 def _is_not_zero(x: Tensor) -> Tensor:
