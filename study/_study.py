@@ -49,7 +49,15 @@ from matplotlib.figure import Figure
 
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported, read_export
-from nanogpt_bench.report.rows import Row, find_reference, references_by_label, row_label
+from nanogpt_bench.report.rows import (
+    Row,
+    counted_once,
+    find_reference,
+    references_by_label,
+    row_key,
+    row_label,
+    seed_of,
+)
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.plan import baseline_of
 
@@ -125,21 +133,42 @@ ADDED_FILES = {
     "study_q28_adafactor": ("study_q28_e2m5", "study_q28_adamw"),
 }
 
+#: files with runs of further seeds, made later, of another file's rows
+FURTHER_SEEDS = {"study_q19_map": ("study_q19_map_seeds",)}
+
 
 @cache
 def read_with_added_rows(path: Path) -> Exported:
-    """Read a results file with the rows and searches of the files added to it.
+    """Read a results file with the rows, seeds and searches of the files added to it.
 
     Of two rows with one label, the one of the earlier file counts. A file is read once:
     a table asks for the same one in every line.
     """
-    paths = [path, *(path.with_stem(name) for name in ADDED_FILES.get(path.stem, ()))]
-    files = [read_export(path) for path in paths if path.is_file()]
+    files = [read_export(path), *_read_all(path, ADDED_FILES)]
     rows: dict[str, Row] = {}
     for row in chain.from_iterable(file.rows for file in files):
         rows.setdefault(row.label, row)
+    for file in _read_all(path, FURTHER_SEEDS):
+        for row in file.rows:
+            rows[row.label] = _with_further_seeds(rows[row.label], row)
     tuning = tuple(chain.from_iterable(file.tuning for file in files))
     return replace(files[0], rows=tuple(rows.values()), tuning=tuning)
+
+
+def _read_all(path: Path, names: Mapping[str, Sequence[str]]) -> list[Exported]:
+    """Read the files beside a results file that a table names for it."""
+    paths = [path.with_stem(name) for name in names.get(path.stem, ())]
+    return [read_export(path) for path in paths if path.is_file()]
+
+
+def _with_further_seeds(row: Row, other: Row) -> Row:
+    """Return a row with the runs that another one of the same settings has beside it."""
+    runs = (*row.runs, *other.runs)
+    if len({row_key(run) for run in runs}) > 1:
+        raise ValueError(f"{row.label}: the runs of further seeds have other settings")
+    made = {seed_of(run) for run in runs}
+    missing = tuple(seed for seed in row.missing if seed not in made)
+    return counted_once(replace(row, runs=runs, missing=missing))
 
 
 def against_baseline(names: str, baseline: str) -> Iterator[tuple[str, list[Result]]]:
@@ -342,7 +371,7 @@ def _verdicts(name: str, file: Exported, against: Sequence[str]) -> str:
 def write_study(folder: Path, results: Path = RESULTS_FOLDER) -> None:
     """Write the tables and figures of every results file into the folder."""
     matplotlib.use("Agg")
-    added = set(chain.from_iterable(ADDED_FILES.values()))
+    added = {*chain.from_iterable((*ADDED_FILES.values(), *FURTHER_SEEDS.values()))}
     files = {}
     for path in sorted(results.glob("*.json")):
         if path.stem not in added:

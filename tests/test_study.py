@@ -50,6 +50,30 @@ def test_the_first_tables_and_pictures_are_drawn_from_the_results():
             assert f'="docs/_static/{path.name}"' in readme
 
 
+def test_seeds_made_later_join_the_rows_of_the_first(monkeypatch, tmp_path):
+    study = import_module("_study")
+    whole = json.loads((RESULTS / "study_q3.json").read_text(encoding="utf-8"))
+    seeds = sorted({entry["seed"] for entry in whole if entry["kind"] == "run"})
+    first = [entry for entry in whole if entry.get("seed", seeds[0]) == seeds[0]]
+    later = [entry for entry in whole if entry.get("seed") in seeds[1:]]
+    (tmp_path / "first.json").write_text(json.dumps(first), encoding="utf-8")
+    (tmp_path / "later.json").write_text(json.dumps(later), encoding="utf-8")
+    monkeypatch.setattr(study, "FURTHER_SEEDS", {"first": ("later",)})
+    joined = study.read_with_added_rows(tmp_path / "first.json")
+    rows = {row.label: row for row in read_export(RESULTS / "study_q3.json").rows}
+    assert len(seeds) > 1
+    for row in joined.rows:
+        assert [run.summary for run in row.runs] == [run.summary for run in rows[row.label].runs]
+    # at other settings a seed is no further one
+    for entry in later:
+        entry["config.optimizer.lr"] = 1.0
+    (tmp_path / "later.json").write_text(json.dumps(later), encoding="utf-8")
+    study.read_with_added_rows.cache_clear()
+    with pytest.raises(ValueError, match="have other settings"):
+        study.read_with_added_rows(tmp_path / "first.json")
+    study.read_with_added_rows.cache_clear()
+
+
 def test_a_map_has_the_mean_gap_of_every_layer_in_every_format():
     path, losses = RESULTS / "study_q3.json", {}
     for entry in json.loads(path.read_text(encoding="utf-8")):
