@@ -102,6 +102,8 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     ):
         function.argtypes = (pointer, pointer, pointer, pointer, number)
         function.restype = None
+    kernels.fp8manifold_rescale.argtypes = (pointer, pointer, pointer, pointer, number)
+    kernels.fp8manifold_rescale.restype = None
     kernels.fp8manifold_exponents.argtypes = (pointer, pointer, pointer, number)
     kernels.fp8manifold_exponents.restype = None
     kernels.fp8manifold_content.argtypes = (pointer, size, pointer)

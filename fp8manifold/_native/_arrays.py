@@ -163,6 +163,44 @@ def exponents_by_kernel(codes: Tensor, fmt: FloatFormat, rows: int) -> Tensor | 
     return counts
 
 
+def rescale_by_kernel(
+    codes: Tensor,
+    residual: Tensor | None,
+    fmt: FloatFormat,
+    factors: Tensor,
+    key: DrawKey,
+    offset: int,
+) -> bool:
+    """Multiply rows by their factors, rounded stochastically in place; on a CPU only.
+
+    Args:
+        codes: (rows, length).
+        residual: of the codes, int8, if they have some.
+        fmt: the format of the codes.
+        factors: float32; a row whose factor is 1 stays.
+        key: of the draws.
+        offset: the position of the first weight among all draws.
+
+    Returns:
+        False if the kernel can't serve.
+    """
+    kernels = library()
+    tensors = [codes, factors] if residual is None else [codes, factors, residual]
+    # Positions of draws count up to 2^32 under one set of round keys.
+    high, low = divmod(offset, 2**32)
+    if kernels is None or not 0 < codes.numel() <= 2**32 - low or factors.dtype != torch.float32:
+        return False
+    if not all(is_plain(x) and x.is_contiguous() for x in tensors):
+        return False
+    rows, length = codes.shape
+    draws = _Draws(round_keys(key.words, high), key.phase, low)
+    record = _new_record(fmt, rows, length, torch.float32, False, draws)
+    addresses = [None if x is None else x.data_ptr() for x in (codes, residual, factors)]
+    kernels.fp8manifold_rescale(record, *addresses, threads_for(codes.numel()))
+    torch.autograd.graph.increment_version(codes if residual is None else [codes, residual])
+    return True
+
+
 def _run_kernel(
     kernel: Kernel,
     x: Tensor,

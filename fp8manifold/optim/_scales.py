@@ -25,12 +25,11 @@ from torch import Tensor
 
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._interface import Geometry, StiffnessPower, WeightStorage
-from fp8manifold._numerics.codec import encode_finite, encode_signed, keep_nan_codes, split_codes
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
-from fp8manifold.optim._eager_step import block_noise, blocks_of, load_weights, row_of, step
+from fp8manifold.optim._eager_step import block_noise, blocks_of, row_of, step
+from fp8manifold.optim._rescaling import rescale_codes
 from fp8manifold.optim._slot import Slot, row_view, scales_in_runs
-from fp8manifold.random_bits import FOR_RESCALING, draw_of, words_at
 from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
 
@@ -129,7 +128,7 @@ def _widen(slot: Slot) -> int:
             "%s of shape %s saturates: %s", fmt.name, tuple(tensor.shape), describe_change(old, new)
         )
     if tensor.numel():
-        _rewrite(slot, scales_in_runs(tensor, new)[0])
+        rescale_codes(slot, scales_in_runs(tensor, new)[0])
     tensor.set_scale_(new)
     return count
 
@@ -187,39 +186,6 @@ def _is_not_zero(x: Tensor) -> Tensor:
     # codes of moments have a zero of either sign
     magnitude = (x & 0x7F) if x.dtype is torch.uint8 else x
     return magnitude != 0
-
-
-def _rewrite(slot: Slot, new: Tensor) -> None:
-    """Round the weights of every scale that changes to its new grid.
-
-    ``new`` has the new scales, as :func:`scales_in_runs` returns them.
-    """
-    fmt = slot.fmt
-    scale = slot.scale
-    view = slot.view_in(blocks=False)
-    bits = slot.spec.residual_bits
-    assert fmt is not None
-    assert scale is not None
-    codes = local_of(slot.parameter).codes
-    old_by_row = row_view(scale, codes.shape, view).reshape(-1, 1)
-    new_by_row = row_view(new, codes.shape, view).reshape(-1, 1)
-    rows = (old_by_row != new_by_row).flatten().nonzero().flatten()
-    weight = codes.view(len(old_by_row), -1)
-    arrays = {"weight": weight[rows]}
-    if bits:
-        residual = local_of(slot.state["residual"]).view(weight.shape)
-        arrays["residual"] = residual[rows]
-    x = load_weights(slot.spec, arrays, torch.float32).x * (old_by_row / new_by_row)[rows]
-    offset = 0 if slot.share is None else slot.share.offset
-    columns = torch.arange(weight.shape[1], device=x.device)
-    positions = (rows * weight.shape[1] + offset).unsqueeze(1) + columns
-    draws = draw_of(words_at(positions, (*slot.draw_words, FOR_RESCALING)))
-    if bits:
-        rounded, rest = split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, arrays["weight"])
-        residual[rows] = rest.to(torch.int8)
-    else:
-        rounded = encode_finite(x, fmt, draws)
-    weight[rows] = keep_nan_codes(rounded, arrays["weight"], fmt)
 
 
 def zero_scales(tensor: FP8Tensor) -> Tensor | None:
@@ -387,7 +353,7 @@ def narrow(slot: Slot) -> int:
     if bool((new == tensor.scale).all()) or lacks_residual:
         return 0
     if tensor.numel():
-        _rewrite(slot, scales_in_runs(tensor, new)[0])
+        rescale_codes(slot, scales_in_runs(tensor, new)[0])
     return counted_here(slot, _set_scale(slot, new, "has shrunk"))
 
 
