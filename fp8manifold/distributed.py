@@ -437,10 +437,11 @@ def _entry_sum(name: str, value: Any, ranks: Ranks) -> Tensor:
                 f"state entry {name!r} has type {type(value).__name__}: a tensor, number or string "
                 "is needed"
             )
-        return torch.tensor(_hash(name, value) if is_first else 0)
+        return torch.tensor(_hash(name, value) if is_first else 0, device="cpu")
     share = _row_share(value)
     local = local_of(value)
-    total = torch.tensor(_hash(name, tuple(value.shape), value.dtype) if is_first else 0)
+    first_part = _hash(name, tuple(value.shape), value.dtype) if is_first else 0
+    total = torch.tensor(first_part, device="cpu")
     if share is not None:
         begin = share.first_row * local.shape[1:].numel()
         return total + _sum_of_elements(_hash(name, ""), local, begin).cpu()

@@ -274,7 +274,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     fmt = as_format(fmt)
     check_codes(codes)
     # refuses other dtypes
-    working_dtype(torch.empty(0, dtype=dtype), "dtype")
+    working_dtype(torch.empty(0, dtype=dtype, device="cpu"), "dtype")
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel():
         code_count = 2 * fmt.sign_bit

@@ -211,6 +211,38 @@ def test_files_that_ship_compile_nothing():
     assert [path for path in paths if compiles(path)] == []
 
 
+#: functions of torch whose tensor is on the default device if no other is named
+FACTORIES = {"tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace"}
+FACTORIES |= {"rand", "randn", "randint", "randperm", "scalar_tensor"}
+
+
+def without_device(node, *, is_buffer=False):
+    """Yield calls that make a tensor on the default device, apart from modules' buffers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+            of_torch = ast.unparse(child.func.value) == "torch" and child.func.attr in FACTORIES
+            is_named = any(keyword.arg in ("device", None) for keyword in child.keywords)
+            if of_torch and not is_named and not is_buffer:
+                yield child
+            is_register = child.func.attr == "register_buffer"
+            yield from without_device(child, is_buffer=is_buffer or is_register)
+        else:
+            yield from without_device(child, is_buffer=is_buffer)
+
+
+def test_no_tensor_of_the_library_goes_to_the_default_device():
+    planted = (
+        "x.y(torch.zeros(3)); m.register_buffer('b', torch.ones(())); torch.full((2,), 1, device=d)"
+    )
+    assert [call.func.attr for call in without_device(ast.parse(planted))] == ["zeros"]
+    # Native code would be given the address of another device's memory, or none.
+    found = []
+    for name, path in MODULES.items():
+        if name.startswith("fp8manifold"):
+            found += [f"{name}:{call.lineno}" for call in without_device(tree(path))]
+    assert not found
+
+
 def test_every_source_has_tests_and_every_test_a_source():
     for source in MODULES.values():
         *tests, itself = where_tested(source.relative_to(ROOT).as_posix())

@@ -124,7 +124,7 @@ class PendingValues:
         self._values = x
         self._arrival: torch.cuda.Event | None = None
         if x.is_cuda:
-            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
             self._values = host.copy_(x, non_blocking=True)
             self._arrival = torch.cuda.Event()
             self._arrival.record(torch.cuda.current_stream(x.device))

@@ -92,7 +92,9 @@ def _without_ties(
     """Return tensors without the further names of those that are tied."""
     # An element of its own for each, which transformers compares by its address.
     addresses = {
-        id(value): torch.empty(1) for value in tensors.values() if isinstance(value, Decoded)
+        id(value): torch.empty(1, device="cpu")
+        for value in tensors.values()
+        if isinstance(value, Decoded)
     }
     tokens = {name: addresses.get(id(value), value) for name, value in tensors.items()}
     kept: dict[str, Tensor | Decoded] = {}

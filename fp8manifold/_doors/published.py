@@ -676,7 +676,8 @@ def _tensors_written_with(
     in_settings = layout.published["kept"]
     header = layout.headers[name]
     if name in in_settings:
-        return {name: torch.tensor(in_settings[name], dtype=DTYPES_IN_FILES[header.dtype])}
+        dtype = DTYPES_IN_FILES[header.dtype]
+        return {name: torch.tensor(in_settings[name], dtype=dtype, device="cpu")}
     stored = layout.weight_of_tensor.get(name)
     place = layout.places.get(name if stored is None else stored.name)
     if place is None:

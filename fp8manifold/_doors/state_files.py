@@ -197,7 +197,7 @@ def save_state(state: Mapping[str, Tensor], path: str | Path, layout: str = "com
                 "layout='scaled_fp8' has one format for all weights, but the state has "
                 f"{len(dtypes)}: take layout='comfy_quant'"
             )
-        marker = {SCALED_FP8: ready(torch.empty(0, dtype=dtypes.pop()))}
+        marker = {SCALED_FP8: ready(torch.empty(0, dtype=dtypes.pop(), device="cpu"))}
         _refuse_taken(SCALED_FP8, marker, tensors)
         tensors |= marker
     _write_whole(Path(path), tensors)
@@ -247,7 +247,7 @@ def _tensors_of_weight(
     if layout is StateLayout.SCALED_FP8:
         return tensors | {f"{owner}{dot}scale_weight": ready(scale)}
     text = json.dumps({"format": str(dtype).removeprefix("torch.")}).encode()
-    marker = torch.tensor(list(text), dtype=torch.uint8)
+    marker = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     return tensors | {
         f"{name}_scale": ready(scale),
         f"{owner}{dot}{COMFY_QUANT}": ready(marker),

@@ -30,13 +30,12 @@ def exponent_counts(codes: Tensor, fmt: FloatFormat, runs: int) -> ExponentCount
     """Return the counts of ``runs`` equal runs of codes."""
     lowest = fmt.emin - fmt.mantissa_bits
     fields = range(1 << fmt.exponent_bits)
-    ulps = torch.tensor(
-        [2.0 ** (lowest + max(field - 1, 0)) for field in fields], dtype=torch.float32
-    )
+    spacings = [2.0 ** (lowest + max(field - 1, 0)) for field in fields]
+    ulps = torch.tensor(spacings, dtype=torch.float32, device=codes.device)
     counts = exponents_by_kernel(codes, fmt, runs)
     if counts is None:
         counts = counts_in_pieces(codes, fmt, runs)
-    return ExponentCounts(ulps.to(codes.device), counts)
+    return ExponentCounts(ulps, counts)
 
 
 def counts_in_pieces(codes: Tensor, fmt: FloatFormat, runs: int) -> Tensor:

@@ -154,7 +154,7 @@ def exponents_by_kernel(codes: Tensor, fmt: FloatFormat, rows: int) -> Tensor | 
     if kernels is None or not codes.numel() or not is_plain(codes):
         return None
     codes = codes.detach().contiguous()
-    counts = torch.empty(rows, 1 << fmt.exponent_bits, dtype=torch.int64)
+    counts = torch.empty(rows, 1 << fmt.exponent_bits, dtype=torch.int64, device=codes.device)
     if type(counts) is not Tensor:
         return None
     record = _record(fmt, rows, codes.numel() // rows, torch.float32, False)

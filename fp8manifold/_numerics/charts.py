@@ -211,7 +211,7 @@ class TabulatedChart(Chart):
     @cached_property
     def _table(self) -> _GapTable:
         positive = [value for value in self._format.values if value >= 0]
-        knots = torch.tensor(positive, dtype=torch.float64).unique()
+        knots = torch.tensor(positive, dtype=torch.float64, device="cpu").unique()
         middles = torch.cat([(knots[1:] + knots[:-1]) / 2, knots[-1:]])
         stiffness = _checked_stiffness(self._function(middles.clone(), self._format), middles)
         steps = knots.diff() / stiffness[:-1]

@@ -188,7 +188,7 @@ def decoded_gaps(stream: Tensor, count: int, size: int) -> Tensor | None:
         return None
     group, position = _groups(lengths)
     bits = (stream & (_MORE - 1)) << (_BITS * position)
-    gaps = torch.zeros(count, dtype=torch.int64).index_add_(0, group, bits)
+    gaps = torch.zeros(count, dtype=torch.int64, device=bits.device).index_add_(0, group, bits)
     if bool((gaps >= size).any()):
         return None
     indices = (gaps + 1).cumsum(0) - 1
@@ -198,6 +198,6 @@ def decoded_gaps(stream: Tensor, count: int, size: int) -> Tensor | None:
 
 def _groups(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each byte the number of its gap, and the place of the byte in it."""
-    group = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    group = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     starts = lengths.cumsum(0) - lengths
-    return group, torch.arange(len(group)) - starts[group]
+    return group, torch.arange(len(group), device=group.device) - starts[group]

@@ -477,7 +477,7 @@ def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
             entries["draws"],
         )
         traits.check()
-        return torch.tensor(_numbers_of(traits, floats=floats))
+        return torch.tensor(_numbers_of(traits, floats=floats), device="cpu")
     except (ValueError, TypeError, KeyError, StopIteration) as error:
         raise ValueError(
             f"{name!r} can't be put together from {line!r:.200}: {error!r:.200}"

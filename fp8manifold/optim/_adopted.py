@@ -46,7 +46,9 @@ _SHARED_OPTIONS: Final = ("params", "lr", "initial_lr", "eps", "weight_decay", "
 _ADAMW_OPTIONS: Final = (*_SHARED_OPTIONS, "betas")
 _ADAFACTOR_OPTIONS: Final = (*_SHARED_OPTIONS, "beta2_decay", "d")
 # decays are 1, all else is 0
-_NO_CHANGE: Final = {name: torch.tensor(float(name.startswith("beta"))) for name in NUMBERS}
+_NO_CHANGE: Final = {
+    name: torch.tensor(float(name.startswith("beta")), device="cpu") for name in NUMBERS
+}
 """Numbers of a step that leaves bounds as they are."""
 _HALF: Final = 0x8000_8000 - 2**32
 """The random word by which a moment is rounded to nearest: half of the odds."""
@@ -321,14 +323,14 @@ def _check_entry_of_torch(
 
 def _complete_entry(entry: dict[str, Any], parameter: Tensor, stream: int) -> None:
     """Add what an entry of torch's lacks, and store averages as a step of ours does."""
-    entry["step"] = torch.tensor(float(entry["step"]))
+    entry["step"] = torch.tensor(float(entry["step"]), device="cpu")
     entry["stream"] = stream
     dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
     for name in set(STATISTIC_NAMES) & entry.keys():
         entry[name] = entry[name].to(dtype)
     fields = slot_of({}, parameter, {}).grid_fields
     if fields is not None:
-        entry["grid"] = torch.tensor(fields)
+        entry["grid"] = torch.tensor(fields, device="cpu")
 
 
 def _spec_for(floats: dict[str, Tensor], group: dict[str, Any], moments: Any) -> Spec:
@@ -367,7 +369,7 @@ def _moments_in_floats(entry: dict[str, Any], group: dict[str, Any]) -> dict[str
     for name, value in moments.items():
         blocks = len(arrays[spec.bound_names[name]])
         arrays[name] = value.reshape(blocks, -1)
-    arrays |= moment_scales(spec, arrays, torch.zeros(1, 1), _NO_CHANGE)
+    arrays |= moment_scales(spec, arrays, torch.zeros(1, 1, device="cpu"), _NO_CHANGE)
     floats = load_moments(spec, arrays, torch.float32)
     return {name: value.reshape(moments[name].shape) for name, value in floats.items()}
 
@@ -392,7 +394,7 @@ def _moments_as_stored(
     if spec.fitted:
         arrays = fit_moment(values[spec.moment_names[0]])
     elif spec.blockwise:
-        arrays = moment_scales(spec, bounds, torch.zeros(1, 1), _NO_CHANGE)
+        arrays = moment_scales(spec, bounds, torch.zeros(1, 1, device="cpu"), _NO_CHANGE)
     device = next(iter(values.values())).device
     noise = torch.full(dims, _HALF, dtype=torch.int32, device=device)
     root = sqrt_exact(values["exp_avg_sq"]) if "exp_avg_sq" in values else None

@@ -17,6 +17,7 @@ When spacings change, S_ref is computed again. `ManifoldOptimizer._take` and
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -136,38 +137,32 @@ def _widen(slot: Slot) -> int:
 def _are_full(slot: Slot, tensor: FP8Tensor) -> Tensor:
     """Return a mask of the scales under which a moving weight is the format's largest.
 
-    Few weights are that large. Only theirs are looked up among gradients and averages, so
-    that the cost is that of one look at the codes.
+    Mostly few rows have such a weight. Gradients and averages are looked at in these
+    alone, so that the cost is that of one look at the codes.
     """
-    codes, scale = tensor.codes, tensor.scale
+    codes, scale, fmt = tensor.codes, tensor.scale, tensor.format
     is_full = torch.zeros(scale.shape, dtype=torch.bool, device=scale.device)
     if not codes.numel():
         return is_full
-    positions = _positions_of_largest(tensor)
-    positions = positions[_are_moving(slot, positions)]
+    width = codes.shape[-1] if codes.dim() else 1
+    magnitudes = (codes & (fmt.sign_bit - 1)).view(-1, width)
+    # codes of NaN are above the largest
+    rows = (magnitudes.amax(1) >= fmt.max_code).nonzero().flatten()
+    is_largest = (magnitudes[rows] == fmt.max_code) & _are_moving(slot, rows, width)
     indices = torch.arange(scale.numel(), device=scale.device).view(scale.shape)
     in_runs = scales_in_runs(tensor, indices)[0]
-    index_by_row = row_view(in_runs, codes.shape, slot.view_in(blocks=False)).flatten()
-    width = codes.numel() // index_by_row.numel()
-    is_full.view(-1)[index_by_row[positions // width]] = True
+    index_by_run = row_view(in_runs, codes.shape, slot.view_in(blocks=False)).flatten()
+    run = codes.numel() // index_by_run.numel()
+    # a row has several runs, or a run several rows
+    part = math.gcd(run, width)
+    starts = (rows * width).unsqueeze(1) + torch.arange(0, width, part, device=rows.device)
+    has_largest = is_largest.view(len(rows), width // part, part).any(2)
+    is_full.view(-1)[index_by_run[starts[has_largest] // run]] = True
     return is_full
 
 
-def _positions_of_largest(tensor: FP8Tensor) -> Tensor:
-    """Return where, in the flattened codes, those of the largest magnitude are."""
-    fmt = tensor.format
-    magnitudes = torch.atleast_1d(tensor.codes & (fmt.sign_bit - 1))
-    width = magnitudes.shape[-1]
-    magnitudes = magnitudes.view(-1, width)
-    # the maximum of a row is found far sooner than a mask; codes of NaN are above it
-    rows = (magnitudes.amax(1) >= fmt.max_code).nonzero().flatten()
-    in_rows, columns = (magnitudes[rows] == fmt.max_code).nonzero(as_tuple=True)
-    positions: Tensor = rows[in_rows] * width + columns
-    return positions
-
-
-def _are_moving(slot: Slot, positions: Tensor) -> Tensor:
-    """Return a mask of the weights at some positions that a step moves.
+def _are_moving(slot: Slot, rows: Tensor, width: int) -> Tensor:
+    """Return a mask of the weights in some rows that a step moves.
 
     Their gradient or first average is not 0.
     """
@@ -176,9 +171,9 @@ def _are_moving(slot: Slot, positions: Tensor) -> Tensor:
     else:
         # a plan of steady steps holds no tensors
         tensors = {**slot.state, "gradient": slot.parameter.grad}
-    are_moving = _is_not_zero(tensors["gradient"].take(positions))
+    are_moving = _is_not_zero(tensors["gradient"].reshape(-1, width)[rows])
     if slot.spec.first_moment:
-        are_moving |= _is_not_zero(tensors[slot.spec.first_moment].take(positions))
+        are_moving |= _is_not_zero(tensors[slot.spec.first_moment].reshape(-1, width)[rows])
     return are_moving
 
 

@@ -86,7 +86,7 @@ def make_state(slot: Slot) -> None:
     """Add the entries that the step needs and the state lacks."""
     spec, parameter, state = slot.spec, slot.parameter, slot.state
     if slot.fmt is not None and "grid" not in state:
-        state["grid"] = torch.tensor(slot.grid_fields)
+        state["grid"] = torch.tensor(slot.grid_fields, device="cpu")
     if all(map(state.__contains__, spec.state_entries)):
         return
     local = local_of(parameter)

@@ -169,7 +169,7 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
         return native
     flat = x.reshape(-1).resolve_neg()
     integer = _INTEGERS[flat.element_size()]
-    quiet_nan = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer))
+    quiet_nan = int(torch.tensor(torch.nan, dtype=flat.dtype, device="cpu").view(integer))
     # on the GPU of x, so that the host waits once
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     size = block_on(x.device)

@@ -458,7 +458,7 @@ class Clipping:
             self._norm_so_far = finite
         else:
             self._norm_so_far = torch.hypot(self._norm_so_far.to(norm.device), finite)
-        limit = torch.tensor(self._limit, dtype=norm.dtype)
+        limit = torch.tensor(self._limit, dtype=norm.dtype, device="cpu")
         zero_or_nan = norm - norm
         return limit / torch.clamp(self._norm_so_far, min=self._limit) + zero_or_nan
 
@@ -512,7 +512,7 @@ class Clipping:
         """Return the factor of the step that begins, or None if it only measures."""
         self._limit = math.inf
         if math.isinf(self.max_norm):
-            return torch.ones(())
+            return torch.ones((), device="cpu")
         if self.kind == "exact":
             if self._exact_norm is None:
                 raise RuntimeError(_without_norm("exact", "each step"))
@@ -523,7 +523,8 @@ class Clipping:
             # Beyond it the norm so far clips further: the product of both factors is
             # max_norm over that norm.
             self._limit = max(previous_norm * (1 + _CLOSE), self.max_norm)
-            return clip_factor(torch.tensor(previous_norm, dtype=torch.float32), self.max_norm)
+            norm = torch.tensor(previous_norm, dtype=torch.float32, device="cpu")
+            return clip_factor(norm, self.max_norm)
         if self.first == "refuse":
             raise RuntimeError(
                 _without_norm("previous", "the first step")
