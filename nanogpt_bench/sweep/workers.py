@@ -558,8 +558,8 @@ class _Running(NamedTuple):
     records: NewRecords
 
 
-#: the most new bytes that are read of a file: its last ones
-MOST_NEW_BYTES = 1 << 16
+#: how many new bytes are read of a file at first: its last ones
+FIRST_WINDOW = 1 << 16
 #: names in an event of the metrics in a record
 _VALUES = {
     "train_loss": metrics.TRAIN_LOSS.name,
@@ -587,12 +587,9 @@ class NewRecords:
             size = self._path.stat().st_size
             # A run that goes on has cut its file back.
             first_new = self._read_bytes if self._read_bytes <= size else 0
-            with self._path.open("rb") as file:
-                file.seek(max(first_new, size - MOST_NEW_BYTES))
-                lines = file.read().splitlines(keepends=True)
+            lines, whole = self._last_lines(first_new, size)
         except OSError:
             return None
-        whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
         if size == self._read_bytes or not whole:
             return None
         is_last_whole = lines[-1].endswith(b"\n")
@@ -604,3 +601,20 @@ class NewRecords:
                 if record.get(metric) is not None:
                     self._values[name] = record[metric]
         return dict(self._values)
+
+    def _last_lines(self, first_new: int, size: int) -> tuple[list[bytes], list[bytes]]:
+        """Return the last lines, and the whole records among them.
+
+        Many records are not read, if there are many new ones. One may be longer than the
+        first window: monitors of a model with many layers have a figure for each.
+        """
+        window = FIRST_WINDOW
+        with self._path.open("rb") as file:
+            while True:
+                start = max(first_new, size - window)
+                file.seek(start)
+                lines = file.read().splitlines(keepends=True)
+                whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
+                if whole or start == first_new:
+                    return lines, whole
+                window *= 2

@@ -19,7 +19,7 @@ from nanogpt_bench.runs.load import find_runs, load_run
 from nanogpt_bench.runs.read import Records, finite
 from nanogpt_bench.sweep import session
 from nanogpt_bench.sweep.session import Bar, Entry
-from nanogpt_bench.sweep.workers import MOST_NEW_BYTES, JobEvent, NewRecords
+from nanogpt_bench.sweep.workers import FIRST_WINDOW, JobEvent, NewRecords
 
 
 def test_all_runs_below_a_folder_are_found_and_links_are_counted_and_not_followed(tmp_path):
@@ -192,8 +192,14 @@ def test_the_newest_whole_line_and_the_last_validation_are_told_and_of_a_long_fi
     assert records.new() == first | {"step": 2, "elapsed_s": 2.0}
     path.write_text(line(1))  # as a run that goes on cuts it back
     assert records.new() == first
-    path.write_text("".join(map(line, range(MOST_NEW_BYTES // 40))))
-    assert NewRecords({"run_dir": str(tmp_path)}).new()["step"] == MOST_NEW_BYTES // 40 - 1
+    path.write_text("".join(map(line, range(FIRST_WINDOW // 40))))
+    assert NewRecords({"run_dir": str(tmp_path)}).new()["step"] == FIRST_WINDOW // 40 - 1
+    # a record of many layers is longer than what is read at first, and is read whole
+    of_layers = {f"stall/update_lost/layer{i}": 0.5 for i in range(FIRST_WINDOW // 20)}
+    last = json.dumps({"step": 8, "val/loss": 2.5} | of_layers) + "\n"
+    assert len(last) > FIRST_WINDOW
+    path.write_text(line(7) + last)
+    assert NewRecords({"run_dir": str(tmp_path)}).new()["val_loss"] == 2.5
 
 
 def progress(step: int) -> dict[str, object]:
