@@ -19,7 +19,12 @@ from nanogpt_bench.report.rows import Row, find_reference, row_label, row_runs, 
 from nanogpt_bench.sweep.plan import baseline_of
 
 #: names of texts on pages, by the last part of `data.dir`
-NAMES_OF_TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW", "stdlib_pairs": "STDLIB in byte pairs"}
+NAMES_OF_TEXTS = {
+    "stdlib": "STDLIB",
+    "eurlex": "EULAW",
+    "stdlib_pairs": "STDLIB in byte pairs",
+    "prose": "STDLIB in SmolLM2's tokens",
+}
 #: float rows that serve as baselines where a file has them
 BASELINES = ("fp32", "muon")
 

@@ -56,7 +56,6 @@ from nanogpt_bench.report.rows import (
     references_by_label,
     row_key,
     row_label,
-    seed_of,
 )
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.plan import baseline_of
@@ -90,6 +89,7 @@ AGAINST = {
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
     "study_q26_adafactor": ("fp32", "adafactor"),
     "study_q26_bf16": ("bf16-adafactor",),
+    "study_q27_smollm2": ("bf16-adafactor",),
     "study_q28_adafactor": ("adafactor", "fp32"),
     "study_q20_e4m3": (
         "E4M3 riemannian dir=data/stdlib lr=0.5 retraction=exponential",
@@ -130,6 +130,7 @@ ADDED_FILES = {
     "study_q16_sdnq": ("study_q16_muon",),
     "study_q26_adafactor": ("study_q26_lion",),
     "study_q26_bf16": ("study_q26_8bit",),
+    "study_q27_smollm2": ("study_q27_e2m5",),
     "study_q28_adafactor": ("study_q28_e2m5", "study_q28_adamw"),
 }
 
@@ -166,7 +167,7 @@ def _with_further_seeds(row: Row, other: Row) -> Row:
     runs = (*row.runs, *other.runs)
     if len({row_key(run) for run in runs}) > 1:
         raise ValueError(f"{row.label}: the runs of further seeds have other settings")
-    made = {seed_of(run) for run in runs}
+    made = {run.config["seed"] for run in runs}
     missing = tuple(seed for seed in row.missing if seed not in made)
     return counted_once(replace(row, runs=runs, missing=missing))
 

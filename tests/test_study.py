@@ -56,6 +56,11 @@ def test_seeds_made_later_join_the_rows_of_the_first(monkeypatch, tmp_path):
     seeds = sorted({entry["seed"] for entry in whole if entry["kind"] == "run"})
     first = [entry for entry in whole if entry.get("seed", seeds[0]) == seeds[0]]
     later = [entry for entry in whole if entry.get("seed") in seeds[1:]]
+    missing = dict.fromkeys(entry["label"] for entry in later)
+    for label in missing:
+        of_row = next(entry for entry in later if entry["label"] == label)
+        entry = {key: of_row[key] for key in ("label", "rule", "format", "reference")}
+        first += [entry | {"kind": "missing", "seed": seed} for seed in seeds[1:]]
     (tmp_path / "first.json").write_text(json.dumps(first), encoding="utf-8")
     (tmp_path / "later.json").write_text(json.dumps(later), encoding="utf-8")
     monkeypatch.setattr(study, "FURTHER_SEEDS", {"first": ("later",)})
@@ -64,6 +69,7 @@ def test_seeds_made_later_join_the_rows_of_the_first(monkeypatch, tmp_path):
     assert len(seeds) > 1
     for row in joined.rows:
         assert [run.summary for run in row.runs] == [run.summary for run in rows[row.label].runs]
+        assert not row.missing
     # at other settings a seed is no further one
     for entry in later:
         entry["config.optimizer.lr"] = 1.0

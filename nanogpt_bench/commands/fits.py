@@ -148,7 +148,7 @@ def _warning(smallest: Any, measured: Any) -> str:
         "a first guess.\n"
     )
     if measured is None:
-        return f"{text}No way whose loss was measured with {largest} fits."
+        return text.rstrip("\n")
     peak = measured.needed.peak / 1e9
     return (
         f"{text}Of the ways measured with {largest}, the one that takes least is "
