@@ -13,7 +13,8 @@ arithmetic   _eager_step.py, with _directions.py and _writeback.py, in PyTorch. 
 steady       _steady.py says which steps are planned, _plan.py takes them again as they
              were planned, _graphed.py records them
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it
-state        _state.py, _streams.py (random bits), _scales.py, _adopted.py
+state        _state.py, _streams.py (random bits), _scales.py, with _rescaling.py (codes
+             under other scales), _adopted.py
 in backward  _in_backward/: each parameter steps once its gradient is computed.
              _passes.py: the backward pass that it is in
 """

@@ -145,13 +145,13 @@ def _warning(smallest: Any, measured: Any) -> str:
         scale = f"measured with {smallest.measured_millions:g} million weights only"
     text = (
         f"The way below takes least. Its loss in fine-tuning was {scale}, and its learning rate is "
-        "a first guess.\n"
+        "a first guess."
     )
     if measured is None:
-        return text.rstrip("\n")
+        return text
     peak = measured.needed.peak / 1e9
     return (
-        f"{text}Of the ways measured with {largest}, the one that takes least is "
+        f"{text}\nOf the ways measured with {largest}, the one that takes least is "
         f"{way_name(measured.way)} ({peak:.2f} GB); --optimizer "
         f"{measured.way.options['optimizer']} prints its lines."
     )

@@ -90,7 +90,10 @@ def test_what_was_not_measured_of_the_least_is_said(capsys):
     assert main(["fits", WRITTEN_OUT, "--card", "24", "--optimizer", "lion"]) == 0
     output = capsys.readouterr().out
     assert "was measured with 0.86 million weights only" in output
-    assert "takes least is one byte, Adafactor, steps in backward, loss in chunks (10.80 GB);" in output
+    assert (
+        "takes least is one byte, Adafactor, steps in backward, loss in chunks (10.80 GB);"
+        in output
+    )
     assert "StiffnessLion" in code_of(output)
 
 
