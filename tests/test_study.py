@@ -50,6 +50,7 @@ def test_the_first_tables_and_pictures_are_drawn_from_the_results():
             assert f'="docs/_static/{path.name}"' in readme
 
 
+@pytest.mark.extra("matplotlib")
 def test_seeds_made_later_join_the_rows_of_the_first(monkeypatch, tmp_path):
     study = import_module("_study")
     whole = json.loads((RESULTS / "study_q3.json").read_text(encoding="utf-8"))
