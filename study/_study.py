@@ -128,6 +128,7 @@ ADDED_FILES = {
     "study_q13_peers": ("study_q13_adamw", "study_q13_ours", "study_q13_muon"),
     "study_q16_adamw": ("study_q16_muon", "study_q16_bf16"),
     "study_q16_sdnq": ("study_q16_muon",),
+    "study_q20_e4m3": ("study_q20_next",),
     "study_q26_adafactor": ("study_q26_lion",),
     "study_q26_bf16": ("study_q26_8bit",),
     "study_q27_smollm2": ("study_q27_e2m5",),
