@@ -7,7 +7,7 @@
     a state is loaded  all of these
 
 An optimizer's ``_check_group`` calls the checks of its options. In later steps it is
-called only for a group that has changed (`_plan.CHANGING`); a learning rate, which
+called only for a group that has changed (`_optimizer._checked_facts`); a learning rate, which
 schedules write, is checked in every step (`check_lr` of `_step_numbers.py`).
 
 Every error names the option, the value it had, and what is allowed.

@@ -104,6 +104,15 @@ def _count(name: str) -> Any:
     return property(read, write)
 
 
+def _checked_facts(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group was checked with: its options, and which parameters it has.
+
+    A user may edit either between two steps. A shape decides too: Muon refuses vectors.
+    """
+    parameters = [(id(parameter), parameter.shape) for parameter in group["params"]]
+    return group | CHANGING | {"params": parameters}
+
+
 class ManifoldOptimizer(torch.optim.Optimizer):
     """Base of the library's optimizers.
 
@@ -653,7 +662,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         # made here: torch's constructor calls this, and a copy begins without it
-        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
+        self.__dict__.setdefault("_checked_options", {})[id(group)] = _checked_facts(group)
         self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -772,14 +781,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _check_options(self) -> None:
         """Raise if an option or a state that was set since the last step is not valid.
 
-        Options are compared with those that were checked last. Nothing has changed when
-        this raises.
+        Options and parameters are compared with those that were checked last. Nothing has
+        changed when this raises.
         """
         checked = self.__dict__.setdefault("_checked_options", {})
         for group in self.param_groups:
             check_lr(group)
-            options = group | CHANGING
-            if are_same(checked.get(id(group)), options):
+            if are_same(checked.get(id(group)), _checked_facts(group)):
                 continue
             self._check_group(group)
             for parameter in group["params"]:
@@ -788,9 +796,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                     _state.check_entry(
                         self.state[parameter], parameter, group, stores_moments=stores
                     )
-            checked[id(group)] = options
+            checked[id(group)] = _checked_facts(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise unless the options of a group are valid; subclasses add their own."""
+        """Raise unless the options of a group are valid; subclasses add their own.
+
+        Lists become tuples: a list that is edited where it lies would be equal to itself.
+        """
+        for name, value in group.items():
+            if name != "params" and isinstance(value, list):
+                group[name] = tuple(value)
         _checks.check_shared(type(self).__name__, group, self.damping_option)
         _checks.check_combination(type(self).__name__, self.direction, group)

@@ -61,9 +61,10 @@ from fp8manifold.tensor import FP8Tensor
 PERIODS: Final = ("refresh_every", "stabilize_every", "reset_every")
 """Options with a number of steps after which something is due."""
 CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
-"""Entries of a group that change all the time, with None in their places.
+"""Entries of a group that are not compared as options are, with None in their places.
 
-A group is checked again once ``group | CHANGING`` differs from what was checked last.
+A rate changes all the time and is checked in every step. Parameters are tensors, of which
+a plan compares the identities.
 """
 _LARGEST_SUM: Final = float(torch.finfo(torch.float32).max)
 """The largest finite sum of squares in float32."""

@@ -17,6 +17,7 @@ These have a plan that is made anew in every step:
     other methods of a user's              they may look at anything
 """
 
+import logging
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, Final
@@ -36,6 +37,7 @@ from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._triton_step import give_up, is_triton
 from fp8manifold.tensor import FP8Tensor
 
+_LOG: Final = logging.getLogger("fp8manifold")
 _GRADIENT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,6 +97,8 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> Plan | None:
     try:
         optimizer._check_options()
         optimizer._apply_schedules(slots)
+        if not all(_has_all_entries(optimizer, slot) for slot in slots):
+            return None
         optimizer._begin(slots)
         by_geoopt = optimizer._by_geoopt(slots)
         if not _is_plannable(optimizer, slots, by_geoopt):
@@ -105,7 +109,20 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> Plan | None:
         return None
     except Exception:
         # the step without a plan raises it: in its order, and in every process
+        _LOG.debug("a step could not be planned", exc_info=True)
         return None
+
+
+def _has_all_entries(optimizer: Any, slot: Slot) -> bool:
+    """Return True if preparing a step adds nothing to a parameter's state.
+
+    An entry is missing where an option has changed, and S_ref after `rescale_`. A step that
+    adds it must not be refused afterwards, so it is no steady one.
+    """
+    names = optimizer._spec(slot).state_entries
+    if slot.storage != WeightStorage.PLAIN and "reference" not in slot.state:
+        return False
+    return slot.state.keys() >= set(names)
 
 
 def _is_plannable(optimizer: Any, slots: list[Slot], by_geoopt: list[int]) -> bool:

@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, partly_used, read_overrides
     from nanogpt_bench.sweep.session import sweep_grid
-    from nanogpt_bench.sweep.workers import Local, check_executor, executor_of, most_workers
+    from nanogpt_bench.sweep.workers import check_executor, executor_of, most_workers
 
     check_executor(args.executor, args.address)
     settings = read_overrides(args.overrides)
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> int:
         executor_of(args.executor, args.address, folder) as executor,
     ):
         workers = most_workers(1, executor.cores())
-        if isinstance(executor, Local):
+        if args.executor == "local":
             workers = min(sweep.workers or workers, workers)
         continuation = None
         if args.out is None:

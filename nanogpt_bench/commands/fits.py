@@ -130,21 +130,25 @@ def main(args: argparse.Namespace) -> int:
         print(f"\nNo way of training{by} in this library fits on a card of {args.card:g} GiB.")
         return 0
     if not smallest.way.has_measured_loss:
-        print(f"\n{_warning(smallest.way, smallest_measured(fits, args.card))}")
+        print(f"\n{_warning(smallest.way, smallest_measured(fits, args.card), args.optimizer)}")
     print(f"\n{_advice(smallest.way, args, config)}")
     return 0
 
 
-def _warning(smallest: Any, measured: Any) -> str:
-    """Return what is not known about the way of least memory, and a way that is known better."""
+def _warning(smallest: Any, measured: Any, optimizer: str | None) -> str:
+    """Return what is not known about the way of least memory, and a way that is known better.
+
+    With an `optimizer` it is the least of that optimizer's ways.
+    """
     from nanogpt_bench.setup.fits import LARGEST_MEASURED
 
     largest = f"{LARGEST_MEASURED:g} million weights"
     scale = "not measured"
     if smallest.measured_millions:
         scale = f"measured with {smallest.measured_millions:g} million weights only"
+    least = f"Of the ways with {optimizer}, that below" if optimizer else "The way below"
     text = (
-        f"The way below takes least. Its loss in fine-tuning was {scale}, and its learning rate is "
+        f"{least} takes least. Its loss in fine-tuning was {scale}, and its learning rate is "
         "a first guess."
     )
     if measured is None:

@@ -276,10 +276,18 @@ def _optimizer(config: Config) -> Iterator[Conflict]:
         f"needs model.storage {_alternatives(MANIFOLDS)}, not {storage!r}, or optimizer.name "
         f"{_alternatives(ON_FLOATS)}",
     )
+    for key in ("optimizer.stiffness", "optimizer.stiffness_end"):
+        yield Conflict(
+            key,
+            not on_manifolds and name in ON_FLOATS and bool(get(config, key)),
+            f"has no effect with model.storage {storage!r}, whose weights have no stiffness; "
+            "give 0",
+        )
+    writebacks = {optimizer.writeback, optimizer.writeback_end or optimizer.writeback}
     yield Conflict(
-        "optimizer.stiffness",
-        not on_manifolds and name in ON_FLOATS and bool(optimizer.stiffness),
-        f"has no effect with model.storage {storage!r}, whose weights have no stiffness; give 0",
+        "optimizer.draws",
+        optimizer.draws == "dither" and writebacks == {"nearest"},
+        "has no effect with optimizer.writeback 'nearest', which draws nothing",
     )
     yield Conflict(
         "optimizer.stiffness_schedule",

@@ -6,7 +6,8 @@ value and what is allowed.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,21 @@ def keys_where(fact: str) -> tuple[str, ...]:
     ('optimizer.lr', 'optimizer.float_lr')
     """
     return tuple(key for key, setting in FIELDS.items() if setting.facts[fact])
+
+
+def short_names(keys: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """Return a name for each key: its last word, or all of it where that is not unique.
+
+    Args:
+        keys: dotted keys.
+        taken: names that stand for something else.
+
+    >>> short_names(["optimizer.lr", "eval.interval", "monitor.interval"])
+    {'optimizer.lr': 'lr', 'eval.interval': 'eval.interval', 'monitor.interval': 'monitor.interval'}
+    """
+    last_words = {key: key.rsplit(".", 1)[-1] for key in keys}
+    counts = Counter([*last_words.values(), *taken])
+    return {key: word if counts[word] == 1 else key for key, word in last_words.items()}
 
 
 def mapping_above(key: str) -> str | None:

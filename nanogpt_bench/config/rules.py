@@ -316,7 +316,8 @@ def rule(name: str) -> Rule:
 def meaning(entry: Rule) -> dict[str, Any]:
     """Return the settings that define a rule.
 
-    With another value the run would have the wrong name.
+    With another value the run would have the wrong name. Rates and the exponent of the
+    stiffness do not define it: they are searched, and varied, under the rule's name.
 
     >>> meaning(rule("fp32"))["train.precision"]
     'float32'
@@ -327,7 +328,7 @@ def meaning(entry: Rule) -> dict[str, Any]:
     }
     if entry.storage in ROUNDED:
         settings["optimizer.writeback"] = entry.writeback
-    if entry.storage in MANIFOLDS:
+    if has_moments(entry.storage, entry.optimizer):
         settings["optimizer.moments"] = entry.moments or "float32"
     if entry.storage == Storage.CODES:
         settings["model.products"] = entry.products or DECODED
@@ -394,22 +395,30 @@ def check_available(name: str) -> None:
         )
 
 
-def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
+def loses_steps(
+    storage: str | None, writeback: str | None, writeback_end: str | None = None
+) -> bool | None:
     """Return whether a small step is lost for good when it is written back.
 
-    None where that is not known.
+    It is lost in a part of the training if either of its two write-backs loses it. None
+    where that is not known.
 
     >>> loses_steps("codes", "nearest"), loses_steps("codes", "residual8")
     (True, False)
+    >>> loses_steps("codes", "stochastic", "nearest")
+    True
     >>> loses_steps("master", None), loses_steps(None, "nearest")
     (False, None)
     """
     if storage is None:
         return None
-    return storage in ROUNDED and (writeback is None or writeback in LOSING)
+    is_lost = writeback is None or writeback in LOSING or writeback_end in LOSING
+    return storage in ROUNDED and is_lost
 
 
-def stall_counts(storage: str | None, writeback: str | None) -> bool:
+def stall_counts(
+    storage: str | None, writeback: str | None, writeback_end: str | None = None
+) -> bool:
     """Return whether a stall is a failure.
 
     Under an unbiased write-back weights that stall at a step still move on average: the
@@ -421,7 +430,9 @@ def stall_counts(storage: str | None, writeback: str | None) -> bool:
     >>> stall_counts("master", None)
     True
     """
-    return storage not in ROUNDED or loses_steps(storage, writeback) is not False
+    if storage not in ROUNDED:
+        return True
+    return loses_steps(storage, writeback, writeback_end) is not False
 
 
 def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,6 +224,8 @@ class RunWeights:
         if config.train.precision == Precision.BF16_PURE:
             # Formats are not taken from bfloat16 weights.
             config.train.precision = Precision.BF16_MIXED.value
+        # Nothing is trained, and steps in the backward pass ask for one of our optimizers.
+        config.train.step_in_backward = False
         model = config.model
         model.torchao_float8 = None
         model.products = None

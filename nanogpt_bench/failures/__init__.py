@@ -156,7 +156,8 @@ class RunEvidence:
         storage = self.setting("model.storage")
         if storage is not None and storage not in ROUNDED:
             return "nothing is rounded when a step is written back"
-        if loses_steps(storage, self.setting("optimizer.writeback")) is False:
+        writebacks = (self.setting("optimizer.writeback"), self.setting("optimizer.writeback_end"))
+        if loses_steps(storage, *writebacks) is False:
             return "what rounding loses is kept, or returned on average"
         return None
 

@@ -108,7 +108,8 @@ class Outcome:
     def go_on(self, stop_on: Collection[str]) -> None:
         """Forget why the earlier start stopped, if that does not stop a resumed run.
 
-        That is what came from outside, or a plateau that `stop_on` does not name.
+        That is what came from outside, `max_seconds`, or a plateau that `stop_on` does not
+        name.
         """
         if self.stop is not None and self.stop["kind"] not in stop_on:
             self.status = RunStatus.FINISHED

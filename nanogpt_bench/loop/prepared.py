@@ -31,7 +31,7 @@ from nanogpt_bench.loop.observers import baseline_curve
 from nanogpt_bench.loop.trackers import check_trackers
 from nanogpt_bench.loop.trainer import TrainerInputs, trainer_inputs
 from nanogpt_bench.model.gpt import GPTShape
-from nanogpt_bench.runs.environment import environment
+from nanogpt_bench.runs.environment import corpus_facts, environment
 from nanogpt_bench.setup.memory import check_fits
 from nanogpt_bench.setup.resolve import resolve_for
 from nanogpt_bench.setup.runtime import check_ranks, device_of
@@ -104,7 +104,7 @@ def prepare_run(
         resume=resume,
         needed_bytes=needed_bytes,
         baseline=baseline_curve(config.alerts.baseline),
-        environment=_environment_facts(config, corpus, ranks),
+        environment=_environment_facts(config, inputs, ranks),
     )
 
 
@@ -120,9 +120,11 @@ def _shape_by_meta(config: Resolved, meta: dict[str, Any] | None) -> GPTShape:
     return shape
 
 
-def _environment_facts(config: Config, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+def _environment_facts(config: Config, inputs: TrainerInputs, ranks: Ranks) -> dict[str, Any]:
     """Return the content of environment.json of a run that begins."""
-    facts = environment(corpus, config.runtime.threads)
+    facts = environment(inputs.corpus, config.runtime.threads)
+    if inputs.also is not None:
+        facts["also"] = corpus_facts(inputs.also)
     if ranks.size > 1:
         facts["parallel"] = config.train.parallel
         facts["processes"] = ranks.size

@@ -90,7 +90,10 @@ class Loop:
         #: all observers in the order of their calls, the trackers last, once started
         self.called: list[Observer] = [*self.observers.all]
         self.sentry = Sentry(trainer)
-        self.stall_counts = stall_counts(self.config.model.storage, self.config.optimizer.writeback)
+        optimizer = self.config.optimizer
+        self.stall_counts = stall_counts(
+            self.config.model.storage, optimizer.writeback, optimizer.writeback_end
+        )
         self.started = perf_counter()
         #: whether this process has taken a step
         self.stepped = False
@@ -278,9 +281,7 @@ class Loop:
                 step.number,
             )
         elif outcome.anomalies >= patience and FailureClass.NAN in train.stop_on:
-            loss_is_bad = step.record[metrics.LOSS_IS_NAN.name]
-            name = metrics.TRAIN_LOSS.name if loss_is_bad else metrics.GRAD_NORM.name
-            message = f"{name} is {step.record[name]} at step {step.number}"
+            message = f"{_name_bad_number(step.record)} at step {step.number}"
             if patience > 1:
                 message += f", and was not finite in the {counted(patience - 1, 'step')} before"
             message += f"; first seen in {anomaly.where}"
@@ -501,6 +502,22 @@ def train(
         # Its tensors would take memory during the whole run.
         del checkpoint
         return loop.go()
+
+
+def _name_bad_number(record: Mapping[str, Any]) -> str:
+    """Name the loss or the gradient of a step, whichever is not finite.
+
+    Where steps are in the backward pass and nothing is clipped, there is no norm of all
+    gradients.
+
+    >>> _name_bad_number({"train/loss": 2.5, "loss_is_nan": 0})
+    'the gradient is not finite'
+    """
+    is_loss = record[metrics.LOSS_IS_NAN.name]
+    name = metrics.TRAIN_LOSS.name if is_loss else metrics.GRAD_NORM.name
+    if name not in record:
+        return "the gradient is not finite"
+    return f"{name} is {record[name]}"
 
 
 def _take_folder(stack: ExitStack, run_dir: Path, *, is_new: bool) -> None:

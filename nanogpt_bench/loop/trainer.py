@@ -244,7 +244,8 @@ class Trainer:
         settings = self.config.optimizer
         if settings.writeback_end is None:
             return
-        at_end = index >= settings.step_at * self.config.train.max_steps
+        # as `remaining_share` asks it, so that the rate falls at the same step
+        at_end = index / self.config.train.max_steps >= settings.step_at
         for group in self.optimizer.param_groups:
             group["writeback"] = settings.writeback_end if at_end else settings.writeback
 

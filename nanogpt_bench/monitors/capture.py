@@ -303,6 +303,8 @@ class UpdateObserver(Observer):
         self._copies: dict[str, _WeightCopy] = {}
 
     def before_step(self, step: Step) -> None:
+        # What an earlier step left that was skipped, so that `after_step` was not called.
+        self._let_go(step)
         if not step.due(self._turns.interval):
             return
         if self._is_rounded:
@@ -320,15 +322,19 @@ class UpdateObserver(Observer):
     def after_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
             return
-        if self._is_rounded:
-            optimizer: Any = step.optimizer
-            optimizer.observer = optimizer.observes = None
         for name, copy in self._copies.items():
             new = dequantized(self._layers[name].weight)
             self._pass_on(step, name, copy.values, new, new, copy.codes)
-        self._copies = {}
+        self._let_go(step)
         for monitor in self._monitors:
             monitor.finish(step)
+
+    def _let_go(self, step: Step) -> None:
+        """Take the observer off the optimizer, and let the copies go."""
+        if self._is_rounded:
+            optimizer: Any = step.optimizer
+            optimizer.observer = optimizer.observes = None
+        self._copies = {}
 
     def _observes(self, step: Step, weight: Tensor) -> bool:
         name = self._names.get(id(weight))

@@ -17,7 +17,11 @@ from nanogpt_bench.monitors.points import Monitor, Scale, Step, clamp_to_format,
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
 STIFFNESS_MEAN = _geometry(
-    "geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG
+    "geometry/stiffness_mean",
+    "Mean stiffness",
+    "S",
+    "Mean over the weights of the spacing at each, in value.",
+    chart=LOG,
 )
 OFF_GRID = _geometry(
     "geometry/off_grid",

@@ -1,7 +1,9 @@
-"""The weights' gradients before clipping, and their updates against rounding noise.
+"""The weights' gradients, and their updates against rounding noise.
 
 Recorded are norms, signal to noise, zeros, dead gradients, and the power of requested
-updates over the variance that stochastic rounding adds.
+updates over the variance that stochastic rounding adds. Gradients are measured before
+clipping, but for those of weights whose gradients have a format: these are clipped and
+rounded first.
 """
 
 import math
@@ -26,7 +28,12 @@ from nanogpt_bench.monitors.points import (
 )
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
-GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")
+GRAD_L2 = _gradients(
+    "grad/l2",
+    "Norm of a layer's gradient",
+    "L2 norm",
+    "Before clipping; gradients in a format are measured clipped and rounded.",
+)
 GRAD_SNR = _gradients(
     "grad/snr", "Gradient signal to noise", "|mean| / std", "Mean over the layers.", chart=LOG
 )

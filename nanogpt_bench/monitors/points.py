@@ -71,7 +71,10 @@ class Step:
         return self.micro_step == self.micro_steps - 1
 
     def due(self, interval: int) -> bool:
-        """Return whether this is one of every `interval` steps, or the last."""
+        """Return whether this is one of every `interval` steps, or the last.
+
+        So is step 0, the validation before the first step.
+        """
         return self.number % interval == 0 or self.last
 
     def add(

@@ -1,5 +1,6 @@
 """Resources of a run: peak memory, and the share of a GPU's arithmetic that is used."""
 
+import re
 import resource
 import sys
 from functools import partial
@@ -46,6 +47,9 @@ class Resources(Observer):
         self._device = watched.device
         self._flops = flops_per_token(watched.model, watched.config)
         self._peak = _peak_flops(watched.device)
+        if self._peak is not None and torch.distributed.is_initialized():
+            # The speed is that of all processes, which have a GPU each.
+            self._peak *= torch.distributed.get_world_size()
         if watched.device.type == "cuda":
             # A sweep trains run after run in a process.
             torch.cuda.reset_peak_memory_stats(watched.device)
@@ -75,10 +79,19 @@ def flops_per_token(model: nn.Module, config: Config) -> float:
 
 
 def _peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return peak_of_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of_name(name: str) -> float | None:
+    """Return the peak of a GPU by its name; None where it is not known.
+
+    >>> peak_of_name("NVIDIA L4"), peak_of_name("NVIDIA L40")
+    (121000000000000.0, None)
+    """
+    for model, flops in PEAK_FLOPS.items():
+        if re.search(rf"\b{model}\b", name):
+            return flops
+    return None
 
 
 def peak_bytes(device: torch.device) -> int:

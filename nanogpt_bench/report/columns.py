@@ -57,7 +57,7 @@ class Column:
     #: sentences of the note below the page's table
     note: str = ""
     numeric: bool = True
-    #: True if the column is dropped where no row fills it
+    #: True if a table of one row drops the column where that row does not fill it
     optional: bool = False
     #: True if a dash means zero and counts as a value
     dash_counts: bool = False

@@ -22,7 +22,11 @@ Fact = Callable[[Run], Any]
 
 def corpus_digests(run: Run) -> dict[str, Any] | None:
     """Return the digests of the corpus' tokens by split; None where one is unknown."""
-    splits = at(run.environment, "corpus.splits")
+    return _digests(run, "corpus")
+
+
+def _digests(run: Run, text: str) -> dict[str, Any] | None:
+    splits = at(run.environment, f"{text}.splits")
     if not isinstance(splits, Mapping):
         return None
     digests = {}
@@ -124,6 +128,24 @@ def differing_facts(runs: Sequence[Run], reference_runs: Sequence[Run]) -> tuple
             if _differ(name, run, reference_run):
                 names[name] = None
     return tuple(names)
+
+
+def have_one_other_text(runs: Sequence[Run], reference_runs: Sequence[Run]) -> bool:
+    """Return whether losses on the text of `eval.also` can be subtracted.
+
+    Records of earlier releases lack its digests; there the folders' names are compared.
+    """
+    for run, reference_run in itertools.product(runs, reference_runs):
+        digests, reference_digests = _digests(run, "also"), _digests(reference_run, "also")
+        if digests is None or reference_digests is None:
+            digests, reference_digests = _other_folder(run), _other_folder(reference_run)
+        if digests != reference_digests:
+            return False
+    return True
+
+
+def _other_folder(run: Run) -> Any:
+    return at(run.config, "eval.also")
 
 
 def _differ(name: str, run: Run, reference_run: Run) -> bool:

@@ -52,7 +52,7 @@ class LossChart:
 
     name: str
     metric: Metric
-    #: what the curves are run_lines over
+    #: what the curves are drawn over
     against: str
     #: the title of that axis
     axis: str
@@ -190,7 +190,7 @@ def loss_range(run_lines: Sequence[Line]) -> tuple[float, float] | None:
 def loss_charts(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
     """Return the charts of validation and training loss that have data.
 
-    Each is run_lines by step and by wall-clock.
+    Each is drawn by step and by wall-clock.
     """
     charts: list[Chart] = []
     for kind in LOSS_CHARTS:
@@ -220,7 +220,7 @@ def rows_of(run_lines: Sequence[Line]) -> tuple[str, ...]:
 def stall_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
     """Return the chart of the stall of the rows in which it is a failure; [] without any.
 
-    Each row is run_lines by its storage's metric.
+    Each row is drawn by its storage's metric.
     """
     run_lines: list[Line] = []
     for row in rows:

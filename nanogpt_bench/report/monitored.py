@@ -13,7 +13,8 @@ from nanogpt_bench.runs.load import Run
 
 #: share of a run's steps at which monitors' measurements are exported, beside its end
 TENTH = 0.1
-#: metrics in every record, whether or not monitors ran
+#: metrics of records that are no monitor's alone: the norm of all gradients is missing
+#: where nothing is clipped in the backward pass, the smoothed loss without `trend`
 ALWAYS = (TRAIN_LOSS.name, SMOOTHED_LOSS.name, GRAD_NORM.name)
 #: significant digits of an exported value: enough for ranks
 EXPORTED_DIGITS = 4

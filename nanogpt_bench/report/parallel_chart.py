@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanogpt_bench.config.keys import short_names
 from nanogpt_bench.report.columns import COLUMNS
 from nanogpt_bench.report.results import FIGURES
 from nanogpt_bench.report.row_styles import Style
-from nanogpt_bench.report.rows import Row, flat, row_runs
+from nanogpt_bench.report.rows import Row, distinguishes_rows, flat, row_runs
 from nanogpt_bench.report.vega_spec import (
     LOG_SPAN,
     Chart,
@@ -156,10 +157,11 @@ def _axes(runs: Sequence[Run]) -> list[DrawnAxis]:
         "learning rate": [run.summary.get("lr") for run in runs],
     }
     configs = [flat(run.config) for run in runs]
-    for key in _varying_settings(runs, configs)[:MOST_AXES]:
-        last_word = key.rsplit(".", 1)[-1]
-        columns[last_word] = [config.get(key) for config in configs]
     results = [column.axis for column in COLUMNS if column.axis is not None]
+    varying = _varying_settings(runs, configs)[:MOST_AXES]
+    names = short_names(varying, taken=[*columns, *(axis.name for axis in results)])
+    for key in varying:
+        columns[names[key]] = [config.get(key) for config in configs]
     for axis in sorted(results, key=lambda axis: axis.place):
         columns[axis.name] = [FIGURES[axis.figure](run) for run in runs]
     drawn = []
@@ -178,11 +180,12 @@ def _varying_settings(runs: Sequence[Run], configs: Sequence[Mapping[str, Any]])
     keys: dict[str, None] = {}
     for config in configs:
         keys.update(dict.fromkeys(config))
-    return [
-        key
-        for key in keys
-        if key not in LEFT_OUT and any(_has_several_values(key, group) for group in groups.values())
-    ]
+    varying = []
+    for key in keys:
+        has_axis = key not in LEFT_OUT and distinguishes_rows(key)
+        if has_axis and any(_has_several_values(key, group) for group in groups.values()):
+            varying.append(key)
+    return varying
 
 
 def _has_several_values(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.monitors.shadow import COSINE
-from nanogpt_bench.report.comparable import differing_facts
+from nanogpt_bench.report.comparable import differing_facts, have_one_other_text
 from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.rows import (
     REFERENCE_RULE,
@@ -19,7 +19,7 @@ from nanogpt_bench.report.rows import (
     seed_of,
 )
 from nanogpt_bench.report.verdicts import Judgement, RowComparison, Verdict, judge_row
-from nanogpt_bench.runs.environment import on_two_processors
+from nanogpt_bench.runs.environment import at, latest, on_two_processors
 from nanogpt_bench.runs.load import Run
 
 
@@ -176,6 +176,7 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         gap_error=gap.error,
         reference_fall=None if comparable is None else _fall_share(comparable),
     )
+    has_one_other_text = reference is not None and have_one_other_text(row.runs, reference.runs)
     given_up = Verdict(Judgement.FAILED, row.reason)
     verdict = given_up if row.reason else judge_row(row.runs, evidence)
     stall_metrics = [run.stall_metric for run in row.runs if run.stall_metric]
@@ -196,7 +197,9 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         alerts=_count_alerts(row),
         val_loss_se=_val_loss_error(row),
         other_metrics=_other_metrics(row),
-        also_difference=_difference(row, comparable, VAL_ALSO_LOSS.figure),
+        also_difference=_difference(
+            row, comparable if has_one_other_text else None, VAL_ALSO_LOSS.figure
+        ),
         difference=_difference(row, comparable, "final_val_loss"),
     )
 
@@ -277,7 +280,15 @@ def _difference(row: Row, reference: Row | None, name: str) -> Difference | None
 
 
 def _machines_by_seed(row: Row) -> dict[Hashable | None, Mapping[str, object]]:
-    return {seed_of(run): run.environment for run in row.runs}
+    return {seed_of(run): _machine_of(run) for run in row.runs}
+
+
+def _machine_of(run: Run) -> Mapping[str, object]:
+    """Return the machine of a run's last start, its GPU only where the run was on it."""
+    machine = latest(run.environment)
+    if at(run.config, "runtime.device") == "cpu":
+        machine["gpu"] = None
+    return machine
 
 
 def _losses_by_seed(row: Row, name: str) -> dict[Hashable, float]:

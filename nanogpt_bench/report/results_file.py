@@ -28,7 +28,7 @@ from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.monitored import MONITORED, monitored_figures
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.runs.environment import at
+from nanogpt_bench.runs.environment import at, history_lines
 from nanogpt_bench.runs.load import SWEEP, TRIALS, Run, has_ended, is_run_folder, load_run
 from nanogpt_bench.runs.read import Records, cleaned, finite
 from nanogpt_bench.system.errors import BenchError, counted, one_line, refusals
@@ -47,8 +47,8 @@ class EntryKind(StrEnum):
     SEARCH = "search"
 
 
-#: keys of summary.json that are exported; its other keys follow from the settings or
-#: name files
+#: keys of summary.json that are exported, where a run has them. Its other keys follow
+#: from the settings, name files, or are of memory and of the shadow's time
 SUMMARY_KEYS = (
     "name",
     "seed",
@@ -75,12 +75,13 @@ SUMMARY_KEYS = (
     "parameters",
     "quantized_parameters",
     "cosine",
+    "config_history",
     *(metric.figure for metric in BESIDE_LOSS),
 )
 #: series of metrics.jsonl, at the steps of a validation
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)
-#: keys of environment.json that are not exported, since the numbers do not depend on
-#: them
+#: keys of environment.json that are not exported: the numbers do not depend on them,
+#: but for settings changed at a resumption, which are in the summary's `config_history`
 NOT_EXPORTED = ("command", "started", "resumed")
 #: prefix of an entry's keys: settings
 CONFIG_PREFIX = "config."
@@ -395,6 +396,7 @@ def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
         Records(_read_curves(entry)),
         summary,
         looks=_read_looks(entry),
+        notes=tuple(history_lines({"resumed": summary.get("config_history")})),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.endings import RunStatus
-from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.keys import FIELDS, keys_where, short_names
 from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.config.schema import NO_FORMAT
 from nanogpt_bench.report.comparable import corpus_digests, differing_facts, loss_conditions
@@ -19,6 +19,9 @@ from nanogpt_bench.system.errors import printable, shortened
 REFERENCE_RULE = "bf16-mixed"
 #: configuration keys in which the seeds of one row may differ
 SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
+#: settings that a resumed run may have other values of, and in which rows differ anyway: how
+#: far a run goes depends on them, or they say what it is
+_OF_ROWS = ("rule", "data.dir", "train.parallel", "train.max_seconds", "train.stop_on")
 #: characters of a setting's value in a label
 LONGEST_SETTING = 60
 #: settings that a label names
@@ -140,12 +143,28 @@ def setting_key(run: Run, keys: Set[str]) -> str:
 
 
 def _settings_without(run: Run, keys: Set[str]) -> dict[str, Any]:
-    settings = {key: value for key, value in flat(run.config).items() if key not in keys}
+    settings = {
+        key: value
+        for key, value in flat(run.config).items()
+        if key not in keys and distinguishes_rows(key)
+    }
     digests = corpus_digests(run)
     if digests is not None and "data.dir" in settings:
         # One folder has several names, and one name may have been given to two texts.
         settings["data.dir"] = digests
     return settings
+
+
+def distinguishes_rows(key: str) -> bool:
+    """Return whether runs with other values of a setting are of different rows.
+
+    They are not where it is what a tracker calls the run, or when the run is saved.
+
+    >>> distinguishes_rows("optimizer.lr"), distinguishes_rows("tracking.wandb_id")
+    (True, False)
+    """
+    setting = FIELDS.get(key)
+    return setting is None or key in _OF_ROWS or bool(setting.facts["changes_numbers"])
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
@@ -197,11 +216,11 @@ def _settings_ending(config: Mapping[str, Any], configs: Sequence[Mapping[str, A
     ]
     if len(keys) > MOST_LABEL_SETTINGS:
         return ""
+    names = short_names(keys)
     for key in keys:
         value = config[key]
         text = f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
-        last_word = key.rsplit(".", 1)[-1]
-        ending += f" {last_word}={shortened(text, LONGEST_SETTING)}"
+        ending += f" {names[key]}={shortened(text, LONGEST_SETTING)}"
     return ending
 
 

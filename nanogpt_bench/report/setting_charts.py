@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanogpt_bench.config.endings import RunStatus
 from nanogpt_bench.report.results import FIGURES
 from nanogpt_bench.report.row_styles import Style
 from nanogpt_bench.report.rows import (
@@ -181,11 +182,12 @@ def rate_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | None
         xs: list[float] = []
         ys: list[float | None] = []
         for rate in sorted({run.rate for run in group.runs}):
-            losses = [FIGURES["final_val_loss"](one.run) for one in group.runs if one.rate == rate]
+            runs = [one.run for one in group.runs if one.rate == rate]
+            losses = [FIGURES["final_val_loss"](run) for run in runs]
             known = [loss for loss in losses if loss is not None]
             xs.append(rate)
             ys.append(statistics.fmean(known) if known else None)
-            failed = len(losses) - len(known)
+            failed = sum(run.status == RunStatus.FAILED for run in runs)
             if failed:
                 text = f"{group.label}, learning rate {rate:.3g}: {failed} failed"
                 crosses.append({"row": row, "x": rate, "text": text})

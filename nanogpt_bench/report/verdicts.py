@@ -161,8 +161,8 @@ def _ending(runs: Sequence[Run]) -> Verdict | None:
 
 
 def describe_ending(run: Run) -> str:
-    """Return the failure or the last step of an unfinished run in words."""
-    failure = run.failure or {}
+    """Return in words why and at which step an unfinished run ended."""
+    failure = run.failure or run.stop or {}
     has_ended = run.status in (RunStatus.FAILED, RunStatus.STOPPED)
     text = run.status if has_ended else "unfinished"
     message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())

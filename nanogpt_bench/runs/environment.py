@@ -1,7 +1,8 @@
 """environment.json: what a result depends on beside its settings.
 
-It has the versions, the machine, the corpus, and a list `resumed` with what was
-different at each later start: the step, the changed settings, the machine.
+It has the versions, the machine, the corpus, that of `eval.also` if there is one, and a
+list `resumed` with what was different at each later start: the step, the changed settings,
+the machine.
 """
 
 import datetime
@@ -27,17 +28,22 @@ _LIBRARIES = ("fp8manifold", "torch", "geoopt", "numpy")
 
 def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
     """Return the content of environment.json."""
-    corpus_facts = {"source": corpus.meta.get("source")}
-    for name, value in corpus.meta.items():
-        if name in _CORPUS_ENTRIES:
-            corpus_facts[name] = value
     return {
         "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **machine(threads),
-        "corpus": corpus_facts,
+        "corpus": corpus_facts(corpus),
         "tokenizer": corpus.meta["tokenizer"],
     }
+
+
+def corpus_facts(corpus: Corpus) -> dict[str, Any]:
+    """Return what a text's meta.json says of its source and its digests."""
+    facts = {"source": corpus.meta.get("source")}
+    for name, value in corpus.meta.items():
+        if name in _CORPUS_ENTRIES:
+            facts[name] = value
+    return facts
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def on_two_processors(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
     `a` and `b` are their records. What one of them does not have is not compared.
     """
-    for key in ("cpu", "cpu_capability", "platform"):
+    for key in ("cpu", "cpu_capability", "platform", "gpu"):
         values = (a.get(key), b.get(key))
         if None not in values and values[0] != values[1]:
             return True

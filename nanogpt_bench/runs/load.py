@@ -100,6 +100,12 @@ class Run:
         return counts
 
     @property
+    def stop(self) -> Mapping[str, Any] | None:
+        """Why a run was stopped before its end; None for one that was not."""
+        stop = self.summary.get("stop")
+        return stop if isinstance(stop, Mapping) else None
+
+    @property
     def last_step(self) -> int | None:
         return self.metrics.last_step
 
@@ -119,7 +125,12 @@ class Run:
         """True if a stall is a failure, see `config.rules.stall_counts`."""
         storage = at(self.config, "model.storage")
         writeback = at(self.config, "optimizer.writeback")
-        return stall_counts(str(storage), None if writeback is None else str(writeback))
+        writeback_end = at(self.config, "optimizer.writeback_end")
+        return stall_counts(
+            str(storage),
+            None if writeback is None else str(writeback),
+            None if writeback_end is None else str(writeback_end),
+        )
 
     @property
     def stall(self) -> float | None:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.config.schema import OPTIONS, PEERS, Config, Precision, Storage, Task
+from nanogpt_bench.config.schema import (
+    OPTIONS,
+    PEERS,
+    Config,
+    OptimizerName,
+    Precision,
+    Storage,
+    Task,
+)
 from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.setup.task import BYTES_HELD, model_shape
 from nanogpt_bench.system.free_memory import check_memory
@@ -138,9 +146,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 #: storages with a float of every weight; None is not resolved yet
-FLOAT_STORAGES = (None, Storage.FLOAT32, Storage.MASTER, Storage.CONTINUOUS)
-#: bytes per weight of one running average, by `optimizer.moments`; many optimizers have
-#: two
+FLOAT_STORAGES = (None, Storage.FLOAT32, Storage.MASTER, Storage.CONTINUOUS, Storage.GRID)
+#: optimizers with two running averages of every weight
+_WITH_TWO_AVERAGES = (
+    OptimizerName.ADAMW,
+    OptimizerName.STIFFNESS_ADAMW,
+    OptimizerName.RIEMANNIAN_ADAM,
+    OptimizerName.FISHER,
+)
+#: bytes per weight of one running average, by `optimizer.moments`
 _AVERAGE = {"float32": 4, "bfloat16": 2, "8bit": 1}
 #: settings that the memory of a run depends on
 DECIDING = ("rule", "task", "model.", "train.", "optimizer.", "eval.batches", "runtime.device")
@@ -154,7 +168,7 @@ def check_fits(config: Config, shape: GPTShape | None = None, *, trained: bool =
 
     * the validation batches
     * the weights, also on a GPU, since a model is made on the CPU before it is moved
-    * where training is in one process on a CPU, gradients, one average per weight,
+    * where training is in one process on a CPU, gradients, the averages of each weight,
       logits, and what a block keeps for the backward pass
 
     Without the model's `shape`, which a corpus completes, the weights of tokens and
@@ -167,8 +181,7 @@ def check_fits(config: Config, shape: GPTShape | None = None, *, trained: bool =
     tokens = 0 if config.task == Task.CLASSIFY else train.batch_size * shape.block_size
     parameters = 0 if config.model.pretrained else parameters_of(shape)
     needed = 4 * parameters
-    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
-    if trained and train.parallel is None and on_cpu:
+    if trained and train.parallel is None and trains_on_cpu(config):
         # 8: two floats.
         activations = 0 if train.recompute else 8 * shape.n_layer * shape.n_embd
         states = bytes_each(config) * parameters
@@ -210,8 +223,13 @@ def _request(config: Config, shape: GPTShape, trained: bool) -> str:
     )
 
 
+def trains_on_cpu(config: Config) -> bool:
+    """Return whether a run of this configuration is on the CPU of this machine."""
+    return config.runtime.device == "cpu" or not torch.cuda.is_available()
+
+
 def bytes_each(config: Config) -> int:
-    """Return the fewest bytes per weight, with its gradient and one running average.
+    """Return the fewest bytes per weight, with its gradient and running averages.
 
     The configuration is resolved.
 
@@ -221,15 +239,31 @@ def bytes_each(config: Config) -> int:
     float_bytes = 2 if config.train.precision == Precision.BF16_PURE else 4
     has_floats = config.model.storage in FLOAT_STORAGES
     weight = float_bytes if has_floats else 1
-    optimizer = config.optimizer
-    if optimizer.name in PEERS:
+    if config.optimizer.name in PEERS:
         # The size of their state is not known here.
         return weight
     gradient = 0 if config.train.step_in_backward else float_bytes
-    average = 0
-    if "beta1" in OPTIONS.get(optimizer.name or "", {}) or optimizer.momentum:
-        average = _AVERAGE.get(optimizer.moments or "", float_bytes)
-    return weight + gradient + average
+    return weight + gradient + bytes_of_averages(config)
+
+
+def bytes_of_averages(config: Config) -> int:
+    """Return the bytes of a weight's running averages, the fewest that its optimizer keeps.
+
+    Muon keeps two of embeddings and one of matrices, which count here. What Adafactor
+    keeps for rows and columns is next to nothing for a weight.
+
+    >>> bytes_of_averages(Config())
+    0
+    """
+    optimizer = config.optimizer
+    if optimizer.name in _WITH_TWO_AVERAGES:
+        count = 2
+    elif "beta1" in OPTIONS.get(optimizer.name or "", {}) or optimizer.momentum:
+        count = 1
+    else:
+        count = 0
+    float_bytes = 2 if config.train.precision == Precision.BF16_PURE else 4
+    return count * _AVERAGE.get(optimizer.moments or "", float_bytes)
 
 
 def parameters_of(shape: GPTShape) -> int:

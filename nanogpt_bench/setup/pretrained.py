@@ -14,6 +14,7 @@ from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.data.tokenizers import check_tokens
 from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPTShape
+from nanogpt_bench.setup.memory import FLOAT_STORAGES, bytes_of_averages, trains_on_cpu
 from nanogpt_bench.setup.surgery import quantization
 from nanogpt_bench.system.errors import BenchError
 
@@ -143,19 +144,22 @@ def _check_text(name: str, corpus: Corpus, text: Corpus, *splits: Any) -> None:
 
 
 def _bytes_each(config: Config) -> float:
-    """Return the bytes per parameter: weight, gradient and averages.
+    """Return the bytes of main memory per parameter: weight, gradient and averages.
 
-    While a parameter is read it takes at least a float and a code. This is for models
-    of transformers; `setup.memory.bytes_each` is a lower bound for the GPT.
+    While a parameter is read it takes at least a float and a code. On a GPU the main
+    memory holds no more than what is read. This is for models of transformers;
+    `setup.memory.bytes_each` is for the GPT.
     """
-    averages = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
+    averages = bytes_of_averages(config)
     gradient = 4
     if config.train.step_in_backward:
         # Micro-batches are summed in bfloat16.
         gradient = 2 if config.train.accumulation > 1 else 0
+    if not trains_on_cpu(config):
+        averages = gradient = 0
     arguments = read_as_codes(config)
     if arguments is None:
-        weight = 4 if config.model.storage in (Storage.FLOAT32, Storage.MASTER) else 1
+        weight = 4 if config.model.storage in FLOAT_STORAGES else 1
         return max(5, weight + averages + gradient)
     files = outline(config.model.pretrained or "")
     if files.stored:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.keys import FIELDS, get, keys_where, short_names
 from nanogpt_bench.config.rules import RULES, Rule, has_moments, reference_settings
 from nanogpt_bench.config.schema import (
     DEFAULT_DATA_DIR,
@@ -81,10 +81,8 @@ class PlannedRun:
     @property
     def cost(self) -> int:
         """The length of the run, in sequences."""
-        steps = self.settings.get(STEPS_KEY) or 1
-        batch_size = self.settings.get("train.batch_size") or 1
-        accumulation = self.settings.get("train.accumulation") or 1
-        return math.prod((steps, batch_size, accumulation))
+        train = self.config.train
+        return train.max_steps * train.batch_size * train.accumulation
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
@@ -363,11 +361,10 @@ def describe(config: Config, axes: Mapping[str, Any]) -> str:
         # Some layers have other formats.
         fmt = weight_format(everywhere)
     words = [row_label(rule_name(config), fmt)]
-    last_words = [key.rsplit(".", 1)[-1] for key in axes]
-    for key, last_word in zip(axes, last_words, strict=True):
+    names = short_names(axes)
+    for key, value in axes.items():
         if key not in UNREPEATED:
-            name = last_word if last_words.count(last_word) == 1 else key
-            words.append(f"{name}={_value_text(axes[key])}")
+            words.append(f"{names[key]}={_value_text(value)}")
     return " ".join(words)
 
 

@@ -268,7 +268,7 @@ class SweepRecord:
             "format": run.format,
             "seed": run.seed,
             "steps": recorded.last_step or 0,
-            "steps_planned": run.settings["train.max_steps"],
+            "steps_planned": run.config.train.max_steps,
             **recorded.summary,
             "status": str(status),
             # None stays None.

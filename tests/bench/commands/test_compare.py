@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 from collections import deque
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -39,6 +41,25 @@ SMALL = flags({"model.n_layer": 1, "model.n_embd": 32, "model.block_size": 16})
 
 def read_table(folder):
     return list(csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines()))
+
+
+@pytest.mark.parametrize(("executor", "workers"), [("local", 2), ("ray", 8)])
+def test_a_cluster_takes_as_many_runs_as_it_has_cores(run_cli, monkeypatch, executor, workers):
+    """The file's two workers are for a small machine."""
+    taken = []
+
+    @contextmanager
+    def with_eight_cores(*_):
+        yield SimpleNamespace(cores=lambda: 8)
+
+    def sweep_grid(_sweep, _folder, count, *_, **__):
+        taken.append(count)
+        return 0
+
+    monkeypatch.setattr(pool_module, "executor_of", with_eight_cores)
+    monkeypatch.setattr(session, "sweep_grid", sweep_grid)
+    assert run_cli("--executor", executor)[0] == 0
+    assert taken == [workers]
 
 
 def test_formats_cross_rules_and_the_reference_comes_first():

@@ -243,6 +243,11 @@ def test_memory_is_that_of_codes(words, monkeypatch):
         _bytes_each(resolved_of(finetune))
         == model_outline.stored_bytes / model_outline.parameters + 2 + 4
     )  # two averages of a byte, a gradient
+    with monkeypatch.context() as on_a_gpu:
+        # there main memory holds what is read alone
+        on_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        codes_alone = model_outline.stored_bytes / model_outline.parameters
+        assert _bytes_each(resolved_of(finetune)) == codes_alone
     monkeypatch.setattr(free_memory, "free_memory", lambda: 3 * model_outline.parameters)
     load_causal(
         "./model", bytes_each=model_outline.stored_bytes / model_outline.parameters, quantization={}

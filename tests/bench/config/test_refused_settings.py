@@ -53,6 +53,8 @@ REFUSED = {
     "rule=fp32": "optimizer.writeback_end=residual8 optimizer.draws=dither model.products=fp8 "
     "model.peer=torchao-int8 train.step_in_backward=true",
     "rule=sgd": "optimizer.beta1=0.5",
+    "rule=muon": "optimizer.stiffness_end=1",
+    NEAREST: "optimizer.draws=dither",
     STOCHASTIC: "optimizer.stiffness_schedule=cosine optimizer.clip_by=exact "
     "optimizer.retraction=euclidean",
     f"rule=riemannian {E4M3}": "optimizer.retraction=geodesic optimizer.noise=ulp",
@@ -131,6 +133,8 @@ CONTRADICTIONS = {
     "stochastic",
     f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule "
     "'stochastic', which sets",
+    "rule=bf16-stochastic optimizer.moments=float32": "optimizer.moments: 'float32' contradicts rule "
+    "'bf16-stochastic', which sets '8bit'",
     "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', "
     "which sets",
     f"{STOCHASTIC} model.products=fp8": "model.products: 'fp8' contradicts rule 'stochastic', "

@@ -106,6 +106,15 @@ def test_a_run_that_goes_on_by_stiffness_without_rounding_is_rounded(tiny, tmp_p
     assert floats.val_loss == continuous.val_loss != rounded.val_loss
 
 
+def test_a_run_of_steps_in_the_backward_pass_is_rounded_to_other_formats(tiny, tmp_path):
+    """Nothing is trained then, so the setting says nothing."""
+    settings = {"rule": "stochastic", "model__format": "E4M3", "train__max_steps": 1}
+    within = {"train__step_in_backward": True, "optimizer__clip_by": "exact"}
+    run(tiny(**settings, **within), tmp_path / "a")
+    rows = evaluate_run(tmp_path / "a", formats=["E5M2"])
+    assert [row.format for row in rows] == ["E4M3 (as trained)", "none", "E5M2"]
+
+
 def test_a_tied_head_is_decided_on_in_one_line(trained, capsys):
     command = ["evaluate", str(trained["tied"]), "--formats", "E4M3"]
     assert main(command) == 2

@@ -366,6 +366,16 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(rule, tiny, make, tmp_path):
     assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)
 
 
+def test_a_write_back_of_the_end_loses_steps_too(make):
+    """Half of such a training is rounded to nearest."""
+    lost = {"stall/update_lost": 0.99, "stall/update_lost/lm_head": 0.99}
+    series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}
+    optimizer = {"writeback": "stochastic", "writeback_end": "nearest"}
+    settings = {"model": {"storage": "codes"}, "optimizer": optimizer}
+    found = classify(make("stochastic", series=series, settings=settings))
+    assert next(finding for finding in found if finding.kind == "stall").found
+
+
 def master(scale="", settings=""):
     """E4M3 weights and activations, the latter at a scale if one is given."""
     activation = f"{{format: E4M3, scale: {scale}}}" if scale else "E4M3"

@@ -155,6 +155,8 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
     )
     assert ended(run(status="stopped"), failed)[0] is Judgement.FAILED
     assert ended(run(status="stopped")) == (Judgement.UNFINISHED, "stopped at step 200")
+    at_once = {"kind": "time", "message": "max_seconds 60", "step": 90}
+    assert ended(run(status="stopped", stop=at_once))[1] == "stopped at step 90: max_seconds 60"
     assert ended() == (Judgement.UNFINISHED, "not run")
     # a class that ended the run is said once
     assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith(
@@ -238,6 +240,31 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
     ]
 
 
+def test_seeds_of_one_row_may_be_tracked_and_saved_differently(tmp_path):
+    paths = []
+    for seed, section in ((1, {"wandb_id": "a"}), (2, {"wandb_id": "b"})):
+        paths.append(write_run(tmp_path / str(seed), rule="fp32", seed=seed))
+        path = paths[-1] / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        saved = {"every": 10 * seed}
+        path.write_text(yaml.safe_dump({**config, "tracking": section, "checkpoint": saved}))
+    assert [(row.label, len(row.runs)) for row in rows_of(paths)] == [("fp32", 2)]
+
+
+def test_settings_of_one_last_word_keep_their_whole_names(tmp_path):
+    paths = []
+    for interval in (10, 20):
+        paths.append(write_run(tmp_path / str(interval), rule="fp32"))
+        path = paths[-1] / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        sections = {"eval": {"interval": interval}, "monitor": {"interval": 2 * interval}}
+        path.write_text(yaml.safe_dump(config | sections))
+    assert [row.label for row in rows_of(paths)] == [
+        "fp32 eval.interval=10 monitor.interval=20",
+        "fp32 eval.interval=20 monitor.interval=40",
+    ]
+
+
 CONFIG = {
     "data": {"train_tokens": None},
     "optimizer": {},
@@ -290,6 +317,41 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(tmp_path, d
         f"not comparable: {named}",
     )
     assert (result.gap, result.gap_share) == (None, None)
+
+
+def with_other_text(folder, digest, gpu=None):
+    """Say in a run's records which other text it was measured on, and by which GPU."""
+    path = folder / "environment.json"
+    other = {"splits": {"val": {"sha256": digest}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"also": other, "gpu": gpu}))
+    return folder
+
+
+@pytest.mark.parametrize(("digest", "is_subtracted"), [("hen", False), ("fox", True)])
+def test_losses_on_two_other_texts_are_not_subtracted(tmp_path, digest, is_subtracted):
+    folders = []
+    for rule, text in (("bf16-mixed", "fox"), ("sgd", digest)):
+        for seed in (1, 2):
+            losses = {"also_loss": 2.5 + 0.01 * seed}
+            folder = write_run(tmp_path / f"{rule}-{seed}", rule=rule, seed=seed, **losses)
+            folders.append(with_other_text(described(folder), text))
+    _, result = measured(folders)
+    assert result.difference is not None
+    assert (result.also_difference is not None) == is_subtracted
+
+
+@pytest.mark.parametrize(("device", "apart"), [("auto", True), ("cpu", False)])
+def test_runs_of_two_gpus_are_apart(tmp_path, device, apart):
+    folders = []
+    for rule, gpu in (("bf16-mixed", "H100"), ("sgd", "A100")):
+        for seed in (1, 2):
+            folder = described(write_run(tmp_path / f"{rule}-{seed}", rule=rule, seed=seed))
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            runtime = {"runtime": {"device": device}}
+            (folder / "config.yaml").write_text(yaml.safe_dump(config | runtime))
+            folders.append(with_other_text(folder, "fox", gpu))
+    _, result = measured(folders)
+    assert result.difference.apart is apart
 
 
 def test_the_draw_of_validations_batches_that_earlier_releases_state_is_todays(tmp_path):

@@ -114,10 +114,14 @@ def test_what_is_counted_is_what_a_model_has(tiny):
 @pytest.mark.parametrize(
     ("rule", "fmt", "fewest"),
     [
-        ("fp32", None, 12),
-        ("bf16-pure", None, 6),
-        ("stochastic", "E4M3", 9),
-        ("stochastic-8bit", "E4M3", 6),
+        ("fp32", None, 16),
+        ("sgd", None, 12),
+        ("bf16-pure", None, 8),
+        ("stochastic", "E4M3", 13),
+        ("stochastic-8bit", "E4M3", 7),
+        ("lion-stochastic", "E4M3", 6),
+        ("adafactor-stochastic", "E4M3", 5),
+        ("adafactor", None, 8),
     ],
 )
 def test_a_rule_has_its_fewest_bytes(rule, fmt, fewest):

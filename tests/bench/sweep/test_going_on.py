@@ -16,6 +16,7 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
+from nanogpt_bench.config.schema import TrainConfig
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.sweep import workers as pool_module
 from nanogpt_bench.sweep.workers import cores, serve
@@ -53,6 +54,18 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     assert swept(0.1, 0.2, 13, 0.4, 0.05) == 0
     assert sorted(trained()) == ["sgd-lr=0.05-seed=42", names[1]]
     assert len(runs_of(out)) == 5
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_crash_is_recorded_where_the_file_does_not_say_how_many_steps(write, monkeypatch):
+    monkeypatch.setenv("STUB_MEMORY", "too little")
+    path = write(
+        axes={"optimizer.lr": [0.1, 13]}, settings={"rule": "sgd", "train": {"batch_size": 2}}
+    )
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
+    summary = read_json(Path("out/sgd-lr=13-seed=42/summary.json"))
+    assert "out of memory" in summary["failure"]["message"]
+    assert summary["steps_planned"] == TrainConfig().max_steps
 
 
 @pytest.mark.usefixtures("_stub_workers")

@@ -163,6 +163,17 @@ def test_a_mean_cosine_is_exported_and_shown(tmp_path):
     assert FIGURES["cosine"](read_export(tmp_path / "one.json").rows[0].runs[0]) == cosine
 
 
+def test_settings_changed_at_a_resumption_are_exported(tmp_path):
+    history = [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}]
+    run_dir = write_run(tmp_path / "one", rule="fp32", config_history=history)
+    entry = flat_run("fp32", load_run(run_dir)) | {"reference": False}
+    (tmp_path / "one.json").write_text(json.dumps([entry]))
+    (run,) = read_export(tmp_path / "one.json").rows[0].runs
+    assert [note.partition(";")[0] for note in run.notes] == [
+        "settings were changed after step 3: optimizer.lr was 0.1, is now 0.2"
+    ]
+
+
 def test_a_search_goes_on_behind_the_trials_of_its_export(study, tmp_path, monkeypatch, capsys):
     """A sweep whose folder is gone trains only the runs of the rows again.
 

@@ -357,3 +357,51 @@ def test_a_group_may_have_entries_that_are_not_compared(kind, entry):
     for group in with_entry.param_groups:
         group.pop("mine", None)
     assert optimizer_bits(with_entry) == optimizer_bits(plain)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["adamw", "muon", "riemannian"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "for p in groups[0]['params'][:2]: p.rescale_(p.scale * 2**9)",
+        "for g in groups: g['writeback'] = 'residual8'",
+    ],
+)
+def test_a_step_that_is_left_out_after_an_edit_changes_nothing(kind, edit, path):
+    """What the edit asks for, a new S_ref or a new entry of a state, waits for a step."""
+    optimizer = make(kind, path=path)
+    take_steps(optimizer, 4)
+    apply_edit(edit, optimizer)
+    before = optimizer_bits(optimizer)
+    counts = optimizer.fitted_scales
+    put_gradients(optimizer, 4, torch.nan)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    optimizer.skipped_steps = optimizer.skipped_in_row = 0
+    assert optimizer_bits(optimizer) == before
+    assert optimizer.fitted_scales == counts
+
+
+def test_a_parameter_put_into_a_group_by_hand_is_checked():
+    """Before anything changes, as where it is given to `add_param_group`."""
+    weight, bias = fm.FP8Parameter(normal(8, 16), "E4M3"), nn.Parameter(torch.zeros(8))
+    groups = [{"params": [weight]}, {"params": [bias], "direction": "adam"}]
+    optimizer = optim.StiffnessMuon(groups, 1e-2)
+    put_gradients(optimizer, 0)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+    before = optimizer_bits(optimizer)
+    with pytest.raises(ValueError, match="is no matrix"):
+        optimizer.step()
+    assert optimizer_bits(optimizer) == before
+
+
+def test_an_option_in_a_list_is_not_edited_where_it_lies():
+    given = [3.4445, -4.775, 2.0315]
+    optimizer = optim.StiffnessMuon([fm.FP8Parameter(normal(8, 16), "E4M3")], ns_coefficients=given)
+    assert optimizer.param_groups[0]["ns_coefficients"] == tuple(given)
+    put_gradients(optimizer, 0)
+    optimizer.param_groups[0]["ns_coefficients"] = [2.0, -1.5, 0.5]
+    optimizer.step()
+    assert optimizer.param_groups[0]["ns_coefficients"] == (2.0, -1.5, 0.5)
