@@ -1,10 +1,12 @@
 /* The usual steps over codes, Adam and along a gradient: an element passes through all
  * stages without memory between them, or through three loops if its moments are codes.
  *
- *     for each kind of moments (float32, bfloat16, eight bits)
+ *     Adam: for each kind of moments (float32, bfloat16, eight bits)
  *       and of field (none, linear, power)
  *       and of write-back (nearest, stochastic, residual)
  *         one function: adam_over_codes with these three as constants
+ *     along a gradient (SGD without a moment, Adafactor, the second half of Muon's):
+ *       gradient_over_codes, for two write-backs
  *
  * Its bits are those of the stages in stages.c. */
 #include <stddef.h>

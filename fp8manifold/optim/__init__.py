@@ -10,6 +10,10 @@ arithmetic   _eager_step.py, with _directions.py and _writeback.py, in PyTorch. 
              the bits that _native_step.py (C) and _triton_step.py (GPU) equal, with
              which it shares the tables of fp8manifold/_interface.py; both read
              _records.py. _backends.py chooses
+C            fp8manifold/_native/: step.c is what is called, and starts threads; stages.c
+             takes steps of every kind, a tile at a time, in_one_loop.c the usual ones over
+             codes; squares.c asks whether gradients are finite, factors.c is Adafactor's,
+             rescale.c doubles scales
 steady       _steady.py says which steps are planned, _plan.py takes them again as they
              were planned, _graphed.py records them
 before it    _checks.py, _finite.py, _agreement.py (several processes): may refuse it

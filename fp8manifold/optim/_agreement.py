@@ -13,7 +13,8 @@ anything changes::
 An error in one process becomes an error in all: its own there, one that points to it in
 the others. Where facts differ, each process names the first one that does.
 
-Processes step together if they share a parameter: as replicas, as shards, or under
+Processes step together if they share a parameter: as replicas that
+`fp8manifold.distributed.sync` has registered, as shards, or under
 ``ZeroRedundancyOptimizer``, where each steps parameters of its own.
 """
 

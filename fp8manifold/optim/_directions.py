@@ -11,10 +11,13 @@ schedules. They travel to C and to a GPU's kernels as one row in the order of `N
 
 These functions are the definition of the directions, and ``_eager_step.py``, which calls them
 through `DIRECTIONS`, is that of the rest of a step. Whoever wants to know what a step
-computes reads these two files. All else is a twin, tested to the bit against them:
+computes reads these two files, and for Muon's halves and their factor ``_matrices.py``. All
+else is a twin, tested to the bit against them:
 
     _native/stages.c       the same stages in C, a tile at a time
-    _native/in_one_loop.c  Adam over codes once more, in one loop
+    _native/in_one_loop.c  the usual steps over codes once more, in one loop: Adam's, and
+                           those along a gradient or a factor (SGD, Adafactor, the second
+                           half of Muon's)
     _triton/stages.py      the same stages on a GPU
 
 Only + - * /, comparisons and ``sqrt_exact`` are used, which round alike everywhere.

@@ -8,7 +8,8 @@ a good step costs one number::
 
 The squares count, not the gradients, because second moments are made of them.
 
-On a GPU that decides on steady steps by itself (`_plan.py`) kernels do the same check.
+A planned step on a CPU does the first stage itself (`Plan._are_gradients_finite`). On a GPU
+that decides on steady steps by itself (`_plan.py`) kernels do the same check.
 `warn_of_skips` and `warn_of_pass` name the parameters at fault in either case.
 """
 

@@ -9,8 +9,8 @@ lead to it:
         direct            parameters that one call of C steps, all of them together (Adam,
                           SGD, Lion, and the Riemannian steps along the chart)
         batches           Muon's matrices, some at a time (`NativeMuonBatch`): a call of C
-                          for momenta, a product of torch's for each matrix, a call of C
-                          for weights
+                          for momenta (float matrices with float32 momenta: torch),
+                          Newton-Schulz in torch for each matrix, a call of C for weights
 
 Numbers and keys are computed once for all parameters. Parameters with the same numbers
 share a row. Only steps without a plan have gradients or weights of 16 bits: these are
@@ -265,7 +265,8 @@ class NativeMuonBatch:
     """The steps of some matrices in native code, whose records serve again.
 
         momentum  C writes u into scratch memory    records: of momenta and gradients
-        factor    torch, matrix by matrix; each takes the place of its u
+                  (for float matrices with float32 momenta torch does)
+        factor    Newton-Schulz in torch, matrix by matrix; each takes the place of its u
         weights   C steps along the factors         records: of weights, codes and scales
 
     No slot has a stiffness exponent or injects an error, and none is sharded or observed.
@@ -304,7 +305,8 @@ class NativeMuonBatch:
         """Take the steps, and return reports as `NativeStep.run` does.
 
         Args:
-            slots: the same as before; their tensors are not looked at.
+            slots: the same as before, without tensors. Gradient and momentum of a matrix
+                that torch averages are read from parameter and state.
             keys: of the draws. The first half draws for momenta, the second for
                 weights.
             numbers: of the step, for both halves.

@@ -1,12 +1,8 @@
 """ManifoldOptimizer, the base of the library's optimizers.
 
     step
-      a steady step: the plan of the last step is not stale, and is run
-        plan.is_stale              is all as the last step left it?        _plan.py
-        plan.run                   gradients are finite; in all processes  _plan.py
-          optimizer._numbers       rates, bias corrections, decay          _step_numbers.py
-          prepared.run             keys of draws                           random_bits.py
-                                   C, for Muon around a product            _native_step.py
+      a steady step: the plan of the last step is not stale, and is run (the stops of
+        this way are in _plan.py)
       any other step makes a slot for every parameter with a gradient; if
         preparing it changes nothing                        plan it, run the plan
         else _may_step   options, schedules and gradients are checked, in all processes
@@ -275,7 +271,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             )
 
     def _step_unplanned(self, slots: list[Slot]) -> Verdict:
-        """Take a step in which state begins, something is due, or PyTorch steps."""
+        """Take a step that is not planned: state begins, something is due, ... (`_steady.py`)."""
         if not self._may_step(slots):
             return Verdict.SKIPPED
         self._take(count_step(self._begin(slots)))
@@ -459,9 +455,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return 1.0
 
     def _are_plannable(self, slots: list[Slot]) -> bool:
-        """Return True if steady steps of native code may be planned.
+        """Return True if steady steps of native code or of kernels may be planned.
 
-        Subclasses refuse steps that need more than the records of native code.
+        Subclasses refuse steps that need more than the records of these.
         """
         return True
 

@@ -11,7 +11,8 @@ was queued when it ends normally, and drops it uncalled when an exception ends i
     run ends            -> the engine calls the _Ending        -> has_ended
     run fails           -> the engine frees it, uncalled       -> has_failed
 
-`_in_backward` makes the passes. `_plan` and the optimizer ask them.
+`_in_backward` makes the passes, and the optimizer those of `step_parameter`. Both ask them,
+and `_triton_step` where a GPU's verdict is counted.
 """
 
 import weakref

@@ -5,20 +5,25 @@ arithmetic, and most steps differ from the one before in gradients and numbers a
 steps are planned `_steady.py` says. From then on::
 
     step t     plan.run()        in a plan's first step slots come with all that it needs;
-                                 it ends with _seal: identities, addresses and versions
+                                 it ends with _seal: identities and addresses
     step t+1   plan.is_stale()   is anything not as it was noted?
                    yes: plan anew, or take the step without a plan
                    no:  plan.run(): new gradients, numbers and keys, the same records
-                     _may_step_here   options, schedules and gradients may refuse it
+                     _advance         counts step t: only now is a GPU's verdict known
+                     _may_step_here   points slots and records to the new gradients; a rate,
+                                      a schedule or a gradient may refuse the step
                      _renew_numbers   of parameters that share them once
                      NativePlan.run   the arithmetic (`_native_step.py`)
+                     _widen, _seal    only where a scale may have doubled
+                   after every step the versions of all tensors are noted
 
 ``is_stale`` is the only place that asks whether all is as it was. It compares everything
 that a plan is made from: groups, options, states and attributes by identity, tensors by
 address, version, size and dtype.
 
 A plan must not keep alive what a user lets go, and must not use what is gone. So between
-steps it has no tensor, only ids. Weak references drop the plan (``alive`` becomes empty)
+steps it has no tensor of its own, only ids, and the dicts of the groups, which have their
+parameters. Weak references drop the plan (``alive`` becomes empty)
 when a tensor dies whose id could then be another's.
 
 A GPU decides by itself whether it takes a steady step: kernels look at the gradients, and
@@ -196,8 +201,8 @@ class Plan:
         #: what a gradient is multiplied by before its square must be finite
         self._largest_factor = optimizer._largest_factor(slots)
         #: for each slot by kernels the position of the first one with the same numbers
-        self._number_twins = _number_twins(optimizer, self._kernel_slots)
-        self._prepared = _prepare(self._kernel_slots, self._number_twins)
+        self._number_leaders = _number_leaders(optimizer, self._kernel_slots)
+        self._prepared = _make_records(self._kernel_slots, self._number_leaders)
         #: positions of slots whose scales the host doubles, after a report
         self._late: list[int] = []
         self._raises = False
@@ -299,7 +304,7 @@ class Plan:
         return True
 
     def _last_steps(self) -> int:
-        """Return 1 if the last step was taken, else 0. A GPU is waited for."""
+        """Return 1 if the last step was taken, else 0; wait for a GPU's verdict."""
         verdict, _, report = self._last
         if report is None:
             return int(verdict is Verdict.TAKEN)
@@ -413,8 +418,8 @@ class Plan:
     def _are_gradients_finite(self, optimizer: Any, prepared: NativePlan) -> bool:
         """Return True if all gradients and their squares are finite.
 
-        Only gradients of the slots have been set before, and numbers are computed
-        afterwards, as in a step without a plan.
+        Numbers are computed afterwards, but for those of a plan's first step, which
+        `_begin` has computed.
         """
         addresses, sizes = prepared.gradients, prepared.sizes
         for i in self._by_geoopt:
@@ -437,7 +442,7 @@ class Plan:
     def _renew_numbers(self, optimizer: Any) -> None:
         """Compute the numbers of a step that is not the first of its plan."""
         slots = self._kernel_slots
-        for slot, first in zip(slots, self._number_twins, strict=True):
+        for slot, first in zip(slots, self._number_leaders, strict=True):
             leader = slots[first]
             if slot is leader:
                 slot.numbers = optimizer._numbers(slot)
@@ -538,18 +543,18 @@ def are_same(options: Any, others: Any) -> bool:
         return False
 
 
-def _prepare(
-    slots: list[Slot], number_twins: list[int]
+def _make_records(
+    slots: list[Slot], number_leaders: list[int]
 ) -> NativePlan | TritonStep | TritonMuonStep:
     """Make the records of all steps, and compile the kernels that take them."""
     if not on_gpu(slots[0].device):
-        return NativePlan(slots, number_twins)
+        return NativePlan(slots, number_leaders)
     if any(slot.spec.direction == KernelDirection.MUON for slot in slots):
         return TritonMuonStep(slots)
     return TritonStep(slots, decides=True)
 
 
-def _number_twins(optimizer: Any, slots: list[Slot]) -> list[int]:
+def _number_leaders(optimizer: Any, slots: list[Slot]) -> list[int]:
     """Return for each slot the position of the first one whose step has the same numbers."""
     if not optimizer.keeps_plan:
         # a method of the user's may look at anything

@@ -13,7 +13,8 @@ The C code (``_native/step.c``) takes an array of `JOB` records, one for each pa
     hyper       the numbers of the step (`NUMBERS`): new in every step
 
 C and kernels trust the pointers. So `addresses_of` checks dtype, size, device and layout of
-every tensor before its address is taken. Records of native code are made by
+every tensor before its address is taken. In the later steps of a plan, which take the
+addresses of gradients alone, `Plan.is_stale` has compared these. Records of native code are made by
 `_native_step.py`, those of a GPU's kernels by `_triton_step.py`.
 """
 

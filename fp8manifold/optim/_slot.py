@@ -150,7 +150,10 @@ _DERIVED: Final = frozenset(("scale", "arrays", "number_row"))
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter in one step, made anew from its group, its state and the parameter."""
+    """One parameter in one step, made from its group, its state and the parameter.
+
+    A plan keeps its slots from step to step, without tensors.
+    """
 
     group: dict[str, Any]
     parameter: Tensor

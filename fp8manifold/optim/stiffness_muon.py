@@ -2,8 +2,8 @@
 
 One optimizer steps both; a group's ``direction`` says which. Three parts:
 
-- The class: options and their checks. A steady step, which `_plan.py` has planned, is
-  `NativeMuonBatch` of `_native_step.py` on a CPU, `TritonMuonStep` on a GPU. In other
+- The class: options and their checks. Of a steady step, which `_plan.py` has planned, the
+  matrices are `NativeMuonBatch` of `_native_step.py` on a CPU, `TritonMuonStep` on a GPU. In other
   steps matrices are stepped by `take_muon_steps` of `_muon.py`, everything else as by
   StiffnessAdamW. All put the same parts together, those of `_matrices.py`.
 - `StiffnessMuon.for_model` sorts the parameters of a model into groups. Each parameter
@@ -275,7 +275,7 @@ class StiffnessMuon(StiffnessOptimizer):
         return (*super()._number_facts(slot), slot.parameter.shape if is_matrix(slot) else None)
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
-        """Run Adam's steps as everywhere, and those of matrices as `_muon.py` does."""
+        """Run steps without a plan: Adam's as everywhere, matrices' as `_muon.py` does."""
         views = super()._run([slot for slot in slots if not is_matrix(slot)])
         muons = [slot for slot in slots if is_matrix(slot)]
         return views + take_muon_steps(muons, {slot for slot in muons if self._is_observed(slot)})

@@ -261,7 +261,7 @@ class Accumulation:
         state = optimizer.state.get(parameter, {})
         stream = state.get("stream")
         if stream is None:
-            # the one that the parameter's first step will give it
+            # a stream for the sum alone; that of the parameter's first step may be another
             if parameter not in self._twins:
                 self._twins = twins(parameters_of(optimizer))
             stream = new_stream(
