@@ -101,10 +101,10 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> Plan | None:
     try:
         optimizer._check_options()
         optimizer._apply_schedules(slots)
-        if not all(_has_all_entries(optimizer, slot) for slot in slots):
+        by_geoopt = optimizer._by_geoopt(slots)
+        if not all(_has_all_entries(optimizer, slot) for slot in _without(slots, by_geoopt)):
             return None
         optimizer._begin(slots)
-        by_geoopt = optimizer._by_geoopt(slots)
         if not _is_plannable(optimizer, slots, by_geoopt):
             return None
         return Plan(optimizer, slots, by_geoopt)
@@ -115,6 +115,12 @@ def make_plan(optimizer: Any, slots: list[Slot]) -> Plan | None:
         # the step without a plan raises it: in its order, and in every process
         _LOG.debug("a step could not be planned", exc_info=True)
         return None
+
+
+def _without(slots: list[Slot], positions: list[int]) -> list[Slot]:
+    if not positions:
+        return slots
+    return [slot for i, slot in enumerate(slots) if i not in positions]
 
 
 def _has_all_entries(optimizer: Any, slot: Slot) -> bool:
@@ -131,15 +137,16 @@ def _has_all_entries(optimizer: Any, slot: Slot) -> bool:
 
 def _is_plannable(optimizer: Any, slots: list[Slot], by_geoopt: list[int]) -> bool:
     """Return True if native code or kernels take all steps but those of geoopt's."""
-    others = {slots[i] for i in by_geoopt}
-    by_kernels = slots if not others else [slot for slot in slots if slot not in others]
+    by_kernels = _without(slots, by_geoopt)
     if not by_kernels or not optimizer._are_plannable(by_kernels):
         return False
     if _plan.on_gpu(slots[0].device):
         # kernels look at the squares of gradients themselves
         is_decided = optimizer._largest_factor(slots) <= 1
         return is_decided and all(map(_is_launched_whole, slots))
-    return all(map(_is_native_in_place, by_kernels)) and all(map(_is_summed_in_place, others))
+    return all(map(_is_native_in_place, by_kernels)) and all(
+        _is_summed_in_place(slots[i]) for i in by_geoopt
+    )
 
 
 def _is_launched_whole(slot: Slot) -> bool:

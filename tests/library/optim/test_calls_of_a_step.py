@@ -44,12 +44,12 @@ class Budget:
 
 
 BUDGETS = {
-    "StiffnessAdamW": Budget(first=721, second=342, steady=49, files=5),
-    "StiffnessSGD": Budget(first=683, second=328, steady=50, files=5),
-    "StiffnessLion": Budget(first=667, second=312, steady=46, files=5),
-    "StiffnessMuon": Budget(first=915, second=427, steady=65, files=6),
-    "StiffnessAdafactor": Budget(first=738, second=369, steady=50, files=6),
-    "RiemannianAdam": Budget(first=592, second=294, steady=72, files=6),
+    "StiffnessAdamW": Budget(first=722, second=369, steady=49, files=5),
+    "StiffnessSGD": Budget(first=684, second=355, steady=50, files=5),
+    "StiffnessLion": Budget(first=668, second=339, steady=46, files=5),
+    "StiffnessMuon": Budget(first=917, second=459, steady=65, files=6),
+    "StiffnessAdafactor": Budget(first=739, second=400, steady=50, files=6),
+    "RiemannianAdam": Budget(first=593, second=309, steady=72, files=6),
 }
 
 
