@@ -91,6 +91,7 @@ AGAINST = {
     "study_q26_bf16": ("bf16-adafactor",),
     "study_q27_smollm2": ("bf16-adafactor",),
     "study_q28_adafactor": ("adafactor", "fp32"),
+    "study_q22_coarse": ("fp32", "E5M2 stochastic"),
     "study_q20_e4m3": (
         "E4M3 riemannian dir=data/stdlib lr=0.5 retraction=exponential",
         "E4M3 riemannian dir=data/stdlib lr=1 retraction=exponential",
@@ -129,9 +130,10 @@ ADDED_FILES = {
     "study_q16_adamw": ("study_q16_muon", "study_q16_bf16"),
     "study_q16_sdnq": ("study_q16_muon",),
     "study_q20_e4m3": ("study_q20_next",),
+    "study_q22_coarse": ("study_q22_rates",),
     "study_q26_adafactor": ("study_q26_lion",),
     "study_q26_bf16": ("study_q26_8bit",),
-    "study_q27_smollm2": ("study_q27_e2m5",),
+    "study_q27_smollm2": ("study_q27_e2m5", "study_q27_adamw", "study_q27_mixed"),
     "study_q28_adafactor": ("study_q28_e2m5", "study_q28_adamw"),
 }
 

@@ -4,9 +4,11 @@ Law 3 of docs/laws.md: where gradients have no mean, rounding alone would spread
 evenly over the codes of a format, so that all binades above the subnormals have one
 share. Near zero a normal distribution has twice the share in each next binade.
 
-    python study/binades.py runs/q18/E5M2 runs/q18/E4M3
+    python study/binades.py runs/q24-E5M2 runs/q24-E4M3
+    python study/binades.py runs/q24-muon --format E5M2
 
-For each run of weights on a grid, its last checkpoint gives the codes. The binades
+For each run of weights on a grid, its last checkpoint gives the codes. With a format float
+weights are looked at in units of the scales that they would have in it. The binades
 between the first percentile and the median of the magnitudes count. Shown are, for the
 quarter of layers with the least |mean gradient| over its deviation (over the last
 quarter of the measurements) and the quarter with the most, the slope of log2 share
@@ -113,18 +115,25 @@ def binades(units: Tensor, fmt: fm.FloatFormat) -> Binades | None:
     return Binades(tuple(exponents), tuple(shares), tuple(normal))
 
 
-def layers_of(folder: Path, run: Run) -> list[Layer]:
+def layers_of(folder: Path, run: Run, fmt: str | None = None) -> list[Layer]:
     """Return the one-byte layers of a run that recorded their gradients.
 
-    They are in the order of the ratio of mean to deviation.
+    They are in the order of the ratio of mean to deviation. With a format float layers
+    count too, under the scales that they would have in it.
     """
     weights = _state(load(choose(folder)))
     layers = []
     for name, weight in weights.items():
-        snr = _late_mean(run, GRAD_SNR.layer_key(name.removesuffix(".weight")))
-        if isinstance(weight, fm.FP8Tensor) and snr is not None:
+        layer = name.removesuffix(".weight")
+        snr = _late_mean(run, GRAD_SNR.layer_key(layer))
+        if snr is None:
+            continue
+        if isinstance(weight, fm.FP8Tensor):
             units = weight.dequantize() / weight.scale
-            layers.append(Layer(name.removesuffix(".weight"), units, weight.format, snr))
+            layers.append(Layer(layer, units, weight.format, snr))
+        elif fmt is not None:
+            in_codes = fm.FP8Parameter(weight, fmt)
+            layers.append(Layer(layer, weight / in_codes.scale, in_codes.format, snr))
     return sorted(layers, key=lambda layer: layer.snr)
 
 
@@ -169,8 +178,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    folders = parser.parse_args().runs
-    print(binades_table({str(path): layers_of(path, load_run(path)) for path in folders}), end="")
+    parser.add_argument("--format", help="format of float weights, which are left out without it")
+    arguments = parser.parse_args()
+    layers = {
+        str(path): layers_of(path, load_run(path), arguments.format) for path in arguments.runs
+    }
+    print(binades_table(layers), end="")
 
 
 if __name__ == "__main__":

@@ -190,3 +190,16 @@ def test_the_layers_with_the_least_and_the_most_mean_gradient_have_a_line(monkey
     cells = [line.split("|") for line in script.binades_table({"runs/a": layers}).splitlines()[2:]]
     assert [row[2].strip() for row in cells] == ["`3`", "`0`"]
     assert all(0.8 < float(row[5]) < 1.2 for row in cells)
+
+
+def test_shares_by_binade_tell_weights_uniform_over_codes_from_normal_ones():
+    """Law 3 of docs/laws.md would make them uniform: a slope of 0, where normal weights have 1."""
+    binades = import_module("binades")
+    generator = torch.Generator().manual_seed(0)
+    fmt = fm.formats.as_format("E5M2")
+    normal = torch.randn(256, 256, generator=generator)
+    uniform = torch.exp2(12 * torch.rand(256, 256, generator=generator) - 8)
+    of_normal = binades.binades(16 * normal, fmt)
+    assert of_normal.slope == pytest.approx(of_normal.normal_slope, abs=0.05)
+    assert of_normal.off_by < 1.2
+    assert binades.binades(uniform, fmt).slope == pytest.approx(0, abs=0.05)
