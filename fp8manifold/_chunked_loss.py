@@ -14,6 +14,7 @@ is done to each chunk. A model that asks for more is refused by the name of what
 import functools
 import importlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
@@ -38,6 +39,8 @@ __all__ = ["ChunkedLoss", "chunked_loss"]
 _HANDLE: Final = "_fp8_chunked_loss"
 """The attribute of a model with its handle."""
 _MOST_TOKENS: Final = 2**20
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
+"""The attributes of a module with the hooks of its calls."""
 Change = Callable[[Tensor], Tensor]
 
 
@@ -232,9 +235,13 @@ def _forward_in_chunks(model: Any, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def _logits_in_chunks(head: nn.Module, tokens: int) -> Iterator[None]:
-    """Let the first call of an output layer return `ChunkedLogits`."""
+    """Let the first call of an output layer return `ChunkedLogits`.
+
+    Its hooks are for logits: each chunk's call runs them, and this one does not.
+    """
     names = vars(head)
     previous = names.get("forward")
+    hooks = {name: names[name] for name in _HOOKS}
 
     def restore() -> None:
         if previous is None:
@@ -242,10 +249,14 @@ def _logits_in_chunks(head: nn.Module, tokens: int) -> Iterator[None]:
         else:
             names["forward"] = previous
 
+    def give_hooks_back() -> None:
+        names.update(hooks)
+
     def forward(hidden: Tensor) -> ChunkedLogits:
         restore()
-        return ChunkedLogits(head, hidden, tokens)
+        return ChunkedLogits(head, hidden, tokens, give_hooks_back)
 
+    names.update({name: OrderedDict() for name in _HOOKS})
     names["forward"] = forward
     try:
         yield
@@ -256,6 +267,7 @@ def _logits_in_chunks(head: nn.Module, tokens: int) -> Iterator[None]:
             )
     finally:
         restore()
+        give_hooks_back()
 
 
 class ChunkedLogits:
@@ -265,12 +277,19 @@ class ChunkedLogits:
     """
 
     def __init__(
-        self, head: nn.Module, hidden: Tensor, tokens: int, changes: tuple[Change, ...] = ()
+        self,
+        head: nn.Module,
+        hidden: Tensor,
+        tokens: int,
+        before_use: Callable[[], None],
+        changes: tuple[Change, ...] = (),
     ) -> None:
         self._head = head
         #: of the output layer, (..., width)
         self._hidden = hidden
         self._tokens = tokens
+        #: called before the output layer is
+        self._before_use = before_use
         #: to the logits of each chunk, in turn
         self._changes = changes
 
@@ -292,7 +311,7 @@ class ChunkedLogits:
         if not is_rows:
             raise RuntimeError(_refusal(f"view{tuple(sizes)}"))
         rows = self._hidden.reshape(-1, self._hidden.shape[-1])
-        return ChunkedLogits(self._head, rows, self._tokens, self._changes)
+        return ChunkedLogits(self._head, rows, self._tokens, self._before_use, self._changes)
 
     reshape = view
 
@@ -313,7 +332,8 @@ class ChunkedLogits:
         return self._changed(lambda logits: operator(logits, number))
 
     def _changed(self, change: Change) -> "ChunkedLogits":
-        return ChunkedLogits(self._head, self._hidden, self._tokens, (*self._changes, change))
+        changes = (*self._changes, change)
+        return ChunkedLogits(self._head, self._hidden, self._tokens, self._before_use, changes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -355,6 +375,7 @@ def _cross_entropy(
         raise RuntimeError(
             _refusal("a cross-entropy with weights of classes, of probabilities, or not reduced")
         )
+    logits._before_use()
     fused = _fused_sum(logits, target, ignore_index) if label_smoothing == 0 else None
     if fused is None:
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}

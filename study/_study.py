@@ -89,7 +89,7 @@ AGAINST = {
     "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
     "study_q26_adafactor": ("fp32", "adafactor"),
     "study_q26_bf16": ("bf16-adafactor",),
-    "study_q27_smollm2": ("bf16-adafactor",),
+    "study_q27_smollm2": ("bf16-mixed", "bf16-adafactor"),
     "study_q28_adafactor": ("adafactor", "fp32"),
     "study_q22_coarse": ("fp32", "E5M2 stochastic"),
     "study_q20_e4m3": (

@@ -22,12 +22,13 @@ from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._geoopt_import import follow_geoopt
 from fp8manifold._interface import MomentStorage
 from fp8manifold._numerics.charts import RETRACTIONS
-from fp8manifold._ranks import check_share, share_of
+from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._slot import stiffness_manifold_of
@@ -225,6 +226,13 @@ def check_parameters(parameters: list[Tensor]) -> None:
                 "scales of its pieces: use DistributedDataParallel, or storage='codes' or 'master' "
                 "with fully_shard"
             )
+        part = local_of(parameter)
+        if is_traceable_wrapper_subclass(part) and not isinstance(part, FP8Tensor):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, "
+                "which holds other tensors: these optimizers step ordinary parameters and those of "
+                "fp8manifold"
+            )
         if parameter.dtype not in _DTYPES:
             raise ValueError(
                 f"a parameter has dtype {parameter.dtype}: only real floats (float16, bfloat16, "
@@ -247,6 +255,19 @@ def check_parameters(parameters: list[Tensor]) -> None:
                 f"be stepped once"
             )
         seen.add(id(parameter))
+
+
+def check_distinct(groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a parameter that is twice in the groups of an optimizer."""
+    seen: set[int] = set()
+    for group in groups:
+        for parameter in group["params"]:
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} appears twice in the groups: "
+                    "each may be stepped once"
+                )
+            seen.add(id(parameter))
 
 
 def _is_flattened(parameter: Tensor, manifold: StiffnessManifold | None) -> bool:

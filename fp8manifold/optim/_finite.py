@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._native import library
+from fp8manifold._native._arrays import PLAIN_CLASSES
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot, describe_parameter
@@ -42,7 +43,7 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
     """Return True if the squares of all gradients are finite.
 
     Raises:
-        ValueError: a sparse or complex gradient.
+        ValueError: a sparse or complex gradient, or one that holds other tensors.
         FloatingPointError: a gradient is not finite and its group has
             ``on_nonfinite="raise"``.
     """
@@ -55,6 +56,7 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
                 f"{type(optimizer).__name__} takes dense real gradients only: the gradient of a "
                 f"parameter of shape {shape} is {kind}"
             )
+        plain_gradient(slot.parameter)
     if _sum_is_finite(slots):
         return True
     # each is looked at, as any of them may raise
@@ -62,12 +64,33 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
     return all(verdicts)
 
 
+def plain_gradient(parameter: Tensor) -> Tensor:
+    """Return a parameter's gradient in memory of its own, this process's part of it.
+
+    Other classes of tensors have none. A sum of gradients (`step_in_backward`) and a result
+    that a collective will give are read into a new tensor.
+
+    Raises:
+        ValueError: what is read is no ordinary tensor either.
+    """
+    gradient = local_of(parameter.grad)
+    if type(gradient) in PLAIN_CLASSES:
+        return gradient
+    values: Tensor = gradient.clone()
+    if type(values) in PLAIN_CLASSES:
+        return values
+    raise ValueError(
+        f"the gradient of a parameter of shape {tuple(parameter.shape)} is a "
+        f"{type(gradient).__name__}, which holds other tensors: give an ordinary tensor"
+    )
+
+
 def _sum_is_finite(slots: Sequence[Slot]) -> bool:
     """Return True if the squares of all gradients have a finite sum.
 
     All of them are finite then.
     """
-    gradients = [local_of(slot.parameter.grad) for slot in slots]
+    gradients = [plain_gradient(slot.parameter) for slot in slots]
     kernels = library() if all(map(_is_summed_in_place, gradients)) else None
     if kernels is not None:
         addresses = np.array([gradient.data_ptr() for gradient in gradients], dtype=np.uint64)
@@ -107,7 +130,7 @@ def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
     Raises:
         FloatingPointError: one is not and the group has ``on_nonfinite="raise"``.
     """
-    if factor < 1 or _has_finite_squares(local_of(slot.parameter.grad), factor):
+    if factor < 1 or _has_finite_squares(plain_gradient(slot.parameter), factor):
         return True
     if slot.group["on_nonfinite"] == "raise":
         raise FloatingPointError(

@@ -50,7 +50,7 @@ from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._eager_step import StepView, observed_step
 from fp8manifold.optim._factors import STATISTIC_NAMES, Preconditioner
-from fp8manifold.optim._finite import all_finite, warn_of_pass, warn_of_skips
+from fp8manifold.optim._finite import all_finite, plain_gradient, warn_of_pass, warn_of_skips
 from fp8manifold.optim._passes import BackwardPass
 from fp8manifold.optim._plan import CHANGING, Plan, Verdict, are_same
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
@@ -554,7 +554,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.state_entries}
         if "gradient" not in slot.tensors:
             # native code reads its memory
-            gradient = local_of(slot.parameter.grad).contiguous().resolve_neg()
+            gradient = plain_gradient(slot.parameter).contiguous().resolve_neg()
             slot.tensors["gradient"] = gradient
         if slot.fmt is not None and slot.spec.has_bounded_chart:
             bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
@@ -785,6 +785,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             check_lr(group)
             if are_same(checked.get(id(group)), _checked_facts(group)):
                 continue
+            _checks.check_distinct(self.param_groups)
             self._check_group(group)
             for parameter in group["params"]:
                 if parameter in self.state:

@@ -38,6 +38,7 @@ from fp8manifold._interface import (
     WeightStorage,
     numbers_in_c,
 )
+from fp8manifold._native._arrays import PLAIN_CLASSES
 from fp8manifold._numerics.records import FORMAT_DTYPE, JOB_DTYPE, SPEC_DTYPE, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._slot import Slot, row_view
@@ -193,14 +194,16 @@ def address_of(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.dev
     """Return the address of a tensor that is as a step needs it.
 
     Raises:
-        RuntimeError: another dtype, size, device or layout.
+        RuntimeError: another dtype, size, device, layout or class.
     """
     fits = tensor.dtype is dtype and tensor.numel() == numel and tensor.device == device
-    if not (fits and tensor.is_contiguous()):
+    # a class of tensors that holds others has no memory, and the address 0 stands for no tensor
+    if not (fits and tensor.is_contiguous() and type(tensor) in PLAIN_CLASSES):
         place = "the CPU" if device.type == "cpu" else device
         raise RuntimeError(
             f"a step needs {numel} contiguous elements of {dtype} on {place}: here are "
-            f"{tensor.numel()} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+            f"{tensor.numel()} of {tensor.dtype} on {tensor.device} with strides "
+            f"{tensor.stride()}, a {type(tensor).__name__}"
         )
     return tensor.data_ptr()
 

@@ -21,6 +21,8 @@ loaded, `check_arrays` what users may have edited between two steps. A state tha
 for another format, granularity or way to store moments is refused by name.
 """
 
+import math
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ from torch import Tensor
 from fp8manifold._base.param_groups import parameters_of, saved_indices
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._interface import MomentStorage
+from fp8manifold._native._arrays import PLAIN_CLASSES
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.optim._directions import MOMENT_NAMES
@@ -57,6 +60,14 @@ _FUNCTIONS: Final = ("stiffness", "metric")
 """Options that may be functions, in whose place a state has None."""
 _ARRAY_NAMES: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES), *STATISTIC_NAMES)
 """Entries that are tensors of a parameter's shape, or of its blocks."""
+_NUMBERS: Final = {
+    # name: the highest, whether it is whole, whether it may be 0
+    "step": (2.0**53, True, True),
+    "since": (2.0**53, True, True),
+    "stream": (2.0**63, True, True),
+    "reference": (sys.float_info.max, False, False),
+}
+"""Entries that are numbers."""
 
 
 def first_residual(parameter: Tensor) -> Tensor:
@@ -190,6 +201,7 @@ def _check_origin(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     if "step" in entry and "stream" not in entry:
         raise ValueError(f"{subject} lacks its stream: it is not one of this library's optimizers")
     _check_tensors(entry, parameter, index)
+    _check_numbers(entry, subject)
     _check_residual(entry, subject)
     fields = slot_of({}, parameter, {}).grid_fields
     saved_fields = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
@@ -232,12 +244,34 @@ def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None =
         if not isinstance(value, Tensor):
             subject = _words_for_state(parameter, index)
             raise ValueError(f"{subject} has {name}={value!r}: a tensor is needed")
+        if type(local_of(value)) not in PLAIN_CLASSES:
+            subject = _words_for_state(parameter, index)
+            raise ValueError(
+                f"{subject} has {name} as a {type(value).__name__}, which holds other tensors: an "
+                "ordinary tensor is needed"
+            )
         if name in MOMENT_NAMES and value.shape != parameter.shape:
             subject = _words_for_state(parameter, index)
             raise ValueError(
                 f"{subject} has {name} of shape {tuple(value.shape)}: the parameter's is "
                 f"{tuple(parameter.shape)}"
             )
+
+
+def _check_numbers(entry: dict[str, Any], subject: str) -> None:
+    """Raise ValueError unless a saved count, stream and S_ref are numbers of their ranges."""
+    for name, (highest, is_whole, is_zero_allowed) in _NUMBERS.items():
+        if name not in entry:
+            continue
+        try:
+            number = float(entry[name])
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.nan
+        fits = 0 <= number <= highest and (is_zero_allowed or number > 0)
+        if not fits or (is_whole and number != int(number)):
+            kind = "a whole number" if is_whole else "a number"
+            low = ">= 0" if is_zero_allowed else "> 0"
+            raise ValueError(f"{subject} has {name}={entry[name]!r}: {kind} {low} is needed")
 
 
 def check_arrays(

@@ -118,7 +118,8 @@ class StiffnessAdamW(StiffnessOptimizer):
             ``stochastic`` rounds at random, so that the average result is exact.
             ``residual8`` stores the remainder of rounding to 1/256 of an ULP, in one
             more byte per weight; a new 0 is +0. ``momentum`` adds the rounding error to
-            the first average. Ordinary bfloat16 and float16 parameters are rounded
+            the first average, in units of the step's rate: a rate that rises again later,
+            as with warm restarts, multiplies it, and a training can diverge. Ordinary bfloat16 and float16 parameters are rounded
             stochastically under all of them but ``nearest``. Finite values saturate.
         draws: random bits of stochastic rounding: ``independent`` in every step, or
             ``dither``, with less noise and a pull towards 0, which makes decay 7% too

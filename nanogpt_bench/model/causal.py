@@ -187,8 +187,8 @@ def _while_unchanged(function: Callable[[str], _T]) -> Callable[[str], _T]:
     def call(name: str) -> _T:
         try:
             states = _file_states(Path(name).resolve())
-        except (OSError, ValueError):
-            # There is no such path: the function says so.
+        except (OSError, ValueError, RuntimeError):
+            # There is no such path, or its links are a loop: the function says so.
             return function(name)
         return cached(name, states)
 

@@ -423,3 +423,25 @@ def test_liger_is_taken_where_it_is_installed(monkeypatch, installed):
     _chunked_loss._liger.cache_clear()
     assert _chunked_loss._liger() == ("kernel" if installed else None)
     _chunked_loss._liger.cache_clear()
+
+
+HOOKS = {
+    "of logits": lambda head: head.register_forward_hook(lambda _, inputs, logits: logits * 0.5),
+    "of the input": lambda head: head.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],)),
+    "that adds": lambda head: head.register_forward_hook(lambda _, inputs, logits: logits + 1),
+    "that looks": lambda head: head.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", ["own head", "codes, tied"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_the_output_layer_run_once_for_each_chunk(kind, hook):
+    whole, chunked = MODELS[kind](), MODELS[kind]()
+    for model in (whole, chunked):
+        HOOKS[hook](model.lm_head)
+    chunked_loss(chunked, 4)
+    loss, gradients = loss_and_gradients(whole, **batch())
+    chunked_result, chunked_gradients = loss_and_gradients(chunked, **batch())
+    torch.testing.assert_close(chunked_result, loss)
+    torch.testing.assert_close(chunked_gradients, gradients)
+    assert len(chunked.lm_head._forward_hooks) + len(chunked.lm_head._forward_pre_hooks) == 1

@@ -12,8 +12,11 @@ from optimizer_cases import frozen, grid_weight, normal, put_gradients, snapshot
 from refused import NAMES, check_refused, named
 from test_fisher import optimizer_of, tagger
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8manifold as fm
+from fp8manifold import optim
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
 
 KINDS = {kind.__name__: kind for kind in cases.CLASSES}
@@ -392,3 +395,82 @@ def test_a_state_made_for_another_parameter_is_refused(kind, saved, current, mes
     assert len(str(raised.value)) < 300
     assert snapshot(optimizer) == old_state
     assert frozen(state) == state_before
+
+
+NUMBERS = {
+    "stream": (-5, None, "x", 2**70),
+    "step": (-5, float("nan"), None, 0.5),
+    "reference": (0, -1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in NUMBERS.items() for value in values]
+)
+def test_a_state_whose_numbers_are_none_is_refused(name, value):
+    """A step would fail by them after it has been counted."""
+    weight = fm.FP8Parameter(torch.randn(4, 6), "E4M3")
+    optimizer = optim.StiffnessAdamW([weight])
+    weight.grad = torch.ones(4, 6)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0] = saved["state"][0] | {name: value}
+    with pytest.raises(ValueError, match=f"has {name}=.* number"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_parameter_that_was_put_into_two_groups_is_refused():
+    weight, bias = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(4))
+    optimizer = optim.StiffnessAdamW([{"params": [weight]}, {"params": [bias]}])
+    optimizer.param_groups[1]["params"].append(weight)
+    weight.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="appears twice in the groups"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessSGD", "StiffnessAdafactor"])
+def test_tensors_that_hold_others_do_not_reach_native_code(kind):
+    """They have no memory of their own: their address is 0."""
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = getattr(optim, kind)([weight])
+    weight.grad = TwoTensor(torch.ones(4, 6), torch.ones(4, 6))
+    with pytest.raises(ValueError, match="is a TwoTensor, which holds other tensors"):
+        optimizer.step()
+    assert not optimizer.state
+    # what a collective will give is waited for
+    weight.grad = AsyncCollectiveTensor(torch.ones(4, 6))
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones(4, 6))
+    with pytest.raises(ValueError, match="is a TwoTensor, which holds other tensors"):
+        getattr(optim, kind)([nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))])
+
+
+def test_a_state_that_holds_other_tensors_is_refused():
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = optim.StiffnessAdamW([weight])
+    weight.grad = torch.ones(4, 6)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = TwoTensor(torch.zeros(4, 6), torch.zeros(4, 6))
+    with pytest.raises(ValueError, match="has exp_avg as a TwoTensor"):
+        optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessSGD", "StiffnessAdafactor"])
+def test_a_sum_of_gradients_is_stepped_after_the_handle_was_removed(kind):
+    """The bits are those of a step inside of it."""
+    weights = []
+    for steps_inside in (True, False):
+        torch.manual_seed(0)
+        layer = fm.quantize_model(nn.Linear(8, 8), "E4M3")
+        optimizer = getattr(optim, kind)(layer.parameters(), lr=1e-2)
+        inputs = torch.randn(2, 4, 8)
+        handle = optim.step_in_backward(optimizer, accumulate="bfloat16")
+        for x in inputs:
+            layer(x).square().mean().backward()
+        if not steps_inside:
+            handle.remove()
+        optimizer.step()
+        weights.append(layer.weight.codes.clone())
+    assert torch.equal(*weights)
