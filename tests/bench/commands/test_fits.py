@@ -207,6 +207,12 @@ def test_what_it_cannot_count_is_refused_in_one_line(capsys, tmp_path, monkeypat
     assert error.count("\n") == 1
 
 
+def test_a_loop_of_links_is_refused_in_one_line(tmp_path, refused):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert "does not exist" in refused("fits", loop)
+
+
 def test_settings_that_may_be_written_out_are_those_that_are_read():
     architecture = importlib.import_module("fp8manifold._memory.architecture")
     source = inspect.getsource(architecture)
