@@ -56,7 +56,9 @@ def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:
                 f"{type(optimizer).__name__} takes dense real gradients only: the gradient of a "
                 f"parameter of shape {shape} is {kind}"
             )
-        plain_gradient(slot.parameter)
+        if type(gradient) is not Tensor:
+            # raises for what can't be read
+            plain_gradient(slot.parameter)
     if _sum_is_finite(slots):
         return True
     # each is looked at, as any of them may raise
@@ -73,15 +75,18 @@ def plain_gradient(parameter: Tensor) -> Tensor:
     Raises:
         ValueError: what is read is no ordinary tensor either.
     """
-    gradient = local_of(parameter.grad)
-    if type(gradient) in PLAIN_CLASSES:
+    gradient = parameter.grad
+    if type(gradient) is Tensor:
         return gradient
-    values: Tensor = gradient.clone()
+    part: Tensor = local_of(gradient)
+    if type(part) in PLAIN_CLASSES:
+        return part
+    values = part.clone()
     if type(values) in PLAIN_CLASSES:
         return values
     raise ValueError(
         f"the gradient of a parameter of shape {tuple(parameter.shape)} is a "
-        f"{type(gradient).__name__}, which holds other tensors: give an ordinary tensor"
+        f"{type(part).__name__}, which holds other tensors: give an ordinary tensor"
     )
 
 

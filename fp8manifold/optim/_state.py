@@ -244,7 +244,8 @@ def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None =
         if not isinstance(value, Tensor):
             subject = _words_for_state(parameter, index)
             raise ValueError(f"{subject} has {name}={value!r}: a tensor is needed")
-        if type(local_of(value)) not in PLAIN_CLASSES:
+        is_plain = type(value) is Tensor or type(local_of(value)) in PLAIN_CLASSES
+        if not is_plain:
             subject = _words_for_state(parameter, index)
             raise ValueError(
                 f"{subject} has {name} as a {type(value).__name__}, which holds other tensors: an "

@@ -119,8 +119,9 @@ class StiffnessAdamW(StiffnessOptimizer):
             ``residual8`` stores the remainder of rounding to 1/256 of an ULP, in one
             more byte per weight; a new 0 is +0. ``momentum`` adds the rounding error to
             the first average, in units of the step's rate: a rate that rises again later,
-            as with warm restarts, multiplies it, and a training can diverge. Ordinary bfloat16 and float16 parameters are rounded
-            stochastically under all of them but ``nearest``. Finite values saturate.
+            as with warm restarts, multiplies it, and a training can diverge. Ordinary
+            bfloat16 and float16 parameters are rounded stochastically under all of them but
+            ``nearest``. Finite values saturate.
         draws: random bits of stochastic rounding: ``independent`` in every step, or
             ``dither``, with less noise and a pull towards 0, which makes decay 7% too
             strong in E4M3 and 12% in E5M2 (see :func:`fp8manifold.random_bits`). Draws
