@@ -22,7 +22,6 @@ from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._geoopt_import import follow_geoopt
@@ -227,7 +226,8 @@ def check_parameters(parameters: list[Tensor]) -> None:
                 "with fully_shard"
             )
         part = local_of(parameter)
-        if is_traceable_wrapper_subclass(part) and not isinstance(part, FP8Tensor):
+        holds_others = hasattr(part, "__tensor_flatten__")
+        if holds_others and not isinstance(part, FP8Tensor):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is a {type(parameter).__name__}, "
                 "which holds other tensors: these optimizers step ordinary parameters and those of "
