@@ -233,6 +233,20 @@ def bytes_of(x: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def has_own_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements lie at its address.
+
+    Those of wrapper subclasses lie in the tensors that they hold, if anywhere.
+    """
+    if type(tensor) is Tensor or not tensor.numel():
+        return True
+    try:
+        return bool(tensor.as_subclass(Tensor).data_ptr())
+    except RuntimeError:
+        # of tensors within torch's transforms
+        return False
+
+
 def local_of(x: Any) -> Any:
     """Return the part of a DTensor that this process has; anything else as it is."""
     return x if type(x) is Tensor else getattr(x, "_local_tensor", x)

@@ -41,7 +41,7 @@ from fp8manifold.scaling import BLOCK_SIZE
 Kernel = Literal["decode", "round", "encode"]
 
 _VALUE_DTYPES: Final = (torch.float32, torch.bfloat16)
-PLAIN_CLASSES: Final = (Tensor, torch.nn.Parameter)
+_PLAIN_CLASSES: Final = (Tensor, torch.nn.Parameter)
 _LARGEST_FLOAT16: Final = 65504.0
 _NO_KEYS: Final = KEYS_STRUCT.pack(0, 0, 0, 0)
 
@@ -69,8 +69,8 @@ def decode_by_kernel(
     if (
         scale is None
         or not 0 < size < WORTH_A_THREAD
-        or type(codes) not in PLAIN_CLASSES
-        or type(scale) not in PLAIN_CLASSES
+        or type(codes) not in _PLAIN_CLASSES
+        or type(scale) not in _PLAIN_CLASSES
         or not (codes.is_cpu and scale.is_cpu and scale.dtype is torch.float32)
         or not (codes.is_contiguous() and scale.is_contiguous())
         or codes.is_neg()
@@ -317,7 +317,7 @@ def has_memory(*tensors: Tensor) -> bool:
         return False
     try:
         for x in tensors:
-            if type(x) not in PLAIN_CLASSES:
+            if type(x) not in _PLAIN_CLASSES:
                 return False
             x.data_ptr()
     except RuntimeError:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._native import library
-from fp8manifold._native._arrays import PLAIN_CLASSES
-from fp8manifold._ranks import local_of
+from fp8manifold._ranks import has_own_memory, local_of
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot, describe_parameter
 
@@ -79,11 +78,11 @@ def plain_gradient(parameter: Tensor) -> Tensor:
     if type(gradient) is Tensor:
         return gradient
     part: Tensor = local_of(gradient)
-    if type(part) in PLAIN_CLASSES:
-        return part
+    if has_own_memory(part):
+        return part.as_subclass(Tensor)
     values = part.clone()
-    if type(values) in PLAIN_CLASSES:
-        return values
+    if has_own_memory(values):
+        return values.as_subclass(Tensor)
     raise ValueError(
         f"the gradient of a parameter of shape {tuple(parameter.shape)} is a "
         f"{type(part).__name__}, which holds other tensors: give an ordinary tensor"

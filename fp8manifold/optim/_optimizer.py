@@ -801,7 +801,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         Lists become tuples: a list that is edited where it lies would be equal to itself.
         """
         for name, value in group.items():
-            if name != "params" and isinstance(value, list):
+            if name not in ("params", "param_names") and isinstance(value, list):
                 group[name] = tuple(value)
         _checks.check_shared(type(self).__name__, group, self.damping_option)
         _checks.check_combination(type(self).__name__, self.direction, group)

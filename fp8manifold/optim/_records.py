@@ -38,7 +38,6 @@ from fp8manifold._interface import (
     WeightStorage,
     numbers_in_c,
 )
-from fp8manifold._native._arrays import PLAIN_CLASSES
 from fp8manifold._numerics.records import FORMAT_DTYPE, JOB_DTYPE, SPEC_DTYPE, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._slot import Slot, row_view
@@ -197,8 +196,8 @@ def address_of(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.dev
         RuntimeError: another dtype, size, device, layout or class.
     """
     fits = tensor.dtype is dtype and tensor.numel() == numel and tensor.device == device
-    # a class of tensors that holds others has no memory, and the address 0 stands for no tensor
-    if not (fits and tensor.is_contiguous() and type(tensor) in PLAIN_CLASSES):
+    # a tensor that holds others has the address 0, which stands for no tensor
+    if not (fits and tensor.is_contiguous() and (tensor.data_ptr() or not numel)):
         place = "the CPU" if device.type == "cpu" else device
         raise RuntimeError(
             f"a step needs {numel} contiguous elements of {dtype} on {place}: here are "

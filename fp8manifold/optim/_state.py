@@ -34,8 +34,7 @@ from torch import Tensor
 from fp8manifold._base.param_groups import parameters_of, saved_indices
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._interface import MomentStorage
-from fp8manifold._native._arrays import PLAIN_CLASSES
-from fp8manifold._ranks import local_of, spread
+from fp8manifold._ranks import has_own_memory, local_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._factors import (
@@ -244,8 +243,7 @@ def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None =
         if not isinstance(value, Tensor):
             subject = _words_for_state(parameter, index)
             raise ValueError(f"{subject} has {name}={value!r}: a tensor is needed")
-        is_plain = type(value) is Tensor or type(local_of(value)) in PLAIN_CLASSES
-        if not is_plain:
+        if type(value) is not Tensor and not has_own_memory(local_of(value)):
             subject = _words_for_state(parameter, index)
             raise ValueError(
                 f"{subject} has {name} as a {type(value).__name__}, which holds other tensors: an "
