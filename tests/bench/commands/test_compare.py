@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -242,7 +243,7 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
         )
         assert summary_of(tmp_path / "out" / "bf16-mixed-seed=42")["status"] == "stopped"
         table = {line["run"]: line for line in read_table(tmp_path / "out")}
-        assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
+        assert re.fullmatch(r"stopped: SIG\w+ after step \d+", table["bf16-mixed"]["verdict"])
         assert table["E7M0 stochastic"]["verdict"] == "not run"
         with pytest.raises(ProcessLookupError):
             os.killpg(group, 0)  # nobody of the group is left
