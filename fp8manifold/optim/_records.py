@@ -13,9 +13,9 @@ The C code (``_native/step.c``) takes an array of `JOB` records, one for each pa
     hyper       the numbers of the step (`NUMBERS`): new in every step
 
 C and kernels trust the pointers. So `addresses_of` checks dtype, size, device and layout of
-every tensor before its address is taken. In the later steps of a plan, which take the
-addresses of gradients alone, `Plan.is_stale` has compared these. Records of native code are made by
-`_native_step.py`, those of a GPU's kernels by `_triton_step.py`.
+every tensor before its address is taken. Later steps of a plan take the addresses of
+gradients alone, which `Plan.is_stale` has compared with those before. Records of native code
+are made by `_native_step.py`, those of a GPU's kernels by `_triton_step.py`.
 """
 
 from collections.abc import Sequence
@@ -193,7 +193,7 @@ def address_of(tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.dev
     """Return the address of a tensor that is as a step needs it.
 
     Raises:
-        RuntimeError: another dtype, size, device, layout or class.
+        RuntimeError: another dtype, size, device or layout, or no memory of its own.
     """
     fits = tensor.dtype is dtype and tensor.numel() == numel and tensor.device == device
     # a tensor that holds others has the address 0, which stands for no tensor

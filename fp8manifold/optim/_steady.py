@@ -5,20 +5,25 @@ If native code or a GPU's kernels take all of it, too, `make_plan` makes a `Plan
 (`_plan.py`), which takes all parameters that have a gradient. Without a plan step
 parameters of these kinds, and with them all others of the optimizer:
 
-    sharded parameters     their rows are gathered and sent between the parts of a step
-    16 bits on the CPU     native code steps copies in float32, some at a time
-    float64, strided memory, another kind of gradient, an observer     PyTorch steps
-    a metric that is a function, or that of logarithms                 PyTorch steps
-    Muon's matrices with a stiffness or errors in the momentum         the factor is needed twice
-    a row or block of zeros                the step fits its scale
-    a weight with the rest of its first rounding    the step takes it up
-    methods of a user's that take part in planning, Fisher's steps     they may do anything
+    sharded parameters        their rows are gathered and sent between the parts of a step
+    16 bits on the CPU        native code steps copies in float32, some at a time
+    float64, strided memory, another kind of gradient, an observer, a metric of logarithms
+    or of a user's            PyTorch steps
+    Muon's matrices with a stiffness, or with errors in the momentum
+                              a plan has no records for them
+    a row or block of zeros   the step fits its scale
+    a weight that has the rest of its first rounding
+                              the step takes it up
+    methods of a user's that take part in planning, Fisher's steps
+                              they may do anything
 
 These have a plan that is made anew in every step:
 
-    floats on a manifold   the manifold has the scale, of which no state has the address
-    a scale for each element, block or square, in one byte     the step reads a copy
-    other methods of a user's              they may look at anything
+    floats on a manifold      the manifold has the scale, of which no state has the address
+    a scale for each element, or scales of blocks and squares in one byte
+                              the step reads a copy
+    other methods of a user's
+                              they may look at anything
 """
 
 import logging
