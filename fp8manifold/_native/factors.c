@@ -17,18 +17,27 @@
 #define RUN 32
 
 /* ----------------------------------------------------------------------------- sums */
-/* Numbers, and what each is multiplied by before it is squared: a gradient and its
- * factors, or NULL for `column` and nothing. */
+/* What is summed: squares; squares, of which each is added to the sum of its column as well;
+ * or squares of gradients times their factors. */
+typedef enum { SQUARES, SQUARES_AND_COLUMNS, DIRECTIONS } Summand;
+
+/* Numbers, and what a summand needs beside them. */
 typedef struct {
-    const float *x, *column;
+    const float *restrict x;
+    float *restrict column_sums;  /* SQUARES_AND_COLUMNS */
+    const float *restrict column; /* DIRECTIONS, and so the next two */
     float row, cap;
 } Terms;
 
-INLINE float square_at(const Terms *terms, int i, int width, int has_factors)
+INLINE float square_at(const Terms *terms, int i, int width, Summand summand)
 {
     (void)width;
-    if (!has_factors)
-        return terms->x[i] * terms->x[i];
+    if (summand != DIRECTIONS) {
+        const float square = terms->x[i] * terms->x[i];
+        if (summand == SQUARES_AND_COLUMNS)
+            terms->column_sums[i] += square;
+        return square;
+    }
     const float factor = terms->row * terms->column[i];
     const float product = terms->x[i] * (factor < terms->cap ? factor : terms->cap);
     return product * product;
@@ -38,12 +47,12 @@ INLINE float square_at(const Terms *terms, int i, int width, int has_factors)
  * one.  They are called from the last level to the first, so that a few registers hold
  * what is under way, and no half is written to memory.  `width` is a constant. */
 #define ADD_HALF(name, level_before, half) \
-    INLINE float name(const Terms *terms, int i, int width, int has_factors) \
+    INLINE float name(const Terms *terms, int i, int width, Summand summand) \
     { \
-        const float lower = level_before(terms, i, width, has_factors); \
+        const float lower = level_before(terms, i, width, summand); \
         if (width <= half) \
             return lower; \
-        return lower + level_before(terms, i + half, width, has_factors); \
+        return lower + level_before(terms, i + half, width, summand); \
     }
 
 ADD_HALF(sum_at_256, square_at, 256)
@@ -59,11 +68,11 @@ INLINE void add_upper_half(float *x, const int half)
 }
 
 /* The sum by halves of `width` squares, a power of two from 16 to 512. */
-INLINE float sum_of_terms(const Terms *terms, int width, int has_factors)
+INLINE float sum_of_terms(const Terms *terms, int width, Summand summand)
 {
     float sums[16];
     for (int i = 0; i < 16; i++)
-        sums[i] = sum_at_16(terms, i, width, has_factors);
+        sums[i] = sum_at_16(terms, i, width, summand);
     add_upper_half(sums, 8);
     add_upper_half(sums, 4);
     add_upper_half(sums, 2);
@@ -88,39 +97,30 @@ CLONED static float sum_of_squares(const float *x, int n)
     const Terms terms = {.x = x};
     switch (width) {
     case 16:
-        return sum_of_terms(&terms, 16, 0);
+        return sum_of_terms(&terms, 16, SQUARES);
     case 32:
-        return sum_of_terms(&terms, 32, 0);
+        return sum_of_terms(&terms, 32, SQUARES);
     case 64:
-        return sum_of_terms(&terms, 64, 0);
+        return sum_of_terms(&terms, 64, SQUARES);
     case 128:
-        return sum_of_terms(&terms, 128, 0);
+        return sum_of_terms(&terms, 128, SQUARES);
     case 256:
-        return sum_of_terms(&terms, 256, 0);
+        return sum_of_terms(&terms, 256, SQUARES);
     default:
-        return sum_of_terms(&terms, 512, 0);
+        return sum_of_terms(&terms, 512, SQUARES);
     }
 }
 
-/* Rows of a tile that are added to the sums of its columns at a time. */
-#define ROWS_AT_ONCE 8
-
-/* Add the squares of some rows to the sums of their columns, one row after the other. */
-CLONED static void add_squares(const float *restrict x, int64_t stride, int64_t rows,
-                               float *restrict sums, int n)
+/* The same, and each square is added to the sum of its column. */
+CLONED static float sum_and_add_squares(const float *restrict x, float *restrict column_sums, int n)
 {
-    if (rows == ROWS_AT_ONCE) {
-        for (int i = 0; i < n; i++) {
-            float total = sums[i];
-            for (int row = 0; row < ROWS_AT_ONCE; row++)
-                total += x[row * stride + i] * x[row * stride + i];
-            sums[i] = total;
-        }
-        return;
+    if (n == TILE) {
+        const Terms terms = {.x = x, .column_sums = column_sums};
+        return sum_of_terms(&terms, TILE, SQUARES_AND_COLUMNS);
     }
-    for (int64_t row = 0; row < rows; row++)
-        for (int i = 0; i < n; i++)
-            sums[i] += x[row * stride + i] * x[row * stride + i];
+    for (int i = 0; i < n; i++)
+        column_sums[i] += x[i] * x[i];
+    return sum_of_squares(x, n);
 }
 
 /* The sum in runs, and runs of runs, which overwrites the numbers. */
@@ -254,27 +254,43 @@ static void place_tile(const Factors *factors, int64_t row, int64_t column, Tile
     tile->start = row * factors->columns + column;
 }
 
-/* The first pass over a run, a tile of columns after the other. */
+/* How far ahead of a tile gradients are asked for.  A tile is read by halves, an order in which
+ * a processor does not see what comes next. */
+#define AHEAD (2 * TILE)
+/* Floats of a cache line. */
+#define LINE 16
+
+INLINE void prefetch_gradient(const Job *job, const Tile *tile, int64_t end)
+{
+    const int64_t first = tile->start + AHEAD;
+    const int64_t last = first + tile->n < end ? first + tile->n : end;
+    for (int64_t i = first; i < last; i += LINE)
+        PREFETCH(job->gradient + i);
+}
+
+/* Columns whose sums stay in the first-level cache from one row to the next. */
+#define PANEL (4 * TILE)
+
+/* The first pass over a run, a panel of columns after the other. */
 static void sum_statistics(const Job *job, const RowRun *run, Tile *tile)
 {
     const Factors *factors = job->factors;
     const int64_t tiles = tiles_in_row(factors);
-    for (int64_t column = 0; column < factors->columns; column += TILE) {
-        float *column_sums = run->column_sums + column;
-        place_tile(factors, run->row, column, tile);
-        memset(column_sums, 0, (size_t)tile->n * sizeof *column_sums);
-        for (int64_t first = run->row; first < run->stop; first += ROWS_AT_ONCE) {
-            const int64_t left = run->stop - first;
-            const int64_t stop = left < ROWS_AT_ONCE ? run->stop : first + ROWS_AT_ONCE;
-            for (int64_t row = first; row < stop; row++) {
+    const int64_t end = run->stop * factors->columns;
+    memset(run->column_sums, 0, (size_t)factors->columns * sizeof *run->column_sums);
+    for (int64_t panel = 0; panel < factors->columns; panel += PANEL) {
+        const int64_t left = factors->columns - panel;
+        const int64_t stop = panel + (left < PANEL ? left : PANEL);
+        for (int64_t row = run->row; row < run->stop; row++) {
+            for (int64_t column = panel; column < stop; column += TILE) {
                 const int64_t place = row * tiles + column / TILE;
                 place_tile(factors, row, column, tile);
-                factors->sums[place] = sum_of_squares(job->gradient + tile->start, tile->n);
+                prefetch_gradient(job, tile, end);
+                factors->sums[place] = sum_and_add_squares(job->gradient + tile->start,
+                                                           run->column_sums + column, tile->n);
                 load_values(job, tile);
                 factors->weight_sums[place] = sum_of_squares(tile->value, tile->n);
             }
-            add_squares(job->gradient + first * factors->columns + column, factors->columns,
-                        stop - first, column_sums, tile->n);
         }
     }
 }
@@ -284,7 +300,7 @@ CLONED static float sum_of_directions(const Terms *shared_terms, int n)
 {
     const Terms terms = *shared_terms;
     if (n == TILE)
-        return sum_of_terms(&terms, TILE, 1);
+        return sum_of_terms(&terms, TILE, DIRECTIONS);
     float products[TILE];
     multiply_by_factors(terms.x, products, n, terms.row, terms.column, terms.cap, 1.0f);
     return sum_of_squares(products, n);
@@ -295,10 +311,12 @@ static void sum_directions(const Job *job, const RowRun *run, Tile *tile)
 {
     const Factors *factors = job->factors;
     const float *columns = factors->column + run->matrix * factors->columns;
+    const int64_t end = run->stop * factors->columns;
     int64_t place = run->row * tiles_in_row(factors);
     for (int64_t row = run->row; row < run->stop; row++) {
         for (int64_t column = 0; column < factors->columns; column += TILE) {
             place_tile(factors, row, column, tile);
+            prefetch_gradient(job, tile, end);
             const Terms terms = {.x = job->gradient + tile->start,
                                  .column = columns + column,
                                  .row = factors->row[row],

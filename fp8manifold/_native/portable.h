@@ -31,6 +31,13 @@
 #define SET_FLAG(flag) (*(volatile int32_t *)(flag) = 1)
 #endif
 
+/* Asks for the cache line of an address before it is read. */
+#if defined(__GNUC__)
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address) ((void)(address))
+#endif
+
 INLINE int32_t bits_of(float x)
 {
     int32_t bits;
