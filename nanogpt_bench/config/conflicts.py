@@ -320,6 +320,12 @@ def _pretrained(config: Config) -> Iterator[Conflict]:
         # A dropout of 0.0 is off, too, which `_refuse` would take for a value.
         is_set = get(config, key) != 0
         yield Conflict(key, is_pretrained and is_set, "can't be used with model.pretrained")
+    given_weights = "model.pretrained" if is_pretrained else "model.init_from"
+    yield Conflict(
+        "model.init_std",
+        is_pretrained or config.model.init_from is not None,
+        f"can't be used with {given_weights}, whose weights are the initial ones",
+    )
     yield Conflict(
         "train.recompute",
         not is_pretrained,

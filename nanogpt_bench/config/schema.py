@@ -215,6 +215,12 @@ class ModelConfig(SettingsSection):
     block_size: int | None = setting(
         None, "context length in tokens; null: by size", minimum=1, of_task=True
     )
+    init_std: float | None = setting(
+        None,
+        "standard deviation of random initial weights; that of the projections onto the residual "
+        "stream (attn.proj and mlp.proj) is divided by sqrt(2 n_layer); null: GPT-2's, 0.02",
+        above=0.0,
+    )
     dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
     bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: by size (124M: true)")
     tie_weights: bool | None = setting(

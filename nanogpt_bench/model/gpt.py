@@ -44,6 +44,9 @@ class GPTShape:
     gelu: str = "exact"
     #: number of labels; 0 for a language model
     labels: int = 0
+    #: standard deviation of initial weights; of projections onto the residual stream, which
+    #: are added up 2 n_layer times, times sqrt(2 n_layer)
+    init_std: float = INIT_STD
 
 
 #: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself,
@@ -225,10 +228,11 @@ class GPT(nn.Module):
     def _init_weights(self) -> None:
         # The residual stream sums 2 n_layer projections: scaled down so that the
         # variance of the sum is 1 (GPT-2).
-        residual_std = INIT_STD / math.sqrt(2 * self.shape.n_layer)
+        init_std = self.shape.init_std
+        residual_std = init_std / math.sqrt(2 * self.shape.n_layer)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                std = residual_std if name.endswith(".proj") else INIT_STD
+                std = residual_std if name.endswith(".proj") else init_std
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)

@@ -25,7 +25,7 @@ from nanogpt_bench.data.batches import (
     held_out_batches,
     label_names,
 )
-from nanogpt_bench.model.gpt import GPTShape
+from nanogpt_bench.model.gpt import INIT_STD, GPTShape
 
 #: bytes per token of a batch in memory, as an input and as a target
 BYTES_HELD = 16
@@ -236,6 +236,7 @@ def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
         bias=bool(settings.bias),
         tie_weights=bool(settings.tie_weights),
         gelu=settings.gelu or "exact",
+        init_std=settings.init_std or INIT_STD,
         labels=len(label_names(corpus)) if corpus and config.task == Task.CLASSIFY else 0,
     )
 

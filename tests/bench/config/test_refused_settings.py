@@ -14,7 +14,7 @@ from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import find_config, load_config, shipped_configs
 from nanogpt_bench.model.gpt import GPT_SIZES
-from nanogpt_bench.setup import pretrained
+from nanogpt_bench.setup import pretrained, start
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError, nearest
 
@@ -39,7 +39,9 @@ REFUSED = {
     LABELS: f"{PRETRAINED} model.tie_weights=true data.train_tokens=500 eval.also=other "
     f"train.parallel=ddp",
     f"{LABELS} {FP8}": "optimizer.name=fisher",
-    PRETRAINED: "model.torchao_float8=rowwise shadow.enabled=true runtime.compile=true model.dropout=0.5",
+    PRETRAINED: "model.torchao_float8=rowwise shadow.enabled=true runtime.compile=true model.dropout=0.5 "
+    "model.init_std=0.1",
+    "model.init_from=runs/first": "model.init_std=0.1",
     STIEFEL: f"{PRETRAINED} train.parallel=ddp train.precision=bf16-pure model.torchao_float8=rowwise "
     f"optimizer.name=adamw",
     f"{STIEFEL} model.n_head=1": "model.n_embd=1",
@@ -152,6 +154,8 @@ CONTRADICTIONS = {
 def _a_pretrained_model(monkeypatch):
     monkeypatch.setattr(pretrained, "outlined_shape", lambda name: GPT_SIZES["0.8M"])
     monkeypatch.setattr(pretrained, "_stored", lambda model: {})
+    monkeypatch.setattr(start, "newest_checkpoint", lambda name: name)
+    monkeypatch.setattr(start, "start_shape", lambda name: GPT_SIZES["0.8M"])
 
 
 def flagged(words: str) -> str:

@@ -4,6 +4,7 @@ Weights in a file, and back; other models, and models in 16 bits.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ def test_initial_values_follow_gpt2_and_the_seed_and_the_global_generator_stays(
             std, rel=0.02
         ), name
     assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
+    larger = build_model(replace(model.shape, init_std=0.06), seed=0)
+    for before, after in zip(model.parameters(), larger.parameters(), strict=True):
+        if before.ndim == 2:
+            torch.testing.assert_close(after, 3 * before)
     old_state = torch.get_rng_state()
     one, same, other_seed = (build_model(SMALL, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), old_state)
