@@ -33,6 +33,7 @@ from _compared import (
 )
 from _failures import failures_table
 from _floors import cells_of, draw_floors, floors_table
+from _law import cells_by_training, law_table
 from _lengths import gap_figure, gap_table, ladder_of
 from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
@@ -91,6 +92,7 @@ AGAINST = {
     "study_q26_bf16": ("bf16-adafactor",),
     "study_q27_smollm2": ("bf16-mixed", "bf16-adafactor"),
     "study_q28_adafactor": ("adafactor", "fp32"),
+    "study_q21_momentum": ("muon batch_size=12 momentum=0.95",),
     "study_q22_coarse": ("fp32", "E5M2 stochastic"),
     "study_q20_e4m3": (
         "E4M3 riemannian dir=data/stdlib lr=0.5 retraction=exponential",
@@ -130,15 +132,26 @@ ADDED_FILES = {
     "study_q16_adamw": ("study_q16_muon", "study_q16_bf16"),
     "study_q16_sdnq": ("study_q16_muon",),
     "study_q20_e4m3": ("study_q20_next",),
-    "study_q22_coarse": ("study_q22_rates",),
+    "study_q21_momentum": ("study_q21_batch",),
+    "study_q22_coarse": ("study_q22_rates", "study_q22_initial"),
     "study_q26_adafactor": ("study_q26_lion",),
     "study_q26_bf16": ("study_q26_8bit",),
-    "study_q27_smollm2": ("study_q27_e2m5", "study_q27_adamw", "study_q27_mixed"),
+    "study_q27_smollm2": (
+        "study_q27_e2m5",
+        "study_q27_adamw",
+        "study_q27_muon",
+        "study_q27_lion",
+        "study_q27_mixed",
+    ),
     "study_q28_adafactor": ("study_q28_e2m5", "study_q28_adamw"),
 }
 
 #: files with runs of further seeds, made later, of another file's rows
-FURTHER_SEEDS = {"study_q19_map": ("study_q19_map_seeds",)}
+FURTHER_SEEDS = {
+    "study_q18_moments": ("study_q18_moments_seeds",),
+    "study_q19_map": ("study_q19_map_seeds",),
+    "study_q21_momentum": ("study_q21_momentum_43", "study_q21_batch_43"),
+}
 
 
 @cache
@@ -347,6 +360,9 @@ def tables_of_rows(name: str, file: Exported) -> Iterator[tuple[str, str]]:
         yield "-spacing", spacing_table(points)
     if file.tuning:
         yield "-tuned", tuning_table(file.tuning)
+    cells = cells_by_training(file)
+    if cells:
+        yield "-law", law_table(cells)
     ladder = ladder_of(file)
     if ladder:
         yield f"-{ladder.name}", gap_table(ladder, file)
@@ -442,6 +458,9 @@ def _figures_of_rows(
     if paces:
         results = measured_against(file, baseline)
         yield "-clock", draw_by_clock({result_label(r): r.row.runs for r in results}, paces)
+    cells = cells_by_training(file)
+    if cells:
+        yield "-law", draw_floors(cells)
     points = format_points(file)
     if is_drawable(points):
         rule = (file.baseline or "").split()[0]

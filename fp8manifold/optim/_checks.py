@@ -14,6 +14,7 @@ Every error names the option, the value it had, and what is allowed.
 """
 
 import difflib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -268,6 +269,30 @@ def check_distinct(groups: list[dict[str, Any]]) -> None:
                     "each may be stepped once"
                 )
             seen.add(id(parameter))
+
+
+def check_memory(groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError for two parameters of an optimizer that share memory.
+
+    Threads would step them at the same time. Only tensors without gaps are compared:
+    views with strides may lie between one another's elements.
+    """
+    spans: list[tuple[str, int, int, Tensor]] = []
+    for group in groups:
+        for parameter in group["params"]:
+            part = local_of(parameter)
+            memory = part.codes if isinstance(part, FP8Tensor) else part
+            if memory.numel() and memory.is_contiguous():
+                start = memory.data_ptr()
+                stop = start + memory.numel() * memory.element_size()
+                spans.append((str(memory.device), start, stop, parameter))
+    spans.sort(key=lambda span: span[:3])
+    for (device, _, stop, one), (other_device, start, _, other) in itertools.pairwise(spans):
+        if other_device == device and start < stop:
+            raise ValueError(
+                f"parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} share memory: "
+                "give one parameter to both modules"
+            )
 
 
 def _is_flattened(parameter: Tensor, manifold: StiffnessManifold | None) -> bool:

@@ -651,6 +651,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         _checks.copy_shared_tensors(self.param_groups)
         try:
             _checks.check_parameters(group["params"])
+            _checks.check_memory(self.param_groups)
             self._check_group(group)
             if self._in_backward is not None:
                 self._in_backward.watch(group)
@@ -786,6 +787,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             if are_same(checked.get(id(group)), _checked_facts(group)):
                 continue
             _checks.check_distinct(self.param_groups)
+            _checks.check_memory(self.param_groups)
             self._check_group(group)
             for parameter in group["params"]:
                 if parameter in self.state:

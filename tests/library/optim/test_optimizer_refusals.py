@@ -429,6 +429,46 @@ def test_a_parameter_that_was_put_into_two_groups_is_refused():
     assert not optimizer.state
 
 
+def overlapping(kind):
+    """Return two parameters, of which the second lies within the first."""
+    if kind == "codes":
+        whole = fm.FP8Parameter(torch.randn(4, 6), "E4M3")
+        scale = whole.kept_scale[1:]
+        return whole, fm.FP8Parameter.from_codes(whole.codes[1:], scale, "E4M3")
+    whole = nn.Parameter(torch.zeros(4, 6))
+    return whole, nn.Parameter(whole.detach()[1:])
+
+
+@pytest.mark.parametrize("kind", ["codes", "floats"])
+def test_parameters_that_share_memory_are_refused(kind):
+    """Threads would step both at the same time."""
+    one, other = overlapping(kind)
+    with pytest.raises(ValueError, match=r"\(4, 6\) and \(3, 6\) share memory"):
+        optim.StiffnessAdamW([one, other])
+    optimizer = optim.StiffnessAdamW([one])
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.add_param_group({"params": [other]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["params"].append(other)
+    one.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_neighbours_in_one_storage_and_views_between_each_other_are_stepped():
+    storage = torch.zeros(48)
+    halves = [nn.Parameter(half) for half in storage.view(2, 24)]
+    columns = [nn.Parameter(column) for column in torch.zeros(6, 2).unbind(1)]
+    weights = [*halves, *columns]
+    optimizer = optim.StiffnessAdamW(weights, lr=0.1, weight_decay=0.0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight in weights:
+        torch.testing.assert_close(weight.detach(), torch.full_like(weight, -0.1))
+
+
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessSGD", "StiffnessAdafactor"])
 def test_tensors_that_hold_others_do_not_reach_native_code(kind):
     """They have no memory of their own: their address is 0."""
