@@ -33,7 +33,7 @@ from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._slot import stiffness_manifold_of
 from fp8manifold.optim._spec import MOMENTS
-from fp8manifold.optim._step_numbers import check_lr
+from fp8manifold.optim._step_numbers import LARGEST_NUMBER, check_lr
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import broadcasts_to
@@ -100,8 +100,8 @@ def options_in(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_finite(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number in [0, inf)."""
-    check_number(name, value, 0.0, math.inf, open_high=True)
+    """Raise unless ``value`` is a number from 0 to the largest float32."""
+    check_number(name, value, 0.0, LARGEST_NUMBER)
 
 
 def _check_betas(betas: Any) -> None:

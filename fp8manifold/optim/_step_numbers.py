@@ -34,6 +34,8 @@ Schedule = float | Callable[[int], float]
 """A number, or a function of the number of steps taken so far (0 at the first step)."""
 LARGEST_EXPONENT: Final = 8.0
 """The largest exponent of S / S_ref, and the largest one below 0."""
+LARGEST_NUMBER: Final = float(torch.finfo(torch.float32).max)
+"""The largest option: the numbers of a step are float32."""
 _EPS: Final = POSITIONS["eps"]
 _RATE: Final = POSITIONS["rate"]
 
@@ -49,9 +51,9 @@ def check_lr(group: dict[str, Any]) -> None:
             f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed"
         )
     # most steps have a float that is in range
-    if type(lr) is not float or not 0 <= lr < math.inf:
+    if type(lr) is not float or not 0 <= lr <= LARGEST_NUMBER:
         number = read_cached(lr, Tensor.item) if isinstance(lr, Tensor) else lr
-        check_number("lr", number, 0.0, open_high=True)
+        check_number("lr", number, 0.0, LARGEST_NUMBER)
 
 
 def lr_of(group: dict[str, Any]) -> float:

@@ -25,7 +25,7 @@ KINDS = {kind.__name__: kind for kind in cases.CLASSES}
 COMMON = {
     **named(
         "ValueError",
-        "lr=-0.1; lr=nan; lr=inf; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5",
+        "lr=-0.1; lr=nan; lr=inf; lr=1e+39; weight_decay=1e+39; weight_decay=-1.0; weight_decay=inf; damping=-0.5; damping=1.5",
     ),
     **named(
         "ValueError",
