@@ -94,6 +94,8 @@ AGAINST = {
     "study_q28_adafactor": ("adafactor", "fp32"),
     "study_q21_momentum": ("muon batch_size=12 momentum=0.95",),
     "study_q22_coarse": ("fp32", "E5M2 stochastic"),
+    "study_q22_formats": ("fp32 init_std=0.06",),
+    "study_q29_initial": ("fp32", "muon"),
     "study_q20_e4m3": (
         "E4M3 riemannian dir=data/stdlib lr=0.5 retraction=exponential",
         "E4M3 riemannian dir=data/stdlib lr=1 retraction=exponential",
@@ -134,6 +136,7 @@ ADDED_FILES = {
     "study_q20_e4m3": ("study_q20_next",),
     "study_q21_momentum": ("study_q21_batch",),
     "study_q22_coarse": ("study_q22_rates", "study_q22_initial"),
+    "study_q22_formats": ("study_q22_initial",),
     "study_q26_adafactor": ("study_q26_lion",),
     "study_q26_bf16": ("study_q26_8bit",),
     "study_q27_smollm2": (
