@@ -3,15 +3,19 @@
 That its tables are fresh is in `test_generated.py`.
 """
 
+import doctest
 import json
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import fp8manifold as fm
+from nanogpt_bench.data.batches import batch
+from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.model.weights import tensors_of
 from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results_file import read_export
@@ -20,6 +24,7 @@ from nanogpt_bench.runs.read import Records
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "study" / "results"
+TOKENS = np.arange(200, dtype=np.uint16) * 7 % 11
 
 
 @pytest.fixture(autouse=True)
@@ -203,3 +208,58 @@ def test_shares_by_binade_tell_weights_uniform_over_codes_from_normal_ones():
     assert of_normal.slope == pytest.approx(of_normal.normal_slope, abs=0.05)
     assert of_normal.off_by < 1.2
     assert binades.binades(uniform, fmt).slope == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.extra("matplotlib")
+def test_a_gap_stands_beside_the_floor_of_the_float_run_with_its_batch_and_momentum():
+    law = import_module("_law")
+    file = read_export(RESULTS / "study_q21_momentum.json")
+    cells = {(cell.pattern, cell.format): cell for cell in law.cells_by_training(file)}
+    assert len(cells) == 12
+    losses, floors = {}, {}
+    for row in file.rows:
+        (run,) = row.runs
+        place = (run.config["optimizer"]["momentum"], row.format)
+        losses[place] = run.final_val_loss
+        if row.rule == "muon":
+            floors[place[0]] = run.looks[1000]["floor/loss/E5M2"]
+    for momentum in (0.9, 0.95, 0.99):
+        cell = cells[f"12 sequences, momentum {momentum}", "E5M2"]
+        gap = losses[momentum, "E5M2"] - losses[momentum, "none"]
+        assert cell.gap.mean == pytest.approx(gap)
+        assert cell.floor == pytest.approx(floors[momentum])
+        assert f"| {cell.share:.2f} |" in law.law_table([*cells.values()])
+
+
+def test_the_hessian_that_an_equilibrium_follows_from_is_that_of_differences():
+    script = import_module("equilibrium")
+    assert doctest.testmod(script).failed == 0
+    model = build_model(GPTShape(1, 2, 8, 8, vocab_size=11), seed=0).double()
+    pairs = [batch(TOKENS, 4, 8, seed=0, step=step) for step in range(2)]
+    trained = SimpleNamespace(model=model, batches=lambda size, count: iter(pairs))
+    weights = script.code_weights(model)
+    sizes = {name: torch.rand_like(weight) + 0.5 for name, weight in weights.items()}
+    roots = torch.cat([size.flatten() for size in sizes.values()]).sqrt()
+    vector = torch.randn(roots.shape, generator=torch.Generator().manual_seed(1)).double()
+    product = script.hessian_product(trained, script.Noise({}, sizes))(vector)
+
+    def gradients_at(distance):
+        parts = (distance * roots * vector).split([weight.numel() for weight in weights.values()])
+        for weight, part in zip(weights.values(), parts, strict=True):
+            weight.data += part.view_as(weight)
+        loss = sum(model.loss(*pair) for pair in pairs) / len(pairs)
+        gradients = torch.autograd.grad(loss, [*weights.values()])
+        for weight, part in zip(weights.values(), parts, strict=True):
+            weight.data -= part.view_as(weight)
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    difference = (gradients_at(1e-4) - gradients_at(-1e-4)) / 2e-4
+    # losses are in float32
+    assert float((product - roots * difference).norm()) < 1e-4 * float(product.norm())
+
+
+def test_muons_direction_has_singular_values_of_one_size():
+    script = import_module("equilibrium")
+    direction = script.muon_direction(torch.randn(6, 24))
+    values = torch.linalg.svdvals(direction)
+    torch.testing.assert_close(values, torch.full((6,), 0.2 * 24**0.5))
