@@ -5,21 +5,22 @@ Law 2 of docs/laws.md: after rates that sum to tau a training pays
     1/4 sum_j q_j (1 - exp(-2 lambda_j tau))
 
 with the eigenvalues of P^(1/2) H P^(1/2), and by direction the noise q_i = S_i E|m_i|. All of it
-is read off the last checkpoint of a run under Muon, with nothing fitted:
+is read off a run under Muon in floats and its last checkpoint, with nothing fitted:
 
-    python study/equilibrium.py runs/q21-muon-0.95 --formats E4M3 E7M0
+    python study/equilibrium.py runs/q21-muon-0.95 --formats E7M0
 
-m is the average of gradients at the checkpoint's weights, with the momentum of the run. P has one
-number for each matrix that Muon steps, the mean size of its directions over that of m, and for
-the output layer Adam's 1 / sqrt(v), weight by weight. H is the Hessian of the loss over some
-batches, with respect to the matrices of linear layers. The sum is estimated by stochastic
-Lanczos quadrature. Directions of negative curvature have no equilibrium: they count as 0, and
-the table has their part of the noise.
+The run has recorded sum |m| S for each kind of layer (`monitor.floor_formats`), which gives the
+mean of |m| there. P has one number for each matrix that Muon steps, the mean size of its
+directions over that of m, and for the output layer Adam's 1 / sqrt(v), weight by weight. H is the
+Hessian of the loss over some batches, with respect to the matrices of linear layers. The sum is
+estimated by stochastic Lanczos quadrature. Directions of negative curvature have no equilibrium:
+they count as 0, and the table has their part of the noise.
 """
 
 import argparse
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from nanogpt_bench.config.schema import Config  # noqa: E402
 from nanogpt_bench.data.batches import Corpus, batch, open_corpus  # noqa: E402
 from nanogpt_bench.model.gpt import GPT  # noqa: E402
 from nanogpt_bench.model.weights import linear_layers  # noqa: E402
+from nanogpt_bench.monitors.floor import FLOOR, layer_kind  # noqa: E402
+from nanogpt_bench.runs.load import Run, load_run  # noqa: E402
 from nanogpt_bench.runs.trained import choose, fill_floats, load, trained_shape  # noqa: E402
 from nanogpt_bench.setup.optimizers import lr_factor  # noqa: E402
 
@@ -46,18 +49,20 @@ HEADER = ("run", "format", "floor, nats", "share", "predicted gap, nats", "noise
 STEPS, PROBES = 24, 2
 #: sequences of a batch of the Hessian, and batches
 HESSIAN_BATCH, HESSIAN_BATCHES = 48, 2
-#: averages of gradients whose sizes are taken, and decay times between two of them
-AVERAGES, SPACING = 6, 2.0
+#: batches for the mean square of gradients
+GRADIENTS = 50
 #: where batches begin that no training drew
 FIRST_STEP = 10**6
 
+HEAD = "lm_head.weight"
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's model at its last checkpoint, and what it trained on."""
+    """A run, its model at the last checkpoint, and what it trained on."""
 
+    run: Run
     model: GPT
     config: Config
     corpus: Corpus
@@ -78,9 +83,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a step does to each weight: E|m|, and P."""
+    """q = S E|m|, and P, of each weight."""
 
-    averages: Weights
+    added: Weights
     preconditioner: Weights
 
 
@@ -153,7 +158,7 @@ def read(folder: Path) -> Trained:
     trained = load(path)
     model = GPT(trained_shape(path))
     fill_floats(model, trained, str(path))
-    return Trained(model, trained.config, open_corpus(trained.config))
+    return Trained(load_run(folder), model, trained.config, open_corpus(trained.config))
 
 
 def code_weights(model: GPT) -> Weights:
@@ -161,55 +166,65 @@ def code_weights(model: GPT) -> Weights:
     return {f"{name}.weight": layer.weight for name, layer in linear_layers(model).items()}
 
 
-def noise_of(trained: Trained) -> Noise:
-    """Return E|m| and P of each matrix."""
-    decay = trained.config.optimizer.momentum or 0.0
-    every = max(1, round(SPACING / (1 - decay)))
-    weights = code_weights(trained.model)
-    averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    sizes = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    squares = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    directions = dict.fromkeys(weights, 0.0)
-    size = trained.config.train.batch_size
-    # the first averages still lack gradients
-    count = every * (AVERAGES + 2)
-    for step, (tokens, targets) in enumerate(trained.batches(size, count), start=1):
-        loss = trained.model.loss(tokens, targets)
-        gradients = torch.autograd.grad(loss, list(weights.values()))
-        for name, gradient in zip(weights, gradients, strict=True):
-            averages[name].lerp_(gradient, 1 - decay)
-            squares[name] += gradient.square() / count
-        if step % every == 0 and step > 2 * every:
-            for name, average in averages.items():
-                sizes[name] += average.abs() / AVERAGES
-                directions[name] += float(muon_direction(average).abs().mean()) / AVERAGES
-    preconditioner = {}
-    for name, weight in weights.items():
-        if name == "lm_head.weight":
+def noise_of(trained: Trained, fmt: str) -> Noise:
+    """Return q and P of each matrix for rounding to a format.
+
+    Spacings are those of the last weights under the scales of new one-byte weights.
+    """
+    spacings = {
+        name: spacing_of(weight, fmt) for name, weight in code_weights(trained.model).items()
+    }
+    totals: dict[str, float] = defaultdict(float)
+    for name, spacing in spacings.items():
+        totals[_kind(name)] += float(spacing.sum())
+    squares = mean_squares(trained)
+    noise = Noise({}, {})
+    for name, spacing in spacings.items():
+        kind = _kind(name)
+        floor = trained.run.curve(f"{FLOOR.part(fmt).name}/{kind}")[1][-1]
+        average = 4 * floor / totals[kind]
+        noise.added[name] = spacing * average
+        if name == HEAD:
             # of a token that no batch has, the square is 0
-            preconditioner[name] = 1 / squares[name].sqrt().clamp(min=1e-8)
+            noise.preconditioner[name] = 1 / squares.sqrt().clamp(min=1e-8)
         else:
-            ratio = directions[name] / float(sizes[name].mean())
-            preconditioner[name] = torch.full_like(weight, ratio)
-    return Noise(sizes, preconditioner)
+            size = mean_direction(spacing.shape)
+            noise.preconditioner[name] = torch.full_like(spacing, size / average)
+    return noise
+
+
+def _kind(name: str) -> str:
+    return layer_kind(name.removesuffix(".weight"))
 
 
 @torch.no_grad()
-def muon_direction(average: Tensor) -> Tensor:
-    """Return Muon's direction, ``0.2 sqrt(max(R, C))`` times the orthogonal polar factor."""
-    left, _, right = torch.linalg.svd(average, full_matrices=False)
-    return 0.2 * math.sqrt(max(average.shape)) * (left @ right)
+def spacing_of(weight: Tensor, fmt: str) -> Tensor:
+    """Return the ulp at each weight, in value."""
+    scale = fm.FP8Parameter(weight, fmt).scale
+    return fm.ulp(weight / scale, fmt) * scale
 
 
-@torch.no_grad()
-def noise_by_format(trained: Trained, noise: Noise, fmt: str) -> Weights:
-    """Return q = S E|m| of each weight, under the scales of new one-byte weights."""
-    result = {}
-    for name, weight in code_weights(trained.model).items():
-        scale = fm.FP8Parameter(weight, fmt).scale
-        spacing = fm.ulp(weight / scale, fmt) * scale
-        result[name] = spacing * noise.averages[name]
-    return result
+def mean_squares(trained: Trained) -> Tensor:
+    """Return the mean square of the output layer's gradient, weight by weight."""
+    head = code_weights(trained.model)[HEAD]
+    squares = torch.zeros_like(head)
+    for tokens, targets in trained.batches(trained.config.train.batch_size, GRADIENTS):
+        (gradient,) = torch.autograd.grad(trained.model.loss(tokens, targets), [head])
+        squares += gradient.square() / GRADIENTS
+    return squares
+
+
+def mean_direction(shape: torch.Size) -> float:
+    """Return the mean size of Muon's directions, of a matrix of normal noise.
+
+    They are ``0.2 sqrt(max(R, C))`` times its orthogonal polar factor.
+
+    >>> round(mean_direction(torch.Size((128, 512))), 3)
+    0.16
+    """
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(noise, full_matrices=False)
+    return 0.2 * math.sqrt(max(shape)) * float((left @ right).abs().mean())
 
 
 def hessian_product(trained: Trained, noise: Noise) -> Callable[[Tensor], Tensor]:
@@ -245,9 +260,10 @@ def hessian_product(trained: Trained, noise: Noise) -> Callable[[Tensor], Tensor
     return product
 
 
-def line_of(trained: Trained, name: str, noise: Noise, fmt: str) -> list[str]:
+def line_of(trained: Trained, name: str, fmt: str) -> list[str]:
     """Return the line of a run and a format."""
-    flat = torch.cat([part.flatten() for part in noise_by_format(trained, noise, fmt).values()])
+    noise = noise_of(trained, fmt)
+    flat = torch.cat([part.flatten() for part in noise.added.values()])
     apply = hessian_product(trained, noise)
     generator = torch.Generator().manual_seed(0)
     reached = total = below_zero = 0.0
@@ -273,8 +289,7 @@ def table(folders: Sequence[Path], formats: Sequence[str]) -> str:
     lines = []
     for folder in folders:
         trained = read(folder)
-        noise = noise_of(trained)
-        lines += [line_of(trained, folder.name, noise, fmt) for fmt in formats]
+        lines += [line_of(trained, folder.name, fmt) for fmt in formats]
     return markdown(HEADER, lines)
 
 
