@@ -10,11 +10,11 @@ is read off a run under Muon in floats and its last checkpoint, with nothing fit
     python study/equilibrium.py runs/q21-muon-0.95 --formats E7M0
 
 The run has recorded sum |m| S for each kind of layer (`monitor.floor_formats`), which gives the
-mean of |m| there. P has one number for each matrix that Muon steps, the mean size of its
-directions over that of m, and for the output layer Adam's 1 / sqrt(v), weight by weight. H is the
-Hessian of the loss over some batches, with respect to the matrices of linear layers. The sum is
-estimated by stochastic Lanczos quadrature. Directions of negative curvature have no equilibrium:
-they count as 0, and the table has their part of the noise.
+mean of |m| there. P has one number for each matrix, the mean size of Muon's directions over that
+of m. H is the Hessian of the loss over some batches, with respect to the matrices that Muon
+steps: the output layer, which Adam steps, is left out. The sum is estimated by stochastic Lanczos
+quadrature. Directions of negative curvature have no equilibrium: they count as 0, and the table
+has their part of the noise.
 """
 
 import argparse
@@ -46,15 +46,12 @@ from nanogpt_bench.setup.optimizers import lr_factor  # noqa: E402
 
 HEADER = ("run", "format", "floor, nats", "share", "predicted gap, nats", "noise at lambda < 0")
 #: Lanczos steps, and start vectors of each format
-STEPS, PROBES = 24, 2
+STEPS, PROBES = 30, 2
 #: sequences of a batch of the Hessian, and batches
 HESSIAN_BATCH, HESSIAN_BATCHES = 48, 2
-#: batches for the mean square of gradients
-GRADIENTS = 50
 #: where batches begin that no training drew
 FIRST_STEP = 10**6
 
-HEAD = "lm_head.weight"
 Weights = dict[str, Tensor]
 
 
@@ -162,8 +159,10 @@ def read(folder: Path) -> Trained:
 
 
 def code_weights(model: GPT) -> Weights:
-    """Return the matrices of linear layers by name."""
-    return {f"{name}.weight": layer.weight for name, layer in linear_layers(model).items()}
+    """Return the matrices that Muon steps, by name."""
+    layers = linear_layers(model)
+    layers.pop("lm_head")
+    return {f"{name}.weight": layer.weight for name, layer in layers.items()}
 
 
 def noise_of(trained: Trained, fmt: str) -> Noise:
@@ -177,19 +176,14 @@ def noise_of(trained: Trained, fmt: str) -> Noise:
     totals: dict[str, float] = defaultdict(float)
     for name, spacing in spacings.items():
         totals[_kind(name)] += float(spacing.sum())
-    squares = mean_squares(trained)
     noise = Noise({}, {})
     for name, spacing in spacings.items():
         kind = _kind(name)
         floor = trained.run.curve(f"{FLOOR.part(fmt).name}/{kind}")[1][-1]
         average = 4 * floor / totals[kind]
         noise.added[name] = spacing * average
-        if name == HEAD:
-            # of a token that no batch has, the square is 0
-            noise.preconditioner[name] = 1 / squares.sqrt().clamp(min=1e-8)
-        else:
-            size = mean_direction(spacing.shape)
-            noise.preconditioner[name] = torch.full_like(spacing, size / average)
+        size = mean_direction(spacing.shape)
+        noise.preconditioner[name] = torch.full_like(spacing, size / average)
     return noise
 
 
@@ -202,16 +196,6 @@ def spacing_of(weight: Tensor, fmt: str) -> Tensor:
     """Return the ulp at each weight, in value."""
     scale = fm.FP8Parameter(weight, fmt).scale
     return fm.ulp(weight / scale, fmt) * scale
-
-
-def mean_squares(trained: Trained) -> Tensor:
-    """Return the mean square of the output layer's gradient, weight by weight."""
-    head = code_weights(trained.model)[HEAD]
-    squares = torch.zeros_like(head)
-    for tokens, targets in trained.batches(trained.config.train.batch_size, GRADIENTS):
-        (gradient,) = torch.autograd.grad(trained.model.loss(tokens, targets), [head])
-        squares += gradient.square() / GRADIENTS
-    return squares
 
 
 def mean_direction(shape: torch.Size) -> float:
