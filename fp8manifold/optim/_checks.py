@@ -282,8 +282,9 @@ def check_memory(groups: list[dict[str, Any]]) -> None:
         for parameter in group["params"]:
             part = local_of(parameter)
             memory = part.codes if isinstance(part, FP8Tensor) else part
-            if memory.numel() and memory.is_contiguous():
-                start = memory.data_ptr()
+            start = memory.data_ptr()
+            # tensors without memory, such as those of the meta device, have the address 0
+            if start and memory.is_contiguous():
                 stop = start + memory.numel() * memory.element_size()
                 spans.append((str(memory.device), start, stop, parameter))
     spans.sort(key=lambda span: span[:3])

@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
+from fp8manifold.optim import _checks as checks
 
 KINDS = {kind.__name__: kind for kind in cases.CLASSES}
 #: Options that all of them refuse, that those with `betas` do, and those with `momentum`.
@@ -467,6 +468,12 @@ def test_neighbours_in_one_storage_and_views_between_each_other_are_stepped():
     optimizer.step()
     for weight in weights:
         torch.testing.assert_close(weight.detach(), torch.full_like(weight, -0.1))
+
+
+def test_tensors_without_memory_do_not_share_it():
+    """The address of each is 0."""
+    weights = [nn.Parameter(torch.zeros(4, 6, device="meta")) for _ in range(2)]
+    checks.check_memory([{"params": [weight]} for weight in weights])
 
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessSGD", "StiffnessAdafactor"])
