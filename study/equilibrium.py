@@ -34,12 +34,11 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "docs")]
 
 from _markdown import markdown  # noqa: E402
 
-import fp8manifold as fm  # noqa: E402
 from nanogpt_bench.config.schema import Config  # noqa: E402
 from nanogpt_bench.data.batches import Corpus, batch, open_corpus  # noqa: E402
 from nanogpt_bench.model.gpt import GPT  # noqa: E402
 from nanogpt_bench.model.weights import linear_layers  # noqa: E402
-from nanogpt_bench.monitors.floor import FLOOR, layer_kind  # noqa: E402
+from nanogpt_bench.monitors.floor import FLOOR, layer_kind, spacing_in_codes  # noqa: E402
 from nanogpt_bench.runs.load import Run, load_run  # noqa: E402
 from nanogpt_bench.runs.trained import choose, fill_floats, load, trained_shape  # noqa: E402
 from nanogpt_bench.setup.optimizers import lr_factor  # noqa: E402
@@ -56,7 +55,7 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Trained:
+class FloatRun:
     """A run, its model at the last checkpoint, and what it trained on."""
 
     run: Run
@@ -149,13 +148,13 @@ def lanczos(apply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Spe
     return Spectrum(values, vectors[0].square() * float(start.norm()) ** 2)
 
 
-def read(folder: Path) -> Trained:
+def read(folder: Path) -> FloatRun:
     """Return a run under Muon at its last checkpoint."""
     path = choose(folder)
     trained = load(path)
     model = GPT(trained_shape(path))
     fill_floats(model, trained, str(path))
-    return Trained(load_run(folder), model, trained.config, open_corpus(trained.config))
+    return FloatRun(load_run(folder), model, trained.config, open_corpus(trained.config))
 
 
 def code_weights(model: GPT) -> Weights:
@@ -165,14 +164,14 @@ def code_weights(model: GPT) -> Weights:
     return {f"{name}.weight": layer.weight for name, layer in layers.items()}
 
 
-def noise_of(trained: Trained, fmt: str) -> Noise:
+def noise_of(trained: FloatRun, fmt: str) -> Noise:
     """Return q and P of each matrix for rounding to a format.
 
     Spacings are those of the last weights under the scales of new one-byte weights.
     """
-    spacings = {
-        name: spacing_of(weight, fmt) for name, weight in code_weights(trained.model).items()
-    }
+    spacings = {}
+    for name, weight in code_weights(trained.model).items():
+        spacings[name] = spacing_in_codes(weight, fmt)
     totals: dict[str, float] = defaultdict(float)
     for name, spacing in spacings.items():
         totals[_kind(name)] += float(spacing.sum())
@@ -191,13 +190,6 @@ def _kind(name: str) -> str:
     return layer_kind(name.removesuffix(".weight"))
 
 
-@torch.no_grad()
-def spacing_of(weight: Tensor, fmt: str) -> Tensor:
-    """Return the ulp at each weight, in value."""
-    scale = fm.FP8Parameter(weight, fmt).scale
-    return fm.ulp(weight / scale, fmt) * scale
-
-
 def mean_direction(shape: torch.Size) -> float:
     """Return the mean size of Muon's directions, of a matrix of normal noise.
 
@@ -211,7 +203,7 @@ def mean_direction(shape: torch.Size) -> float:
     return 0.2 * math.sqrt(max(shape)) * float((left @ right).abs().mean())
 
 
-def hessian_product(trained: Trained, noise: Noise) -> Callable[[Tensor], Tensor]:
+def hessian_product(trained: FloatRun, noise: Noise) -> Callable[[Tensor], Tensor]:
     """Return the product of ``P^(1/2) H P^(1/2)`` with a flat vector."""
     weights = {name: weight.detach() for name, weight in code_weights(trained.model).items()}
     sizes = [weight.numel() for weight in weights.values()]
@@ -244,7 +236,7 @@ def hessian_product(trained: Trained, noise: Noise) -> Callable[[Tensor], Tensor
     return product
 
 
-def line_of(trained: Trained, name: str, fmt: str) -> list[str]:
+def line_of(trained: FloatRun, name: str, fmt: str) -> list[str]:
     """Return the line of a run and a format."""
     noise = noise_of(trained, fmt)
     flat = torch.cat([part.flatten() for part in noise.added.values()])

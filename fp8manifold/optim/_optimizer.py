@@ -782,12 +782,16 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         changed when this raises.
         """
         checked = self.__dict__.setdefault("_checked_options", {})
+        has_changed = False
         for group in self.param_groups:
             check_lr(group)
             if are_same(checked.get(id(group)), _checked_facts(group)):
                 continue
-            _checks.check_distinct(self.param_groups)
-            _checks.check_memory(self.param_groups)
+            # all groups together, so once
+            if not has_changed:
+                _checks.check_distinct(self.param_groups)
+                _checks.check_memory(self.param_groups)
+            has_changed = True
             self._check_group(group)
             for parameter in group["params"]:
                 if parameter in self.state:

@@ -58,16 +58,26 @@ def layer_kind(name: str) -> str:
 
 
 @torch.no_grad()
-def rounding_floor(weight: Tensor, gradient: Tensor, fmt: str) -> float:
-    """Return ``1/4 sum |m| S`` of a matrix, with a scale for each row.
+def spacing_in_codes(weight: Tensor, fmt: str) -> Tensor:
+    """Return the ulp at each weight of a matrix, in value.
 
-    The scales are those of a new one-byte parameter with these weights.
+    The scales, one for each row, are those of a new one-byte parameter with these weights.
+
+    >>> spacing_in_codes(torch.tensor([[1.0, 1.5]]), "E1M6")
+    tensor([[0.0156, 0.0156]])
+    """
+    scale = fm.FP8Parameter(weight, fmt).scale
+    return fm.ulp(weight / scale, fmt) * scale
+
+
+@torch.no_grad()
+def rounding_floor(weight: Tensor, gradient: Tensor, fmt: str) -> float:
+    """Return ``1/4 sum |m| S`` of a matrix, with the spacings of `spacing_in_codes`.
 
     >>> rounding_floor(torch.tensor([[1.0, 1.5]]), torch.tensor([[0.5, -0.5]]), "E1M6")
     0.00390625
     """
-    scale = fm.FP8Parameter(weight, fmt).scale
-    spacing = fm.ulp(weight / scale, fmt) * scale
+    spacing = spacing_in_codes(weight, fmt)
     return float((gradient.abs() * spacing).sum(dtype=torch.float64)) / 4
 
 
